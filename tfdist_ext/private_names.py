@@ -24,7 +24,7 @@ class PrivateNames:
     """The private names of one package that a module uses.
 
     Attributes:
-        package: "tensorflow.python" or "keras.src".
+        package: the package that has the names.
         error: the error to raise if a name is gone.
         uses: path below the package, as "distribute.values.Mirrored" -> the feature that needs it.
     """
