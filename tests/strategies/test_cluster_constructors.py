@@ -159,7 +159,6 @@ def test_logical_cpus_a_late_start_and_a_real_parameter_server() -> None:
     ("name", "jobs", "me", "missing"),
     [
         ("multi_worker_mirrored", {"worker": 2}, Task("worker", 0), "worker:1"),
-        ("parameter_server", {"chief": 1, "worker": 1, "ps": 1}, Task("chief", 0), "worker:0"),
         ("parameter_server", {"chief": 1, "worker": 1, "ps": 1}, Task("ps", 0), "chief:0"),
     ],
 )

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,16 +52,6 @@ def test_what_is_no_name_of_a_device_here(name: Any) -> None:
 )
 def test_picking(devices: Any, picked: list[str]) -> None:
     assert pick_devices("s", devices) == picked
-
-
-def test_tensorflow_s_own_device_objects_are_taken() -> None:
-    listed = tf.config.list_logical_devices("CPU")
-    assert pick_devices("s", listed[1:3]) == ["CPU:1", "CPU:2"]
-    assert pick_devices("s", listed[3]) == ["CPU:3"]
-
-
-def test_the_first_one_is_a_default_too() -> None:
-    assert pick_devices("s", None, default="first") == ["CPU:0"]
 
 
 @pytest.mark.parametrize(
