@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ pytest.importorskip("keras_hub")  # which takes the newest Keras only
 sys.path.append(str(Path(__file__).parents[1] / "programs"))
 import hub_tasks
 
-FIT = {"epochs": 2, "verbose": 0}
 PROMPTS = ["the f", "a"]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning"),  # of BERT's pooler
@@ -28,24 +26,17 @@ pytestmark = [
 ]
 
 
-def plain(task: Callable[..., keras.Model], *data: Any, lora: bool, **arguments: Any) -> Any:
-    keras.utils.set_random_seed(1)
-    model = task(lora=lora)
-    model.run_eagerly = True  # quicker than compiling
-    return model, model.fit(*data, **FIT, **arguments).history
-
-
-def distributed(task: Callable[..., keras.Model], *data: Any, lora: bool, **arguments: Any) -> Any:
-    keras.utils.set_random_seed(1)
-    model = tfd.distribute(lambda: task(lora=lora), mirrored())
-    return model, model.fit(*data, **FIT, **arguments).history
-
-
 @pytest.mark.long
 def test_a_text_classifier_with_lora_on_datasets_of_strings() -> None:
     data = hub_tasks.batches(hub_tasks.classifier)
-    one, expected = plain(hub_tasks.classifier, data, lora=True, validation_data=data)
-    ours, history = distributed(hub_tasks.classifier, data, lora=True, validation_data=data)
+    fit = {"validation_data": data, "epochs": 2, "verbose": 0}
+    keras.utils.set_random_seed(1)
+    one = hub_tasks.classifier(lora=True)
+    one.run_eagerly = True  # quicker than compiling
+    expected = one.fit(data, **fit).history
+    keras.utils.set_random_seed(1)
+    ours = tfd.distribute(lambda: hub_tasks.classifier(lora=True), mirrored())
+    history = ours.fit(data, **fit).history
     assert list(expected) == ["accuracy", "loss", "val_accuracy", "val_loss"]
     assert_same_history(expected, history)
     assert_same_weights(one, ours)
@@ -53,6 +44,16 @@ def test_a_text_classifier_with_lora_on_datasets_of_strings() -> None:
     np.testing.assert_allclose(
         ours.predict(texts, verbose=0), one.predict(texts, verbose=0), atol=1e-6
     )
+
+
+def test_an_existing_task_comes_along_with_its_tokenizer_and_sampler() -> None:
+    one = hub_tasks.causal(lora=True)
+    one.run_eagerly = True  # quicker than compiling
+    ours = tfd.distribute(one, mirrored())
+    assert type(ours.keras_model) is type(one)
+    assert type(ours.sampler) is type(one.sampler)
+    assert ours.generate(PROMPTS, max_length=8) == one.generate(PROMPTS, max_length=8)
+    assert_same_weights(one, ours)
 
 
 def _train_on_strings() -> dict[str, Any]:
@@ -67,6 +68,7 @@ def _train_on_strings() -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_two_workers_train_on_strings() -> None:
     first, second = run_tasks(_train_on_strings, 2, 240).values()
     assert (first["loss"], first["generated"]) == (second["loss"], second["generated"])

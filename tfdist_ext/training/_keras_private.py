@@ -45,20 +45,14 @@ NAMES = PrivateNames(
 
 
 def train_validation_split(arrays: Structure, validation_split: float) -> Any:
-    """(the first part of each array, the rest of it). Private: `fit` alone offers it."""
+    """(the first part of each array, the rest). Private: there is no public function."""
     split = NAMES("trainers.data_adapters.array_slicing.train_validation_split")
     return split(arrays, validation_split=validation_split)
 
 
 def get_data_adapter(*data: Any, **options: Any) -> Any:
-    """Whatever Keras accepts, as it reads it. Private: there is no public way to its checks."""
+    """Keras's adapter of any data. Private: Keras's checks of data have no public name."""
     return NAMES("trainers.data_adapters.get_data_adapter")(*data, **options)
-
-
-def is_of_arrays(adapter: object) -> bool:
-    """Whether an adapter holds arrays."""
-    path = "trainers.data_adapters.array_data_adapter.ArrayDataAdapter"
-    return isinstance(adapter, NAMES(path))
 
 
 def in_one_array(*parts: tf.Tensor | np.ndarray) -> np.ndarray | tf.RaggedTensor:
@@ -287,7 +281,7 @@ REPLACED = (
 
 
 def loss_ids(layer: keras.Layer) -> set[int]:
-    """The ids of the losses that a layer gave to add_loss. Private: Keras keeps them to itself."""
+    """The ids of the losses that a layer gave to add_loss. Private: they have no public name."""
     return NAMES.of(layer, "_loss_ids", "what layers give to add_loss")
 
 
@@ -301,12 +295,14 @@ def raw_value(variable: keras.Variable | tf.Variable) -> tf.Variable:  # None if
     return NAMES.of(variable, "_value", "variables in a step")
 
 
-def array_parts(adapter: Any) -> tuple[Structure, int, int]:
-    """(arrays as tensors, rows, global batch) of an adapter that has checked its arguments.
+def array_parts(adapter: Any) -> tuple[Structure, int, int] | None:
+    """Arrays as tensors, rows and global batch of an adapter; None if it holds no arrays.
 
-    Private because the adapter's own dataset shuffles with an unseeded order, and a cluster
-    needs one order for all workers; its conversions and checks are kept.
+    Private because the adapter's own dataset shuffles in an unseeded order, and a cluster needs one
+    order for all workers. The adapter's checks and conversions are used.
     """
+    if not isinstance(adapter, NAMES("trainers.data_adapters.array_data_adapter.ArrayDataAdapter")):
+        return None
     use = "arrays as data"
     inputs = NAMES.of(adapter, "_inputs", use)
     sliceable = NAMES("trainers.data_adapters.array_slicing.convert_to_sliceable")
@@ -321,14 +317,13 @@ def array_parts(adapter: Any) -> tuple[Structure, int, int]:
 def batches_of(adapter: object) -> Iterator[Structure]:
     """The batches of one pass as the adapter gives them to tf.data.
 
-    Private because its public iterators turn batches into NumPy arrays, or go round by themselves.
+    Private because the public iterators convert batches to NumPy arrays, or begin again at the end.
     """
     return NAMES.of(adapter, "_get_iterator", "a PyDataset as data")()
 
 
 def take(parts: Structure, indices: tf.Tensor) -> Structure:
-    """The given rows of `parts`, dense or sparse. Private for the sparse wrapper's slicing."""
-
+    """The given rows of `parts`, dense or sparse. Private: how Keras slices sparse arrays."""
     slicing = "trainers.data_adapters.array_slicing"
 
     def rows(part: Any) -> Any:
@@ -425,29 +420,29 @@ def metrics_in_order(model: keras.Model, logs: Logs) -> list[float]:
 
 
 def restored_epoch(model: keras.Model) -> int | None:
-    """The epoch that BackupAndRestore found; it tells Keras's own fit in this private way."""
+    """The epoch that BackupAndRestore found. Private: the callback sets it for Keras's fit."""
     return NAMES.of(model, "_initial_epoch", "BackupAndRestore")
 
 
 def set_restored_epoch(model: keras.Model, epoch: int) -> None:
-    """The same on a task that was told by the chief."""
+    """Set the same on a task that is not the chief."""
     model._initial_epoch = epoch
 
 
 def backup_of(callback: keras.callbacks.BackupAndRestore) -> str:
-    """The file of weights. Private: Keras adds its name to the folder that it was given."""
+    """The file of weights. Private: the name of the file in the folder is not public."""
     return str(NAMES.of(callback, "_weights_path", "BackupAndRestore"))
 
 
 def traces_batches(callback: keras.callbacks.TensorBoard) -> bool:
-    """Whether it profiles single batches. Private: the argument itself is not kept."""
+    """Whether the callback profiles single batches. Private: its argument is not kept."""
     return bool(NAMES.of(callback, "_should_trace", "TensorBoard's profile"))
 
 
 def remembered_by(callback: keras.callbacks.Callback) -> Sequence[str]:
-    """The attributes in which a callback of Keras's keeps what it knows from epochs before.
+    """The attributes in which a callback of Keras keeps its state between epochs.
 
-    Private: ModelCheckpoint, SwapEMAWeights and TensorBoard have no public names for theirs.
+    Private: some attributes of ModelCheckpoint, SwapEMAWeights and TensorBoard.
     """
     return next((names for kind, names in _REMEMBERED.items() if isinstance(callback, kind)), ())
 
@@ -468,9 +463,9 @@ _REMEMBERED: dict[type[keras.callbacks.Callback], Sequence[str]] = {
 
 
 def seed_state() -> np.ndarray | None:
-    """The state of `global_seed_generator`; None where nothing has been drawn from it yet.
+    """The state of `global_seed_generator`; None if nothing was drawn from it yet.
 
-    Private: asking the generator itself would make it, which takes a seed from Python's.
+    Private: asking for the generator would make it, which draws a seed from Python's generator.
     """
     found = NAMES("backend.common.global_state.get_global_attribute")("global_seed_generator")
     return None if found is None else found.state.numpy()
@@ -523,8 +518,8 @@ def distribution_strategy_of(
     before = [NAMES.of(each, "_distribution_strategy", use) for each in optimizers]
     for optimizer in optimizers:
         optimizer._distribution_strategy = strategy
-        # There is nothing to sum. Keras would ask TensorFlow to, which registers the gradient of
-        # that sum, and with it the graph of the step, for the life of the process.
+        # There is nothing to sum. Keras would call TensorFlow's sum over replicas, which registers
+        # a gradient, and with it the graph of the step, for the life of the process.
         NAMES.of(optimizer, "_all_reduce_sum_gradients", use)
         vars(optimizer)["_all_reduce_sum_gradients"] = lambda grads_and_vars: grads_and_vars
     try:
@@ -538,9 +533,9 @@ def distribution_strategy_of(
 def loss_weights(
     sample_weight: tf.Tensor | None, mask: tf.Tensor | None, reduction: str, dtype: tf.DType | str
 ) -> tf.Tensor | None:
-    """Sample weights and mask as the one tensor by whose sum Keras's reduction divides, or None.
+    """Sample weights and mask as one tensor, by whose sum Keras's reduction divides; or None.
 
-    Private because the reduction does not tell.
+    Private because the reduction does not return its divisor.
     """
     if sample_weight is not None:
         sample_weight = tf.convert_to_tensor(sample_weight, dtype)
@@ -549,10 +544,7 @@ def loss_weights(
 
 
 def stateless_scope() -> keras.StatelessScope | None:
-    """The open keras.StatelessScope, None without one.
-
-    Private because Keras does not tell which one is open.
-    """
+    """The open keras.StatelessScope, or None. Private: no public function returns it."""
     return NAMES("backend.common.stateless_scope.get_stateless_scope")()
 
 

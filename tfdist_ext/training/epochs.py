@@ -67,8 +67,8 @@ class Epochs:
         if batches.dataset is not None:
             in_steps = requested is not None
             self._passes = DatasetPasses(batches.dataset, in_steps=in_steps, inspect=inspect)
-        self._fed: Any = None  # what `feed` made, of `_fed_from` where there are passes
-        self._fed_from: tf.data.Dataset | None = None
+        self._fed_from: tf.data.Dataset | None = None  # a dataset of the passes
+        self._fed: Any = None  # what `feed` made from it
         self._iterator: BatchIterator | None = None
         self._position = self._start = batches.begin()
         self._seen: int | None = None
@@ -136,9 +136,7 @@ class Epochs:
         )
         self._fresh = self._iterator is None or (begins_a_pass and not batches.is_infinite)
         if self._fresh:
-            if self._fed is None or batches.changes:
-                self._fed = self._feed(batches)
-            self._iterator = iter(self._fed)
+            self._iterator = iter(self._feed(batches))
 
     @property
     def can_begin_anywhere(self) -> bool:
@@ -160,14 +158,13 @@ class Epochs:
             passed += steps
         self._position = (self._position + completed) % batches.steps
         self._completed = completed
-        self._fed = self._feed(replace(batches, parts_of=batches.from_step(passed)))
+        self._batches = replace(batches, parts_of=batches.from_step(passed))
         return True
 
     def begin_at_position(self, *, completed: int) -> None:
         """Begin where the data's own position is, `completed` steps of an epoch being done."""
         self._position = self._start = self._batches.begin()
         self._completed = completed
-        self._fed = None
 
     def rewind(self) -> None:
         """Begin the next epoch at the start of the data, so that validations see the same steps."""

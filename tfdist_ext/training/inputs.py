@@ -112,12 +112,25 @@ def read(
         shuffle=not isinstance(x, _NOT_FOR_KERAS_TO_SHUFFLE) and shuffle,
         class_weight=class_weight,
     )
-    if kp.is_of_arrays(adapter):
-        return _batches_of_arrays(adapter, shuffle, seed() if shuffle and seed else None)
+    seed = seed if shuffle else None
+    with tf.device("CPU:0"):
+        found = kp.array_parts(adapter)
+    if found is not None:
+        return _batches_of_arrays(adapter, *found, shuffle, None if seed is None else seed())
+    return _batches_of_dataset(x, adapter, class_weight, seed, replicas)
+
+
+def _batches_of_dataset(
+    x: Any,
+    adapter: Any,
+    class_weight: dict[int, float] | None,
+    seed: Callable[[], int] | None,
+    replicas: int,
+) -> GlobalBatches:
     dataset = adapter.get_tf_dataset()
     _check_batches(dataset.element_spec, replicas)
     hooks = adapter
-    if shuffle and seed and isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
+    if seed is not None and isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
         dataset = _in_new_orders(x, dataset.element_spec, class_weight, seed())
         hooks = x  # the adapter would start workers of its own, which read ahead
     is_infinite = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
@@ -131,10 +144,9 @@ def read(
     )
 
 
-def _batches_of_arrays(adapter: Any, shuffle: bool | str, seed: int | None) -> GlobalBatches:
-    with tf.device("CPU:0"):
-        arrays, rows, batch = kp.array_parts(adapter)
-
+def _batches_of_arrays(
+    adapter: Any, arrays: Structure, rows: int, batch: int, shuffle: bool | str, seed: int | None
+) -> GlobalBatches:
     @functools.cache  # a dataset needs the function that made it
     def dataset_fn(*replicas: int) -> tf.types.experimental.ConcreteFunction:
         function = _traced_dataset_fn(rows, batch, seed is not None, shuffle == "batch", *replicas)
@@ -309,7 +321,6 @@ class GlobalBatches:
         dataset: a dataset of one pass of whole global batches, where each task reads all of them
             as they are, in the order in which they come; else None.
         arrays: all of the data, where each task holds it; else None.
-        changes: each pass must be fed again.
         advance: called after that many more global batches were used.
         ended: called when a pass is over.
     """
@@ -324,7 +335,6 @@ class GlobalBatches:
     needs_row_count: bool = False
     dataset: tf.data.Dataset | None = None
     arrays: Structure = None
-    changes: bool = False
     on_epoch_begin: Callable[[], None] = lambda: None
     on_epoch_end: Callable[[], None] = lambda: None
     advance: Callable[[int], None] = lambda steps: None
@@ -471,7 +481,6 @@ def batches_of_function(
         steps = None
     return GlobalBatches(
         parts_of=parts_of,
-        changes=True,
         steps=steps,
         batch_size=data.global_batch_size,
         is_infinite=is_infinite,

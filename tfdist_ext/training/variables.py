@@ -62,13 +62,13 @@ __all__ = [
 class LocalCopies(keras.StatelessScope):
     """Scope in which each Keras variable is a plain tf.Variable, read and assigned at once.
 
-    The number of the step and the learning rate of an optimizer are read once in each graph until
-    they are assigned. Keras reads them for each variable; TensorFlow computes what follows from one
-    read, as the corrections of Adam, once for all variables.
+    The step number and the learning rate of an optimizer are read once in each graph until they are
+    assigned. Keras reads them for each variable. From one read, TensorFlow computes values such as
+    the corrections of Adam once for all variables.
 
     Args:
         copy_of: Keras variable -> the plain variable to use for it, which may be in pieces.
-        optimizers: those that update variables in this scope.
+        optimizers: the optimizers that update variables in this scope.
     """
 
     def __init__(
@@ -424,13 +424,15 @@ def all_built(model: keras.Model) -> bool:
 
 
 def check_built(model: keras.Model) -> None:
-    """Raises a TrainingError that names an optimizer without variables."""
+    """
+    Raises:
+        TrainingError: an optimizer has no variables.
+    """
     for name, optimizer in optimizers_of(model).items():
         if not optimizer.built:
             raise TrainingError(
-                f"the optimizer {type(model).__name__}.{name} must be built before a step, got one"
-                " without variables: call its build(variables it trains) in the function given to"
-                " distribute(), after the model is built."
+                f"the optimizer {type(model).__name__}.{name} has no variables. Call its"
+                " build(variables) in the function given to distribute(), after the model is built."
             )
 
 
