@@ -74,8 +74,6 @@ def fit(x, y=None, **options):
 # Models.
 activation = "tanh" if rank else "relu"
 told("activation", distribute(lambda: layers(activation)))
-functions = [lambda x: keras.ops.relu(x), lambda x: keras.ops.tanh(x)]
-told("lambda", distribute(lambda: layers(functions[rank])))
 told("loss", distribute(loss="hinge" if rank else "mse"))
 told("optimizer", distribute(optimizer=lambda: keras.optimizers.SGD(momentum=rank / 2)))
 

@@ -23,12 +23,3 @@ def test_names_in_modules(names: PrivateNames) -> None:
 def test_what_is_replaced_in_steps_is_there(replaced: kp.Replaced) -> None:
     owner, name = replaced.place()
     assert hasattr(owner, name), f"Keras {keras.__version__} moved {replaced}"
-
-
-def test_links_of_operations() -> None:
-    x = keras.Input((3,))
-    once = keras.layers.Dense(3, name="once")
-    model = keras.Model(x, once(once(x)) + 1.0)
-    links = {o.name: [before.name for before in kp.inputs_from(o)] for o in model.operations}
-    assert links[model.layers[0].name] == []
-    assert links["once"] == [model.layers[0].name, "once"]

@@ -368,18 +368,6 @@ def inner_layers(layer: keras.Layer) -> list[keras.Layer]:
     return list(flatten(recursive=False, include_self=False))
 
 
-def inputs_from(operation: keras.Operation) -> list[keras.Operation]:
-    """The operations of a functional model that one takes its inputs from, call by call.
-
-    Private because only a config tells it, and a config of all layers takes long to make.
-    """
-    return [
-        before.operation
-        for node in getattr(operation, "_inbound_nodes", ())
-        for before in node.parent_nodes
-    ]
-
-
 def is_graph_of_layers(model: keras.Model) -> bool:
     """Whether it is Functional or Sequential, and can be cloned layer by layer.
 

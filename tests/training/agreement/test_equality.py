@@ -12,16 +12,15 @@ from task_programs import results_of
 sys.path.insert(0, str(Path(__file__).parents[2] / "programs"))
 
 ERRORS = {
-    "activation": ["activation of layer 'dense'", "got relu on worker 0 and tanh on worker 1"],
-    "lambda": ["code of activation of layer 'dense'", "on worker 0 and"],
+    "activation": ["activation of layer 2 ('dense')", "got relu on worker 0 and tanh on worker 1"],
     "loss": ["loss", "got mse on worker 0 and hinge on worker 1"],
     "optimizer": ["momentum of optimizer", "got 0.0 on worker 0 and 0.5 on worker 1"],
-    "deferred size": ["units of layer 'dense' must be", "got 8 on worker 0 and 9 on worker 1"],
+    "deferred size": ["units of layer 1 ('dense') must be", "got 8 on worker 0 and 9 on worker 1"],
     "variables of no layer": [
         "new variables must be the same on all workers, got ['float32 (4, 4)"
     ],
-    "vocabulary": ["vocabulary of layer 'string_lookup'", "got ['[UNK]', 'a', 'c', 'b']"],
-    "normalization": ["mean of layer 'normalization' must be the same on all workers"],
+    "vocabulary": ["vocabulary of layer 2 ('string_lookup')", "got ['[UNK]', 'a', 'c', 'b']"],
+    "normalization": ["mean of layer 2 ('normalization') must be the same on all workers"],
     "batches": ["batch size must be the same on all workers, got 8 on worker 0 and 9 on worker 1"],
     "batch_size": ["batch_size must be the same on all workers, got 8 on worker 0 and 9 on"],
     "steps": ["batches in the data must be the same on all workers, got 6 on worker 0 and 5 on"],

@@ -1,21 +1,17 @@
 """What a model computes with, as names and values that can be compared across workers.
 
-Configs, code, variables, arrays, vocabularies and what was given to `compile` are described. What
-may differ without harm is left out: automatic names, seeds and weights.
+Classes, configs, variables, vocabularies, arrays and the arguments of `compile` are described.
+Automatic names, seeds and weights are left out, because workers may differ in them without harm.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import inspect
 import re
-import types
 import warnings
 import zlib
-from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -26,189 +22,117 @@ from tfdist_ext.training import _keras_private as kp
 
 __all__ = ["describe_array", "describe_model"]
 
-# Modules, shapes (the variables show them), seeds, whose variables follow the chief, and names.
+# Keras finds objects by module and registered name. Shapes are those of the variables.
 _LEFT_OUT = {"module", "registered_name", "build_config", "build_input_shape", "seed", "name"}
-# Attributes that Keras sets, and that may differ where the chief alone has predicted.
-_OF_KERAS = {"predict_function", "test_function", "train_function"}
 _COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
-_NUMBERED = re.compile(r"_\d+$")
-_PACKAGES = ("keras.", "tensorflow.", "tfdist_ext.", "builtins")
+_NUMBER = re.compile(r"_\d+$")  # which Keras adds to automatic names
 
 
 def describe_model(model: keras.Model) -> dict[str, Any]:
-    """Returns name -> value; a config is one value for each of its leaves."""
+    """Returns name -> value; a config has one value for each of its leaves."""
     layers = kp.flat_layers(model)
-    found = _Description(layers)
-    for layer in layers:
-        found.add_layer(layer)
+    values: dict[str, Any] = {"the number of layers": len(layers)}
+    for number, layer in enumerate(layers):
+        _add_layer(values, f"layer {number} ({_NUMBER.sub('', layer.name)!r})", layer)
     for number, variable in enumerate(model.variables):
         if variable.shape is not None:
             kind = [str(list(variable.shape)), variable.dtype, bool(variable.trainable)]
-            found.values[f"variable {number} ({found.in_path(variable.path)})"] = kind
+            values[f"variable {number} ({variable.name!r})"] = kind
     if model.compiled:
-        found.add_compiled(model)
-    return found.values
+        _add_compiled(values, model)
+    return values
 
 
-class _Description:
-    def __init__(self, layers: list[keras.Layer]):
-        self.values: dict[str, Any] = {"the number of layers": len(layers)}
-        self._labels = _labels(layers)
-
-    def in_path(self, path: str) -> str:
-        """A path of names, each without the number that Keras has given it."""
-        return "/".join(self._labels.get(p, _NUMBERED.sub("", p)) for p in path.split("/"))
-
-    def add_layer(self, layer: keras.Layer) -> None:
-        """Add a layer, without the layers inside it."""
-        name = f"layer {self._labels[layer.name]!r}"
-        if kp.is_graph_of_layers(layer):
-            self._add_class(name, type(layer))
-            operations = getattr(layer, "operations", ())
-            links = [[o.name, *(before.name for before in kp.inputs_from(o))] for o in operations]
-            graph = [" from ".join(map(self.in_path, link)) for link in links]
-            outputs = getattr(layer, "output_names", None) or []
-            self.values[f"the graph of {name}"] = graph
-            self.values[f"the outputs of {name}"] = list(map(self.in_path, outputs))
-        else:
-            self._add_object(name, layer)
-        if callable(vocabulary := getattr(layer, "get_vocabulary", None)):
-            with contextlib.suppress(TypeError, ValueError, RuntimeError):  # not adapted yet
-                self._add(f"vocabulary of {name}", np.asarray(list(map(str, vocabulary()))))
-        own = _is_own(type(layer))
-        for key, value in vars(layer).items():
-            of_class = inspect.getattr_static(type(layer), key, None)
-            if key in _OF_KERAS or isinstance(of_class, functools.cached_property):
-                continue
-            if _is_array(value):
-                self._add(f"{key} of {name}", np.asarray(value))
-            elif inspect.isroutine(value) and of_class is None and (own or _is_own(value)):
-                self._add(f"{key} of {name}", value)
-
-    def add_compiled(self, model: keras.Model) -> None:
-        """Add what was given to `compile`."""
-        try:
-            settings = kp.compile_arguments(model)
-        except (AttributeError, TypeError):  # a compile() of its own
-            settings = {"optimizer": getattr(model, "optimizer", None)}
-        for key in _COMPILED:
-            for path, leaf in keras.tree.flatten_with_path(settings.get(key)):
-                name = " ".join([key, *map(str, path)])
-                if hasattr(leaf, "get_config"):
-                    self._add_object(name, leaf)
-                else:
-                    self._add(name, leaf)
-        self.values["steps_per_execution of compile()"] = model.steps_per_execution
-        self.values["run_eagerly of compile()"] = bool(model.run_eagerly)
-
-    def _add_object(self, name: str, thing: Any) -> None:
-        """The class of a Keras object, and its config."""
-        self._add_class(name, type(thing))
-        with warnings.catch_warnings(), contextlib.suppress(Exception):  # user's code
-            warnings.simplefilter("ignore")  # of lambdas in it
-            self._add(name, dict(thing.get_config()))
-
-    def _add_class(self, name: str, kind: type) -> None:
-        """The methods. Other entries of a class come and go: Keras's saving adds annotations."""
-        self.values[f"class of {name}"] = kind.__name__
-        for base in filter(_is_own, kind.__mro__):
-            codes = ((key, _code(value)) for key, value in vars(base).items())
-            if methods := sorted((key, code) for key, code in codes if code):
-                self.values[f"code of {base.__name__}, class of {name}"] = _digest(repr(methods))
-
-    def _add(self, name: str, value: Any) -> None:
-        """Add a value; of a config, its leaves."""
-        match value:
-            # A lambda: its bytes name the file. Its code is that of an attribute.
-            case {"class_name": "__lambda__"} | {"closure": _, "defaults": _}:
-                pass
-            case {"class_name": "DTypePolicy", "config": {"name": dtype}}:
-                self.values[name] = dtype
-            case {"class_name": kind, "config": config}:  # a serialized object or function
-                if isinstance(config, dict):
-                    self.values[name] = kind
-                self._add(name, config)
-            case dict():
-                for key, part in value.items():
-                    # A rate that is no schedule is a variable, which follows the chief.
-                    rate = key == "learning_rate" and isinstance(part, float)
-                    if key not in _LEFT_OUT and not str(key).endswith("_seed") and not rate:
-                        self._add(f"{key} of {name}", part)
-            case list() | tuple():
-                if all(isinstance(part, bool | int | float | str | None) for part in value):
-                    self.values[name] = [self._plain(part) for part in value]
-                    return
-                self.values[name] = len(value)
-                for number, part in enumerate(value):
-                    self._add(f"{name}[{number}]", part)
-            case _ if inspect.isroutine(value) or isinstance(value, functools.partial):
-                self.values[name] = str(getattr(value, "__qualname__", type(value).__name__))
-                self.values[f"code of {name}"] = _code(value)
-            case _:
-                self.values[name] = self._plain(value)
-
-    def _plain(self, value: Any) -> Any:
-        if isinstance(value, str):
-            if value.startswith("/"):  # the same file may lie elsewhere on another machine
-                return value.rpartition("/")[2]
-            return self._labels.get(value, value)
-        if value is None or isinstance(value, bool | int | float):
-            return value
-        if isinstance(value, np.generic):
-            return value.item()
-        if isinstance(value, np.ndarray):
-            return describe_array(value)["content"]
-        return type(value).__name__
+def _add_layer(values: dict[str, Any], name: str, layer: keras.Layer) -> None:
+    """Adds a layer, without the layers inside it."""
+    if kp.is_graph_of_layers(layer):
+        values[f"class of {name}"] = type(layer).__name__
+    else:
+        _add_object(values, name, layer)
+    if callable(vocabulary := getattr(layer, "get_vocabulary", None)):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # not adapted yet
+            _add(values, f"vocabulary of {name}", np.asarray(list(map(str, vocabulary()))))
+    for key, value in vars(layer).items():
+        cached = isinstance(
+            inspect.getattr_static(type(layer), key, None), functools.cached_property
+        )
+        if _is_array(value) and not cached:  # a worker may have read the property or not
+            _add(values, f"{key} of {name}", np.asarray(value))
 
 
-def _labels(layers: Iterable[keras.Layer]) -> dict[str, str]:
-    """Name -> the name in a process that makes this model alone."""
-    labels: dict[str, str] = {}
-    seen: Counter[str] = Counter()
-    for layer in layers:
-        for part in (layer, *getattr(layer, "operations", ())):
-            if part.name not in labels:
-                base = _NUMBERED.sub("", part.name)
-                labels[part.name] = f"{base}_{seen[base]}" if seen[base] else base
-                seen[base] += 1
-    return labels
+def _add_compiled(values: dict[str, Any], model: keras.Model) -> None:
+    """Adds the arguments of `compile`."""
+    try:
+        settings = kp.compile_arguments(model)
+    except (AttributeError, TypeError):  # the model has a compile() of its own
+        settings = {"optimizer": getattr(model, "optimizer", None)}
+    for key in _COMPILED:
+        for path, leaf in keras.tree.flatten_with_path(settings.get(key)):
+            name = " ".join([key, *map(str, path)])
+            if hasattr(leaf, "get_config"):
+                _add_object(values, name, leaf)
+            else:
+                _add(values, name, leaf)
+    values["steps_per_execution of compile()"] = model.steps_per_execution
+    values["run_eagerly of compile()"] = bool(model.run_eagerly)
+
+
+def _add_object(values: dict[str, Any], name: str, thing: Any) -> None:
+    """Adds the class of a Keras object, and its config."""
+    values[f"class of {name}"] = type(thing).__name__
+    with warnings.catch_warnings(), contextlib.suppress(Exception):  # a user's get_config
+        warnings.simplefilter("ignore")  # a lambda in a config
+        _add(values, name, dict(thing.get_config()))
+
+
+def _add(values: dict[str, Any], name: str, value: Any) -> None:
+    """Adds a value; of a config, its leaves."""
+    match value:
+        case {"class_name": "__lambda__"}:  # its bytes have the path of the file
+            pass
+        case {"class_name": "DTypePolicy", "config": {"name": dtype}}:
+            values[name] = dtype
+        case {"class_name": kind, "config": config}:  # a serialized object or function
+            if isinstance(config, dict):
+                values[name] = kind
+            _add(values, name, config)
+        case dict():
+            for key, part in value.items():
+                # A learning rate that is no schedule is a variable, which follows the chief.
+                rate = key == "learning_rate" and isinstance(part, float)
+                if key not in _LEFT_OUT and not str(key).endswith("_seed") and not rate:
+                    _add(values, f"{key} of {name}", part)
+        case list() | tuple() if all(_is_plain(part) for part in value):
+            values[name] = [_plain(part) for part in value]
+        case list() | tuple():
+            values[name] = len(value)
+            for number, part in enumerate(value):
+                _add(values, f"{name}[{number}]", part)
+        case _:
+            values[name] = _plain(value)
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str):
+        # The same file may be in another folder on another machine.
+        return value.rpartition("/")[2] if value.startswith("/") else _NUMBER.sub("", value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return describe_array(value)["content"]
+    if _is_plain(value):
+        return value
+    return str(getattr(value, "__qualname__", type(value).__name__))
 
 
 def _is_array(value: object) -> bool:
     if isinstance(value, tf.Tensor):
         return not tf.is_symbolic_tensor(value) and value.dtype not in (tf.resource, tf.variant)
     return isinstance(value, np.ndarray)
-
-
-def _code(function: Any) -> str:
-    """A digest of the user's own Python code behind a method, partial and the like, or ""."""
-    if isinstance(function, functools.partial):
-        function = function.func
-    if isinstance(function, property):
-        function = function.fget
-    function = getattr(function, "python_function", function)
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    if not isinstance(function, types.FunctionType) or not _is_own(function):
-        return ""
-    return _digest(repr(_of_code(function.__code__)))
-
-
-def _of_code(code: types.CodeType) -> Any:
-    constants = [
-        _of_code(value) if isinstance(value, types.CodeType) else repr(value)
-        for value in code.co_consts
-        if not isinstance(value, frozenset)  # whose order is not the same in each process
-    ]
-    return code.co_code, code.co_names, constants
-
-
-def _is_own(thing: object) -> bool:
-    """Whether a class or function is the user's own, not one of the packages'."""
-    return not str(getattr(thing, "__module__", "builtins")).startswith(_PACKAGES)
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
 _SAMPLE, _FEW = 1 << 18, 4
