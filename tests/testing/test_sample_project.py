@@ -52,7 +52,7 @@ def test_the_sample_project_passes_on_the_installed_wheel(tmp_path: Path) -> Non
 
     (metadata,) = installed.glob("tfdist_ext-*.dist-info/METADATA")
     provided = re.findall(r"^Provides-Extra: (.*)$", metadata.read_text(encoding="utf-8"), re.M)
-    assert {"tensorboard", "records", "launch", "kubernetes", "plot", "pytest"} <= set(provided)
+    assert {"tensorboard", "records", "launch", "ray", "plot", "pytest"} <= set(provided)
 
     project = shutil.copytree(ROOT / "tests" / "sample_project", tmp_path / "project")
     run_it(project, installed)
