@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.exit_codes import DONE, FAILED, PREEMPTED, RESTART
-from tfdist_ext.launch.lines import TracebackReader
 from tfdist_ext.launch.restarts import Attempt, RestartPolicy, next_attempt
 
 KILLED = 128 + 9
@@ -100,46 +99,3 @@ def test_a_run_ends(statuses: list[int]) -> None:
 def test_numbers_that_make_no_sense(numbers: tuple[int, int, int], said: str) -> None:
     with pytest.raises(LaunchError, match=said):
         RestartPolicy(*numbers)
-
-
-def place_of(function: str, error: BaseException, line: int = 7) -> str:
-    reader = TracebackReader()
-    for text in (
-        "Epoch 1/3",
-        "Traceback (most recent call last):",
-        '  File "train.py", line 20, in <module>',
-        "    main()",
-        f'  File "train.py", line {line}, in {function}',
-        "    raise error",
-        "    ^^^^^^^^^^^",
-        f"{type(error).__name__}: {error}",
-        "and so on",
-    ):
-        reader.feed(text)
-    return reader.raised
-
-
-def test_the_place_of_an_exception() -> None:
-    place = place_of("step", ValueError("one"))
-    assert place == "ValueError at train.py:7 in step < train.py:20 in <module>"
-    assert place == place_of("step", ValueError("another text"))
-    assert place != place_of("step", ValueError("one"), line=8)
-    assert place != place_of("step", KeyError("one"))
-
-
-def test_the_place_of_the_last_exception_of_a_group() -> None:
-    reader = TracebackReader()
-    for line in (
-        "  + Exception Group Traceback (most recent call last):",
-        '  |   File "train.py", line 9, in <module>',
-        '  |     raise ExceptionGroup("both", errors)',
-        "  | ExceptionGroup: both (1 sub-exception)",
-        "  +-+---------------- 1 ----------------",
-        "    | Traceback (most recent call last):",
-        '    |   File "train.py", line 5, in load',
-        '    |     raise OSError("gone")',
-        "    | OSError: gone",
-        "    +------------------------------------",
-    ):
-        reader.feed(line)
-    assert reader.raised == "OSError at train.py:5 in load"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from check_results import markdown_table, run_checks
+from check_results import run_checks
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies import StrategyTemplate
@@ -142,43 +142,6 @@ def test_planted(planted: Any, checks: list[str], message: str) -> None:
     failed = failures(planted, names)
     assert list(failed) == names
     assert any(message in reason for reason in failed.values()), failed
-
-
-class PassesAndFails(StrategyConformance):
-    known_faults = {"test_scope": "it is none", "test_reduce": "a row of a page"}  # noqa: RUF012
-
-    def strategy(self) -> tf.distribute.Strategy:
-        return FirstValue(2)
-
-
-def test_known_faults_are_expected_to_fail() -> None:
-    (mark,) = PassesAndFails.test_reduce.pytestmark
-    assert (mark.name, mark.kwargs) == ("xfail", {"strict": True, "reason": "a row of a page"})
-    assert not hasattr(StrategyConformance.test_reduce, "pytestmark")
-    found = list(
-        run_checks(PassesAndFails, ["test_scope", "test_reduce", "test_run", "test_gather"])
-    )
-    assert [(o.verdict, o.reason) for o in found] == [
-        ("**failed**", "passes, though known_faults says: it is none"),
-        ("known fault", "a row of a page"),
-        ("passed", ""),
-        ("passed", ""),
-    ]
-    assert markdown_table({"first": found}) == (
-        "| check | first |\n|---|---|\n| scope | **failed** |\n| reduce | known fault |\n"
-        "| run | passed |\n| gather | passed |\n\n- first: reduce: a row of a page\n"
-    )
-
-
-def test_a_fault_of_a_check_that_there_is_not() -> None:
-    with pytest.raises(tfd.StrategyError, match=r"known_faults must name checks, got 'test_all'"):
-        type("Wrong", (StrategyConformance,), {"known_faults": {"test_all": ""}})
-
-
-def test_known_faults_that_are_no_dict() -> None:
-    message = r"Wrong\.known_faults must be a dict of checks and reasons, got .*write \{\"test_s"
-    with pytest.raises(tfd.StrategyError, match=message):
-        type("Wrong", (StrategyConformance,), {"known_faults": ["test_gather"]})
 
 
 def test_what_is_no_strategy() -> None:

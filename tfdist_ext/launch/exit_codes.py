@@ -1,7 +1,7 @@
-"""What the launcher and its tasks agree on: exit statuses, and variables of the environment.
+"""The exit statuses and environment variables that the launcher and its tasks agree on.
 
-The numbers are those that others use: from 128 on an end may be tried again, as Kubeflow has it;
-143 is what TensorFlow's PreemptionCheckpointHandler exits with, and what SIGTERM leaves.
+The statuses are conventions of others. As in Kubeflow, a task with a status from 128 may be started
+again. TensorFlow's PreemptionCheckpointHandler exits with 143, the status after SIGTERM.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = [
 ]
 
 DONE = 0
-FAILED = 1  # and all others up to 127: the next start would fail again
+FAILED = 1  # as all others up to 127: the next start would fail again
 RESTART = 138  # 128 + SIGUSR1: "start me again"
 PREEMPTED = 143  # 128 + SIGTERM: "start me again, and do not count it"
 
 # In the environment of tasks.
-PREEMPTION_SIGNAL = "TFDIST_PREEMPTION_SIGNAL"  # one that says what SIGTERM says, as "SIGUSR1"
+PREEMPTION_SIGNAL = "TFDIST_PREEMPTION_SIGNAL"  # the name of a signal like SIGTERM
 GRACE = "TFDIST_GRACE"  # seconds from the signal until the task is killed
 STALL_TIMEOUT = "TFDIST_STALL_TIMEOUT"  # seconds without progress that end a task; 0: never
 USUAL_STALL_TIMEOUT = 60.0
@@ -43,7 +43,7 @@ STARTS_AGAIN = "TFDIST_STARTS_AGAIN"  # "1": the launcher starts tasks again tha
 
 
 def stall_timeout(env: Mapping[str, str], usual: float = USUAL_STALL_TIMEOUT) -> float:
-    """Seconds, as the launcher, or whoever started this task, has set it; 0: nothing is watched."""
+    """The stall timeout in this environment, in seconds; 0: nothing is watched."""
     try:
         timeout = float(env.get(STALL_TIMEOUT, usual))
     except ValueError:
@@ -52,12 +52,12 @@ def stall_timeout(env: Mapping[str, str], usual: float = USUAL_STALL_TIMEOUT) ->
 
 
 def is_started_again() -> bool:
-    """Whether the launcher starts this task again if it fails, and says so if it does not."""
+    """Whether the launcher restarts this task after a failure, or says why it does not."""
     return bool(os.environ.get(STARTS_AGAIN))
 
 
 def command_line() -> str | None:
-    """The line for a shell: the launcher's, where one has started this process.
+    """The command line of the launcher, or of this process where no launcher started it.
 
     None in an interactive session.
     """

@@ -1,4 +1,4 @@
-"""The GPUs that the workers on this machine can have, one each."""
+"""The GPUs of this machine, one for each worker."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def gpus_of(env: Mapping[str, str]) -> list[str]:
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         named = [name.strip() for name in visible.split(",")]
-        # CUDA sees those before the first that is no GPU.
+        # CUDA uses the GPUs before the first name that is not a GPU.
         return named[: next((n for n, name in enumerate(named) if name in ("", "-1")), len(named))]
     program = shutil.which("nvidia-smi", path=env.get("PATH", os.defpath))
     if program is None:

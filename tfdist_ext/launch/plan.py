@@ -51,13 +51,10 @@ class LaunchPlan:
         coordinator: name of the task whose success is the success of the run; None where every
             task has to end with 0. With parameter servers it is the chief: the servers and the
             workers serve it, and TensorFlow's own never end by themselves.
-        replaceable: names of tasks whose work the others do when they fail, and which may join
-            again: workers beside parameter servers.
     """
 
     tasks: tuple[TaskPlan, ...]
     coordinator: str | None = None
-    replaceable: frozenset[str] = frozenset()
 
 
 @contextlib.contextmanager
@@ -101,11 +98,7 @@ def local_plan(
             if gpus and job == "worker":
                 task_env["CUDA_VISIBLE_DEVICES"] = gpus[index]
             tasks.append(TaskPlan(str(config.task), argv, task_env, log_file))
-        yield LaunchPlan(
-            tasks=tuple(tasks),
-            coordinator="chief:0" if ps else None,
-            replaceable=frozenset(f"worker:{i}" for i in range(workers) if ps),
-        )
+        yield LaunchPlan(tuple(tasks), coordinator="chief:0" if ps else None)
 
 
 def _configs(counts: Mapping[str, int], ports: Sequence[int]) -> Iterator[ClusterConfig]:

@@ -8,10 +8,9 @@ start gRPC server"; TF_GRPC_REUSE_PORT=1 changes that, and then two servers that
 address by mistake would silently share it).
 
 So the ports lie outside the ephemeral range, where the kernel hands out nothing by itself, and
-were seen free by binding them. Another launcher is kept away by a lock a port: the UDP socket of
-the same number. TensorFlow speaks TCP only, so the lock is not in its way; the kernel gives it to
-one process on the machine, whoever the user and wherever the temporary directory, and takes it
-back when that process dies, however it dies.
+were seen free by binding them. The UDP socket of the same number is a lock that keeps other
+launchers away. TensorFlow uses TCP only, so the lock is not in its way. The kernel gives the lock
+to one process on the machine, and takes it back when that process dies.
 """
 
 from __future__ import annotations

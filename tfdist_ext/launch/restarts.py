@@ -188,7 +188,9 @@ def run_with_restarts(
             try:
                 with planned(history.workers, folder) as plan:
                     own = {**env, RESTARTS: str(number)}
-                    result = run_plan(plan, these, env=own, stop=stop, replaces=history.replaces)
+                    # Beside parameter servers, the others do the work of a worker that fails.
+                    replaces = history.replaces if plan.coordinator else None
+                    result = run_plan(plan, these, env=own, stop=stop, replaces=replaces)
             except LaunchError as error:
                 if not number:
                     raise
@@ -228,15 +230,17 @@ class _History:
     def replaces(
         self, task: str, status: int, raised: str, seconds: float
     ) -> Literal["start", "leave out", "fail"]:
-        """What becomes of a worker that has failed while the others do its work."""
+        """What becomes of a task that has failed, beside parameter servers."""
+        number = self._number_of(task)
+        if number is None:
+            return "fail"
         self._add(status, task, raised, seconds)
         following = next_attempt(self._policy, self._past)
         if following.workers is None:
             self._past.pop()  # it ends the start, and `ended` adds it
             return "fail"
         self.say(f"{task} failed (exit status {status}); the others do its work; {following.why}")
-        number = self._number_of(task)
-        if number is None or number in following.workers:
+        if number in following.workers:
             return "start"
         self._gone.add(number)
         return "leave out"

@@ -35,7 +35,7 @@ _LOOK_EVERY = 0.05  # seconds between two looks for processes that tasks have le
 
 
 # (task, its exit status, the Python exception in it, seconds that it ran) -> what becomes of a task
-# that has failed, and whose work the others do.
+# that has failed: another process in its place, a run without it, or the failure of the run.
 Replaces: TypeAlias = Callable[[str, int, str, float], Literal["start", "leave out", "fail"]]
 EndedBy: TypeAlias = Literal["tasks", "signal", "timeout"]
 
@@ -118,7 +118,7 @@ def run_plan(
         stream: where the tasks' lines go; None: standard output.
         report: where the launcher itself speaks; None: standard error.
         stop: the signals of several runs one after another; None: those of this run.
-        replaces: what becomes of a task of `plan.replaceable` that fails; None: it fails the run.
+        replaces: what becomes of a task that fails; None: it fails the run.
         start: starts the process of a task.
 
     Raises:
@@ -229,7 +229,7 @@ class _Run:
 
     def _is_replaced(self, task: TaskProcess) -> bool:
         """Whether the run goes on without a task that has failed; it may have been restarted."""
-        if self.replaces is None or task.name not in self.plan.replaceable:
+        if self.replaces is None:
             return False
         status = shell_status(task.returncode or 0)
         blame = _blame(task) if status in (FAILED, RESTART) else None

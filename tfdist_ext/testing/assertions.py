@@ -38,8 +38,11 @@ def assert_same_on_all_replicas(
         AssertionError: with the replica, the place and the values.
     """
     strategy = strategy or tf.distribute.get_strategy()
-    for path, leaf in _flat(value):
-        by_replica = _by_replica(leaf, strategy)
+    for keys, leaf in keras.tree.flatten_with_path(value):
+        name = getattr(leaf, "path", getattr(leaf, "name", "value"))
+        path = "/".join([*map(str, keys), name])
+        tensor = leaf.value if isinstance(leaf, keras.Variable) else leaf
+        by_replica = _by_replica(tensor, strategy)
         for number, other in enumerate(by_replica[1:], start=1):
             np.testing.assert_allclose(
                 other, by_replica[0], rtol=0, atol=atol, err_msg=f"{path}: replicas {number} and 0"
@@ -119,16 +122,6 @@ def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], at
             f"not as on one device: {worst} must differ by at most {atol:.2g}, got {most:.2g}.\none"
             f" device: {wanted[worst]!r}\nstrategy: {found[worst]!r}"
         )
-
-
-def _flat(value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, keras.Variable):
-        return [(value.path, value.value)]
-    if isinstance(value, dict):
-        return [(f"{k}/{p}", leaf) for k, item in value.items() for p, leaf in _flat(item)]
-    if isinstance(value, list | tuple):
-        return [(f"{n}/{p}", leaf) for n, item in enumerate(value) for p, leaf in _flat(item)]
-    return [(getattr(value, "name", "value"), value)]
 
 
 def _by_replica(value: Any, strategy: tf.distribute.Strategy) -> list[np.ndarray]:

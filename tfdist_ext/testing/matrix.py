@@ -1,4 +1,4 @@
-"""The strategies that tests run on, by name: mirrored_2, central_storage_3, multi_worker_2."""
+"""The strategies that tests run on, by names such as mirrored_2 and multi_worker_2."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Case:
     Attributes:
         name: as "mirrored_2".
         kind: as "mirrored".
-        replicas: in all.
+        replicas: the number of replicas on all workers.
     """
 
     name: str
@@ -41,16 +41,16 @@ class Case:
 
     @property
     def workers(self) -> int:
-        """Processes of its cluster, 0 where it runs in any process."""
+        """The number of processes of its cluster; 0 where it needs no cluster."""
         return self.replicas if self.kind == "multi_worker" else 0
 
     @property
     def logical_cpus(self) -> int:
-        """Logical CPUs that it needs in each process."""
+        """The number of logical CPUs that it needs in each process."""
         return 1 if self.workers else self.replicas
 
     def make(self) -> Any:
-        """The strategy; this process must have the devices and the TF_CONFIG that it needs."""
+        """Create the strategy; this process must have its devices and its TF_CONFIG."""
         from tfdist_ext.strategies import StrategyTemplate, create_strategy
 
         devices = [f"CPU:{number}" for number in range(self.replicas)]

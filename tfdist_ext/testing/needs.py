@@ -1,4 +1,4 @@
-"""The processes that a test needs: by its marks, and by the strategy that it gets."""
+"""The processes that a test needs, according to its marks and its strategy."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Needs:
     """The processes that a test needs.
 
     Attributes:
-        cluster: numbers of tasks, None for one process without a cluster.
-        logical_cpus: that each process sees; 0: any number will do.
+        cluster: numbers of tasks by type; None for one process without a cluster.
+        logical_cpus: the number that each process sees; 0 for any number.
         timeout: seconds.
     """
 
@@ -29,7 +29,7 @@ class Needs:
     timeout: float = 60.0
 
     def are_met_here(self) -> bool:
-        """Whether the test can run in this process, which gets the logical CPUs if it can."""
+        """Whether the test can run in this process; sets its logical CPUs if possible."""
         if self.cluster is not None:
             return False
         try:

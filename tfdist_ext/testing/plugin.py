@@ -1,7 +1,7 @@
 """The pytest plugin that this package registers: two marks, two fixtures, one option.
 
-pytest imports this module in every session on the machine, so it imports nothing but pytest: what
-a mark or a fixture needs is imported when a test uses it. All names begin with `tfdist`.
+pytest imports this module in every session on the machine, so it imports nothing but pytest. The
+modules behind a mark or a fixture are imported when a test uses it. All names begin with `tfdist`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 import os
@@ -142,9 +141,8 @@ def run_function(
         function_plan(fn, args, tasks, folder, env, folder, timeout=timeout) as plan,
     ):
         nowhere = io.StringIO()
-        replaceable = frozenset(task.name for task in plan.tasks if replaces is not None)
         ended = run_plan(
-            dataclasses.replace(plan, replaceable=replaceable),
+            plan,
             Limits(grace=1.0, timeout=timeout + _STACKS),
             env=env,
             stream=nowhere,

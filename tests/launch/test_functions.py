@@ -211,7 +211,6 @@ def test_a_result_that_cannot_be_sent(run):
 @pytest.mark.parametrize(
     "imports",
     [
-        "import tfdist_ext as tfd; call = tfd.launch",
         "import tfdist_ext.launch, tfdist_ext as tfd; call = tfd.launch",
         "from tfdist_ext.launch.ports import reserve_ports; from tfdist_ext import launch as call",
     ],

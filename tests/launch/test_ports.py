@@ -40,7 +40,7 @@ def test_the_kernel_gives_none_of_them_to_anybody():
         assert all(not low <= port <= high for port in ports)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1", "::1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_a_port_on_which_somebody_listens_is_passed_over(among, host):
     taken, free = _some_ports(2)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
