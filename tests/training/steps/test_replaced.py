@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from training_cases import X, Y, classifier, mirrored, strategy_of
+from training_cases import X, Y, classifier, compiled, mirrored, stack
 
 import tfdist_ext as tfd
 from tfdist_ext.private_names import TESTED
@@ -118,12 +118,11 @@ def test_an_exception_in_a_step() -> None:
     error = KeyboardInterrupt()
 
     def build() -> keras.Model:
-        model = Stops([keras.Input((5,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+        model = compiled(Stops([keras.Input((5,)), keras.layers.Dense(1)]))
         model.error = error
         return model
 
-    model = tfd.distribute(build, strategy_of("mirrored", 2))
+    model = tfd.distribute(build, mirrored())
     with pytest.raises(type(error)):
         model.fit(X, Y, **FIT)
 
@@ -142,20 +141,19 @@ def test_fits_in_two_threads_do_not_see_each_other() -> None:
     def build(kind: type = keras.Sequential) -> keras.Model:
         keras.utils.set_random_seed(1)
         model = kind([keras.Input((5,)), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.Adam(0.1), "mse", run_eagerly=kind is Waits)
-        return model
+        return compiled(model, "adam", run_eagerly=kind is Waits)
 
     expected = build()
     expected.fit(X, Y, shuffle=False, **FIT)
-    waiting = tfd.distribute(lambda: build(Waits), strategy_of("mirrored", 2))
+    waiting = tfd.distribute(lambda: build(Waits), mirrored(2))
     thread = threading.Thread(target=lambda: waiting.fit(X, Y, shuffle=False, **FIT))
     thread.start()
     assert inside.wait(60)
     assert in_place() != AT_FIRST
-    plain, ours = build(), tfd.distribute(build, strategy_of("mirrored", 3))
+    plain, ours = build(), tfd.distribute(build, mirrored(3))
     plain.fit(X, Y, shuffle=False, **FIT)
     ours.fit(X, Y, shuffle=False, **FIT)
-    assert strategy_of("mirrored", 2).num_replicas_in_sync == 2
+    assert mirrored(2).num_replicas_in_sync == 2
     done.set()
     thread.join(120)
     assert met
@@ -232,18 +230,12 @@ class Penalty(keras.layers.Layer):
 
 def with_all() -> keras.Model:
     """A model whose step must call each of the functions."""
-    model = keras.Sequential(
-        [
-            keras.Input((5,)),
-            keras.layers.Dense(4),
-            Penalty(),
-            keras.layers.BatchNormalization(synchronized=True),
-            keras.layers.Dropout(0.5),
-            keras.layers.Dense(1, activation="sigmoid"),
-        ]
+    layers = keras.layers
+    normal = layers.BatchNormalization(synchronized=True)
+    model = stack(
+        layers.Dense(4), Penalty(), normal, layers.Dropout(0.5), layers.Dense(1, "sigmoid")
     )
-    model.compile("sgd", "binary_crossentropy")
-    return model
+    return compiled(model, "sgd", "binary_crossentropy")
 
 
 @pytest.mark.parametrize("key", PLANTED)
