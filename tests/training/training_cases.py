@@ -54,6 +54,21 @@ def classifier(optimizer: str = "sgd", **compile_settings: Any) -> Callable[[], 
     return build
 
 
+def stack(*layers: Any) -> keras.Sequential:
+    """A model of these layers: 5 numbers in."""
+    return keras.Sequential([keras.Input((5,)), *layers])
+
+
+def compiled(
+    model: keras.Model, optimizer: Any = 0.05, loss: Any = "mse", **settings: Any
+) -> keras.Model:
+    """The model, compiled. A number in the place of the optimizer is a learning rate of SGD."""
+    if isinstance(optimizer, float):
+        optimizer = keras.optimizers.SGD(optimizer)
+    model.compile(optimizer, loss, **settings)
+    return model
+
+
 CLASSIFIER = classifier()  # `distributed_fit` has one model of it for all tests
 
 

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import ops
-from training_cases import X, assert_same_history, assert_same_weights, plain_fit, strategy_of
+from training_cases import (
+    X,
+    assert_same_history,
+    assert_same_weights,
+    compiled,
+    plain_fit,
+    stack,
+    strategy_of,
+)
 
 import tfdist_ext as tfd
 
@@ -20,9 +28,7 @@ WIDTH, QUEUE = 3, 30
 
 
 def network() -> keras.Model:
-    return keras.Sequential(
-        [keras.Input((5,)), keras.layers.Dense(6, "tanh"), keras.layers.Dense(WIDTH)]
-    )
+    return stack(keras.layers.Dense(6, "tanh"), keras.layers.Dense(WIDTH))
 
 
 def similarity(one: Any, other: Any) -> Any:
@@ -116,19 +122,15 @@ def with_layer() -> keras.Model:
             (x - y) ** 2
         )
 
-    layers = [keras.layers.Dense(WIDTH, "tanh"), InLayer(), keras.layers.Dense(1)]
-    model = keras.Sequential([keras.Input((5,)), *layers])
-    model.compile(keras.optimizers.Adam(0.02), gathered_loss)
-    return model
+    layers = keras.layers.Dense(WIDTH, "tanh"), InLayer(), keras.layers.Dense(1)
+    return compiled(stack(*layers), keras.optimizers.Adam(0.02), gathered_loss)
 
 
 def builder(cls: Callable[[], keras.Model], **settings: Any) -> Callable[[], keras.Model]:
     def build() -> keras.Model:
         keras.utils.set_random_seed(1)
-        model = cls()
         # A large epsilon: with the usual one Adam takes the same step on twice the gradient.
-        model.compile(keras.optimizers.Adam(0.05, epsilon=0.1), **settings)
-        return model
+        return compiled(cls(), keras.optimizers.Adam(0.05, epsilon=0.1), None, **settings)
 
     return build
 
@@ -185,8 +187,7 @@ class Gathers(keras.layers.Layer):
 
 
 def test_rows_are_in_the_order_of_the_batch() -> None:
-    model = keras.Sequential([keras.Input((5,)), Gathers()])
-    ours = tfd.distribute(model, strategy_of("mirrored", 3))
+    ours = tfd.distribute(stack(Gathers()), strategy_of("mirrored", 3))
     for rows in (2, 7):
         x = np.round(10 * X[:rows])
         assert tfd.all_rows(x) is x  # outside of steps
@@ -195,7 +196,7 @@ def test_rows_are_in_the_order_of_the_batch() -> None:
         np.testing.assert_array_equal(every, np.broadcast_to([[x, x > 0, x]], every.shape))
 
 
-def trained_with(gathered: Callable[[Any], Any], **settings: Any) -> None:
+def trained_with(gathered: Callable[[Any], Any]) -> None:
     """A step of a model whose layer calls `gathered`, on two replicas."""
 
     class Calls(keras.layers.Layer):
@@ -204,8 +205,7 @@ def trained_with(gathered: Callable[[Any], Any], **settings: Any) -> None:
                 gathered(x)
             return x
 
-    model = keras.Sequential([keras.Input((5,)), Calls(), keras.layers.Dense(1)])
-    model.compile("sgd", "mse", **settings)
+    model = compiled(stack(Calls(), keras.layers.Dense(1)))
     tfd.distribute(model, strategy_of("mirrored")).fit(X[:8], X[:8, :1], batch_size=8, verbose=0)
 
 
@@ -246,9 +246,9 @@ def test_in_batch_negatives_of_a_part_are_warned_of() -> None:
         hidden = keras.layers.Dense(3)(keras.layers.GlobalAveragePooling1D()(hidden))
         gram = ops.matmul(hidden[:, :, None], hidden[:, None, :])
         outputs = keras.layers.Dense(2)(keras.layers.Flatten()(gram))
-        model = keras.Model(inputs, outputs)
-        model.compile("sgd", loss)
-        ours = tfd.distribute(model, strategy_of("mirrored"))
+        ours = tfd.distribute(
+            compiled(keras.Model(inputs, outputs), "sgd", loss), strategy_of("mirrored")
+        )
         ours.fit(VIEWS[:8], VIEWS[:8, 0, :1], batch_size=8, verbose=0)
 
     with pytest.warns(

@@ -14,7 +14,16 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from training_cases import X, Y, assert_trains_as_keras, distributed_fit, mirrored, strategy_of
+from training_cases import (
+    X,
+    Y,
+    assert_trains_as_keras,
+    compiled,
+    distributed_fit,
+    mirrored,
+    stack,
+    strategy_of,
+)
 
 import tfdist_ext as tfd
 from tfdist_ext.training import _keras_private as kp
@@ -63,14 +72,10 @@ class Average(keras.layers.Layer):
         return x - tf.stop_gradient(before)
 
 
-def with_average(where: Callable[..., None]) -> Callable[[], keras.Model]:
-    def build() -> keras.Model:
-        layers = [keras.layers.Dense(3), Average(where), keras.layers.Dense(1)]
-        model = keras.Sequential([keras.Input((5,)), *layers])
-        model.compile(keras.optimizers.SGD(0.05), "mse")
-        return model
-
-    return build
+def between_dense(layer: Callable[..., Any], *args: Any) -> Callable[[], keras.Model]:
+    """A builder: `layer(*args)` between two dense layers."""
+    dense = keras.layers.Dense
+    return lambda: compiled(stack(dense(3), layer(*args), dense(1)))
 
 
 def assert_copies_are_equal(ours: Any) -> None:
@@ -82,7 +87,7 @@ def assert_copies_are_equal(ours: Any) -> None:
 
 
 def test_averages_are_of_all_rows() -> None:
-    build = with_average(before_and_after)
+    build = between_dense(Average, before_and_after)
     plain, ours = assert_trains_as_keras(build, X[:50], Y[:50], strategy=mirrored(3), **FIT)
     assert_copies_are_equal(ours)
     average = ours.keras_model.layers[1]
@@ -104,12 +109,9 @@ def test_averages_in_eager_steps() -> None:
             return x
 
     def build() -> keras.Model:
-        model = keras.Sequential([keras.Input((5,)), Counts(), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.05), "mse", run_eagerly=True)
-        return model
+        return compiled(stack(Counts(), keras.layers.Dense(1)), run_eagerly=True)
 
-    strategy = strategy_of("mirrored", 3)
-    _, ours = assert_trains_as_keras(build, X[:50], Y[:50], strategy=strategy, **FIT)
+    _, ours = assert_trains_as_keras(build, X[:50], Y[:50], strategy=mirrored(3), **FIT)
     assert_copies_are_equal(ours)
 
 
@@ -142,15 +144,6 @@ class Follows(keras.Model):
         return logs
 
 
-def following(what: str) -> Callable[[], keras.Model]:
-    def build() -> keras.Model:
-        model = Follows(what)
-        model.compile(keras.optimizers.SGD(0.05), "mse")
-        return model
-
-    return build
-
-
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize(
     ("name", "what"),
@@ -161,7 +154,7 @@ def following(what: str) -> Callable[[], keras.Model]:
 )
 def test_trainable_variables_that_a_step_assigns(name: str, what: str) -> None:
     _, ours = assert_trains_as_keras(
-        following(what), X[:50], Y[:50], strategy=strategy_of(name, 3), **FIT
+        lambda: compiled(Follows(what)), X[:50], Y[:50], strategy=strategy_of(name, 3), **FIT
     )
     assert_copies_are_equal(ours)
 
@@ -170,7 +163,7 @@ def test_trainable_variables_that_a_step_assigns(name: str, what: str) -> None:
 def test_one_copy_of_a_trainable_variable_cannot_be_written_by_all() -> None:
     central = strategy_of("central_storage", 3)
     with pytest.raises(Exception, match=r"trainable variable '.*kernel' must .* cond") as told:
-        distributed_fit(following("in a cond"), X[:16], Y[:16], strategy=central)
+        distributed_fit(lambda: compiled(Follows("in a cond")), X[:16], Y[:16], strategy=central)
     assert "CentralStorageStrategy" in str(told.value)
 
 
@@ -225,16 +218,6 @@ class OwnVariables(keras.layers.Layer):
         return x - tf.stop_gradient(before)
 
 
-def with_own_variables(*args: Any) -> Callable[[], keras.Model]:
-    def build() -> keras.Model:
-        layers = [keras.layers.Dense(3), OwnVariables(*args), keras.layers.Dense(1)]
-        model = keras.Sequential([keras.Input((5,)), *layers])
-        model.compile(keras.optimizers.SGD(0.05), "mse")
-        return model
-
-    return build
-
-
 @pytest.mark.parametrize(
     ("name", "where", "write", "aggregation"),
     [
@@ -248,7 +231,7 @@ def test_own_variables_of_a_layer_are_averaged_over_rows(
 ) -> None:
     """Whatever the parts are: 50 rows on three replicas, in batches of 16."""
     plain, ours = assert_trains_as_keras(
-        with_own_variables(where, write, aggregation),
+        between_dense(OwnVariables, where, write, aggregation),
         X[:50],
         Y[:50],
         strategy=strategy_of(name, 3),
@@ -281,15 +264,16 @@ def test_own_variables_that_replicas_cannot_combine(
     name: str, args: tuple[Any, ...], message: str
 ) -> None:
     outside()
+    build = between_dense(OwnVariables, *args)
     with pytest.raises(tfd.TrainingError, match=message):
-        distributed_fit(with_own_variables(*args), X[:16], Y[:16], strategy=strategy_of(name))
+        distributed_fit(build, X[:16], Y[:16], strategy=strategy_of(name))
 
 
 def test_an_own_integer_variable_cannot_count_the_rows_of_a_part() -> None:
     def count_rows(layer: Any, mean: tf.Tensor) -> None:
         layer.count.assign_add(tf.cast(tf.reduce_sum(mean), tf.int64))
 
-    build = with_own_variables(directly, count_rows)
+    build = between_dense(OwnVariables, directly, count_rows)
     with pytest.raises(tfd.TrainingError, match=r"'Variable:0' \(int64\) must .*tfd.all_rows"):
         distributed_fit(build, X[:16], Y[:16])
 
@@ -304,10 +288,4 @@ def test_own_variables_that_no_step_assigns_are_read() -> None:
         def call(self, x: Any) -> Any:
             return x * scale + table.lookup(tf.cast(x > 0, tf.int64))
 
-    def build() -> keras.Model:
-        layers = [keras.layers.Dense(3), Reads(), keras.layers.Dense(1)]
-        model = keras.Sequential([keras.Input((5,)), *layers])
-        model.compile(keras.optimizers.SGD(0.05), "mse")
-        return model
-
-    assert_trains_as_keras(build, X[:50], Y[:50], **FIT)
+    assert_trains_as_keras(between_dense(Reads), X[:50], Y[:50], **FIT)

@@ -16,9 +16,11 @@ import tensorflow as tf
 from training_cases import (
     X,
     assert_trains_as_keras,
+    compiled,
     distributed_fit,
     mirrored,
     plain_fit,
+    stack,
 )
 
 import tfdist_ext as tfd
@@ -34,14 +36,8 @@ WORDS[:, 4:] = 0
 NEXT = np.random.default_rng(5).integers(0, 3, (ROWS, 6))
 
 
-def classifier(loss: Any, rate: float = 0.3) -> Callable[[], keras.Model]:
-    def build() -> keras.Model:
-        layers = keras.layers
-        model = keras.Sequential([keras.Input((5,)), layers.Dense(1, activation="sigmoid")])
-        model.compile(keras.optimizers.SGD(rate), loss() if isinstance(loss, type) else loss)
-        return model
-
-    return build
+def classifier(loss: Any, rate: float = 0.3, **settings: Any) -> Callable[[], keras.Model]:
+    return lambda: compiled(stack(keras.layers.Dense(1, "sigmoid")), rate, loss, **settings)
 
 
 def one_number(y: Any, p: Any) -> Any:
@@ -80,17 +76,14 @@ class SquaresAdded(keras.layers.Layer):
 def before_synchronized_statistics() -> keras.Model:
     layers = keras.layers
     regularizer = keras.regularizers.L2(0.1)
-    model = keras.Sequential(
-        [
-            keras.Input((5,)),
+    return compiled(
+        stack(
             layers.Dense(4, activity_regularizer=regularizer),
             SquaresAdded(),
             layers.BatchNormalization(synchronized=True),
             layers.Dense(1),
-        ]
+        )
     )
-    model.compile(keras.optimizers.SGD(0.05), "mse")
-    return model
 
 
 def before_a_masked_loss() -> keras.Model:
@@ -140,9 +133,7 @@ def test_a_metric_that_does_not_begin_at_zero() -> None:
             return self.total + 0.0
 
     def build() -> keras.Model:
-        model = classifier("binary_crossentropy")()
-        model.compile("sgd", "binary_crossentropy", metrics=[FromTen()])
-        return model
+        return classifier("binary_crossentropy", metrics=[FromTen()])()
 
     _, expected = plain_fit(build, X[:ROWS], CLASSES, **FIT)
     _, found = distributed_fit(build, X[:ROWS], CLASSES, strategy=mirrored(3), **FIT)
@@ -179,13 +170,10 @@ def tagger(loss: Any, own_step: bool = False) -> Callable[[], keras.Model]:
             self.optimizer.apply(tape.gradient(value, weights), weights)
             return {"own": value}
 
-    def build() -> keras.Model:
-        layers = keras.layers
-        model = Tagger([keras.Input([6]), layers.Embedding(8, 4), layers.Dense(3, "softmax")])
-        model.compile(keras.optimizers.SGD(0.5), loss=loss)
-        return model
-
-    return build
+    layers = keras.layers
+    return lambda: compiled(
+        Tagger([keras.Input([6]), layers.Embedding(8, 4), layers.Dense(3, "softmax")]), 0.5, loss
+    )
 
 
 def test_a_masked_mean_over_all_rows() -> None:

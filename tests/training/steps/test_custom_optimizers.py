@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from training_cases import X, Y, assert_trains_as_keras, mirrored, strategy_of
+from training_cases import X, Y, assert_trains_as_keras, compiled, mirrored, strategy_of
 
 ROWS = 50
 FIT = {"batch_size": 16, "epochs": 2}
@@ -23,9 +23,7 @@ def build_with(optimizer: Callable[[], Any], kind: Any = keras.Model) -> Callabl
     def build() -> keras.Model:
         inputs = keras.Input((5,))
         hidden = keras.layers.Dense(4, "tanh")(inputs)
-        model = kind(inputs, keras.layers.Dense(1)(hidden))
-        model.compile(optimizer(), "mse")
-        return model
+        return compiled(kind(inputs, keras.layers.Dense(1)(hidden)), optimizer())
 
     return build
 

@@ -16,6 +16,7 @@ from training_cases import (
     assert_trains_as_keras,
     batches,
     classifier,
+    compiled,
     mirrored,
     of_unknown_length,
     strategy_of,
@@ -70,13 +71,8 @@ class OwnSteps(Net):
         return {"twice": self(x) * 2, "first": x[:, :1]}
 
 
-def compiled(model: keras.Model, **settings) -> keras.Model:
-    model.compile(keras.optimizers.Adam(0.01), **{"loss": "mse", **settings})
-    return model
-
-
 def test_own_steps_are_used() -> None:
-    plain, ours = assert_trains_as_keras(lambda: compiled(OwnSteps()), X, Y, **FIT)
+    plain, ours = assert_trains_as_keras(lambda: compiled(OwnSteps(), "adam"), X, Y, **FIT)
     # Own test_step: every row once, at an uneven end too.
     assert ours.evaluate(X[:61], Y[:61], batch_size=16, verbose=0) == pytest.approx(
         plain.evaluate(X[:61], Y[:61], batch_size=16, verbose=0), rel=1e-5
@@ -93,7 +89,10 @@ def test_own_compute_metrics() -> None:
             metrics = super().compute_metrics(x, y, y_pred, sample_weight)
             return {**metrics, "predicted": tf.reduce_mean(y_pred)}
 
-    _, ours = assert_trains_as_keras(lambda: compiled(Extra(), metrics=["mae"]), X, Y, **FIT)
+    def build() -> keras.Model:
+        return compiled(Extra(), "adam", metrics=["mae"])
+
+    _, ours = assert_trains_as_keras(build, X, Y, **FIT)
     assert set(ours.evaluate(X, Y, verbose=0, return_dict=True)) == {"loss", "mae", "predicted"}
 
 
@@ -127,12 +126,7 @@ class OwnLoss(keras.Model):
 
 
 def test_an_own_loss_is_not_hidden_by_a_tracker_of_its_name() -> None:
-    def build() -> keras.Model:
-        model = OwnLoss()
-        model.compile("sgd", "mse")
-        return model
-
-    model = tfd.distribute(build, mirrored())
+    model = tfd.distribute(lambda: compiled(OwnLoss()), mirrored())
     logs = model.fit(X[:16], Y[:16], batch_size=16, verbose=0).history
     expected = float(np.abs(Y[:16] - model.keras_model(X[:16]).numpy()).mean())
     assert expected > 0
@@ -154,12 +148,7 @@ def test_layers_that_a_loss_of_its_own_uses_first() -> None:
         def compute_loss(self, x: Any, y: Any, y_pred: Any, *_: Any, **__: Any) -> Any:
             return keras.ops.mean(keras.ops.square(y_pred - self.item(x)))
 
-    def build() -> keras.Model:
-        model = Towers()
-        model.compile(keras.optimizers.SGD(0.1, momentum=0.9))
-        return model
-
-    assert_trains_as_keras(build, X, Y, batch_size=16, epochs=2)
+    assert_trains_as_keras(lambda: compiled(Towers(), 0.1, None), X, Y, **FIT)
 
 
 def test_summaries_of_a_step_have_the_tags_of_the_user(tmp_path: Path) -> None:
@@ -175,12 +164,7 @@ def test_summaries_of_a_step_have_the_tags_of_the_user(tmp_path: Path) -> None:
                 tf.summary.scalar("second", tf.reduce_mean(data[0][:, 1]), step=9)
             return super().test_step(data)
 
-    def build() -> keras.Model:
-        model = Summarized()
-        model.compile("sgd", "mse", steps_per_execution=2)
-        return model
-
-    model = tfd.distribute(build, mirrored())
+    model = tfd.distribute(lambda: compiled(Summarized(), steps_per_execution=2), mirrored())
     data = of_unknown_length(batches())
     with tf.summary.create_file_writer(str(tmp_path)).as_default():
         model.fit(data, verbose=0)

@@ -20,9 +20,11 @@ from training_cases import (
     assert_same_history,
     assert_same_weights,
     assert_trains_as_keras,
+    compiled,
     distributed_fit,
     mirrored,
     plain_fit,
+    stack,
     strategy_of,
     weights_of,
 )
@@ -35,44 +37,34 @@ WORDS[np.arange(4) >= RNG.integers(1, 5, ROWS)[:, None]] = 0
 NEXT = RNG.normal(size=(ROWS, 4, 1)).astype("float32")
 
 
-def dense(optimizer: Any = None, activation: Any = "sigmoid", **settings: Any) -> Callable:
-    def build() -> keras.Model:
-        layers = keras.layers
-        model = keras.Sequential(
-            [keras.Input((5,)), layers.Dense(4, "tanh"), layers.Dense(1, activation)]
-        )
-        made = keras.optimizers.SGD(0.1) if optimizer is None else optimizer()
-        model.compile(made, **{"loss": "mse", "metrics": ["mae"], **settings})
-        return model
-
-    return build
+def dense(optimizer: Callable[[], Any] = lambda: 0.1, **settings: Any) -> Callable:
+    layers = keras.layers
+    return lambda: compiled(
+        stack(layers.Dense(4, "tanh"), layers.Dense(1, "sigmoid")),
+        optimizer(),
+        **{"metrics": ["mae"], **settings},
+    )
 
 
-def masked(reduction: Any) -> Callable:
-    def build() -> keras.Model:
-        layers = keras.layers
-        model = keras.Sequential(
-            [
-                keras.Input((4,), dtype="int32"),
-                layers.Embedding(8, 3, mask_zero=True),
-                layers.Dense(1),
-            ]
-        )
-        loss = keras.losses.MeanSquaredError(reduction=reduction)
-        model.compile(keras.optimizers.SGD(0.01), loss, metrics=["mae"])
-        return model
-
-    return build
+def of_words(*between: keras.layers.Layer) -> keras.Model:
+    """Sequences of up to 4 words in, some of them masked; a number for each word out."""
+    embedding = keras.layers.Embedding(8, 3, mask_zero=True)
+    layers = [keras.Input((4,), dtype="int32"), embedding, *between, keras.layers.Dense(1)]
+    return keras.Sequential(layers)
 
 
 def same(build: Callable, *data: Any, replicas: int = 3, **arguments: Any) -> tuple[Any, Any]:
     return assert_trains_as_keras(build, *data, strategy=mirrored(replicas), **{**FIT, **arguments})
 
 
-def test_masks_with_sample_weights() -> None:
+@pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight"])
+def test_masks_with_sample_weights(reduction: str) -> None:
+    def build() -> keras.Model:
+        loss = keras.losses.MeanSquaredError(reduction=reduction)
+        return compiled(of_words(), 0.01, loss, metrics=["mae"])
+
     weights = np.outer(WEIGHTS, [1, 2, 0.5, 0]).astype("float32")
-    for reduction in ("sum", "mean_with_sample_weight"):
-        same(masked(reduction), WORDS, NEXT, sample_weight=weights)
+    same(build, WORDS, NEXT, sample_weight=weights)
 
 
 @pytest.mark.parametrize(
@@ -115,14 +107,11 @@ def test_an_overflow_on_one_replica_skips_the_step_on_all() -> None:
     def build() -> keras.Model:
         keras.config.set_dtype_policy("mixed_float16")
         try:
-            model = keras.Sequential(
-                [keras.Input((5,)), Overflows(), keras.layers.Dense(1, dtype="float32")]
-            )
+            model = stack(Overflows(), keras.layers.Dense(1, dtype="float32"))
         finally:
             keras.config.set_dtype_policy("float32")
         inner = keras.optimizers.SGD(0.01, momentum=0.9)
-        model.compile(keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0), "mse")
-        return model
+        return compiled(model, keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0))
 
     x = X[:48].copy()
     x[17, 0] = 60000.0  # in the second batch, on the first replica
@@ -144,10 +133,10 @@ def test_half_precision_overflows_where_it_does_on_one_device(scale: float) -> N
         dense = keras.layers.Dense(
             1, use_bias=False, kernel_initializer="zeros", dtype="mixed_float16"
         )
-        model = keras.Sequential([keras.Input((5,)), dense])
         inner = keras.optimizers.SGD(0.01)
-        model.compile(keras.optimizers.LossScaleOptimizer(inner, initial_scale=scale), "mse")
-        return model
+        return compiled(
+            stack(dense), keras.optimizers.LossScaleOptimizer(inner, initial_scale=scale)
+        )
 
     x, y = X[:48] / 1000, np.ones_like(Y[:48])
     plain, _ = plain_fit(build, x, y, batch_size=16)
@@ -182,16 +171,14 @@ class PenaltyOfGradients(keras.Model):
         return loss + 0.1 * tf.add_n([tf.reduce_sum(g * g) for g in tape.gradient(cubes, weights)])
 
 
-def penalized() -> keras.Model:
-    model = PenaltyOfGradients()
-    model.compile(keras.optimizers.SGD(0.05), "mse")
-    return model
-
-
 def test_the_loss_alone_is_weighted() -> None:
-    """What other tapes give is not."""
+    """Gradients of other tapes are not."""
+
+    def build() -> keras.Model:
+        return compiled(PenaltyOfGradients())
+
     strategy = strategy_of("central_storage", 3)
-    assert_trains_as_keras(penalized, X[:ROWS], Y[:ROWS], strategy=strategy, **FIT)
+    assert_trains_as_keras(build, X[:ROWS], Y[:ROWS], strategy=strategy, **FIT)
 
 
 class LastSum(keras.metrics.Metric):
@@ -223,9 +210,8 @@ def test_metrics_over_all_rows() -> None:
         made = [m if isinstance(m, str) else type(m).from_config(m.get_config()) for m in metrics]
         return dense(loss="binary_crossentropy", metrics=made)()
 
-    strategy = strategy_of("mirrored", 3)
     plain, expected = plain_fit(build, X[:ROWS], Y[:ROWS], **FIT)
-    ours, history = distributed_fit(build, X[:ROWS], Y[:ROWS], strategy=strategy, **FIT)
+    ours, history = distributed_fit(build, X[:ROWS], Y[:ROWS], strategy=mirrored(3), **FIT)
     assert_same_weights(plain, ours)
     assert_same_history(dict(sorted(expected.items())), dict(sorted(history.items())))
     evaluated = ours.evaluate(X[:ROWS], Y[:ROWS], batch_size=16, verbose=0, return_dict=True)
@@ -240,15 +226,8 @@ def test_metrics_over_all_rows() -> None:
 
 def test_moving_statistics_are_means_over_the_rows() -> None:
     def build() -> keras.Model:
-        model = keras.Sequential(
-            [
-                keras.Input((5,)),
-                keras.layers.BatchNormalization(momentum=0.0),
-                keras.layers.Dense(1),
-            ]
-        )
-        model.compile("sgd", "mse")
-        return model
+        layers = keras.layers.BatchNormalization(momentum=0.0), keras.layers.Dense(1)
+        return compiled(stack(*layers), "sgd")
 
     parts = {"strategy": mirrored(3), "synchronize_batch_norm": False}
     ours, _ = distributed_fit(build, X[:16], Y[:16], batch_size=16, **parts)
@@ -264,13 +243,9 @@ def test_synchronized_batch_normalization() -> None:
 
     def build() -> keras.Model:
         normal = keras.layers.BatchNormalization(synchronized=True, momentum=0.5)
-        embedding = keras.layers.Embedding(8, 3, mask_zero=True)
-        layers = [keras.Input((4,), dtype="int32"), embedding, normal, keras.layers.Dense(1)]
-        model = keras.Sequential(layers)
-        model.compile(keras.optimizers.SGD(0.05), "mse")
-        return model
+        return compiled(of_words(normal))
 
-    assert_trains_as_keras(build, WORDS, NEXT, strategy=mirrored(3), **FIT)
+    same(build, WORDS, NEXT)
 
 
 class Net(keras.Model):
@@ -281,11 +256,6 @@ class Net(keras.Model):
 
     def call(self, x: Any) -> Any:
         return self.last(self.hidden(x))
-
-
-def compiled(model: keras.Model) -> keras.Model:
-    model.compile(keras.optimizers.Adam(0.01, global_clipnorm=0.1), "mse")
-    return model
 
 
 def test_a_step_with_a_metric_of_single_numbers() -> None:
@@ -304,7 +274,8 @@ def test_a_step_with_a_metric_of_single_numbers() -> None:
             self.seen.update_state(loss)
             return {"seen": self.seen.result(), "last": loss}
 
-    same(lambda: compiled(Step()), X[:ROWS], Y[:ROWS])
+    adam = keras.optimizers.Adam
+    same(lambda: compiled(Step(), adam(0.01, global_clipnorm=0.1)), X[:ROWS], Y[:ROWS])
 
 
 def test_sums_in_a_nested_graph_are_refused_with_a_sentence() -> None:

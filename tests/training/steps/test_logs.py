@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from training_cases import distributed_fit, mirrored, plain_fit, strategy_of
+from training_cases import compiled, distributed_fit, mirrored, plain_fit, strategy_of
 
 import tfdist_ext as tfd
 
@@ -104,8 +104,7 @@ class OwnLogs(keras.Model):
 def own_logs() -> keras.Model:
     model = OwnLogs()
     model.build((None, 3))
-    model.compile(keras.optimizers.SGD(0.5))
-    return model
+    return compiled(model, 0.5, None)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from training_cases import X, Y, assert_trains_as_keras, mirrored, strategy_of
+from training_cases import X, Y, assert_trains_as_keras, compiled, mirrored
 
 import tfdist_ext as tfd
 
@@ -34,9 +34,7 @@ class Noisy(keras.layers.Layer):
 
 
 def noisy() -> keras.Model:
-    model = keras.Sequential([Noisy(), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.Adam(0.01), "mse")
-    return model
+    return compiled(keras.Sequential([Noisy(), keras.layers.Dense(1)]), "adam")
 
 
 def drawn() -> list[tuple[float, ...]]:
@@ -46,9 +44,8 @@ def drawn() -> list[tuple[float, ...]]:
 
 def test_noise_is_new_in_each_step_of_each_epoch() -> None:
     drawn()
-    strategy = strategy_of("mirrored")
-    replicas = strategy.num_replicas_in_sync
-    _, ours = assert_trains_as_keras(noisy, X, Y, strategy=strategy, **FIT)
+    replicas = 2
+    _, ours = assert_trains_as_keras(noisy, X, Y, strategy=mirrored(replicas), **FIT)
     seen = drawn()[STEPS:]  # the plain model's first
     assert len(seen) == STEPS * replicas
     # TensorFlow runs the steps one after another, and one draw of a step on each replica.
@@ -172,18 +169,15 @@ def layers_that_draw() -> keras.Model:
     x = layers.LSTM(4, dropout=0.2, recurrent_dropout=0.3, return_sequences=True)(x)
     x = layers.GaussianNoise(0.2)(layers.GaussianDropout(0.2)(x))
     x = layers.AlphaDropout(0.2)(layers.TimeDistributed(layers.Dropout(0.2))(x))
-    model = keras.Model(inputs, layers.Dense(1)(layers.GlobalAveragePooling1D()(x)))
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    return model
+    outputs = layers.Dense(1)(layers.GlobalAveragePooling1D()(x))
+    return compiled(keras.Model(inputs, outputs), keras.optimizers.SGD(0.1, momentum=0.9))
 
 
 def mixing() -> keras.Model:
     layers = keras.layers
     inputs = keras.Input((5, 5, 1))
     x = layers.CutMix(factor=(1.0, 3.0))(layers.MixUp(alpha=1.0)(inputs))
-    model = keras.Model(inputs, layers.Dense(1)(layers.Flatten()(x)))
-    model.compile(keras.optimizers.SGD(0.01), "mse")
-    return model
+    return compiled(keras.Model(inputs, layers.Dense(1)(layers.Flatten()(x))), 0.01)
 
 
 @pytest.mark.parametrize("build", [layers_that_draw, mixing])
@@ -259,8 +253,8 @@ def test_what_is_drawn_without_a_seed_goes_on_as_in_keras() -> None:
 def test_the_copy_of_a_model_draws_what_the_model_would_have_drawn() -> None:
     def trained(distribute: bool) -> list[Any]:
         keras.utils.set_random_seed(4)
-        model = keras.Sequential([keras.layers.Dropout(0.5), Noisy(), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+        layers = keras.layers.Dropout(0.5), Noisy(), keras.layers.Dense(1)
+        model = compiled(keras.Sequential(layers), "sgd")
         fit = {"batch_size": 16, "shuffle": False, "verbose": 0}
         model.fit(X[:41], Y[:41], **fit)
         ours: Any = tfd.distribute(model, mirrored()) if distribute else model

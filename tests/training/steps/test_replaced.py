@@ -7,6 +7,7 @@ functions that are replaced while a step runs.
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 import threading
@@ -16,7 +17,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from training_cases import X, Y, classifier, mirrored, strategy_of
+from task_programs import LEFT_OUT
+from training_cases import X, Y, classifier, compiled, mirrored, stack
 
 import tfdist_ext as tfd
 from tfdist_ext.private_names import TESTED
@@ -97,7 +99,9 @@ print([key for key in after if key not in before and key[:2] in owners])
 
 def test_an_import_and_a_fit_leave_all_of_keras_and_tensorflow_as_they_were() -> None:
     """Every function and property of every module that is loaded, not those of the list alone."""
-    output = subprocess.check_output([sys.executable, "-c", WATCHED], text=True, timeout=120)
+    env = {**os.environ, "PYTHONPATH": LEFT_OUT}
+    command = [sys.executable, "-c", WATCHED]
+    output = subprocess.check_output(command, text=True, timeout=120, env=env)
     counted, added = output.strip().splitlines()[-2:]
     number, changed = counted.split(" ", 1)
     assert int(number) > 20_000
@@ -118,12 +122,11 @@ def test_an_exception_in_a_step() -> None:
     error = KeyboardInterrupt()
 
     def build() -> keras.Model:
-        model = Stops([keras.Input((5,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+        model = compiled(Stops([keras.Input((5,)), keras.layers.Dense(1)]))
         model.error = error
         return model
 
-    model = tfd.distribute(build, strategy_of("mirrored", 2))
+    model = tfd.distribute(build, mirrored())
     with pytest.raises(type(error)):
         model.fit(X, Y, **FIT)
 
@@ -142,20 +145,19 @@ def test_fits_in_two_threads_do_not_see_each_other() -> None:
     def build(kind: type = keras.Sequential) -> keras.Model:
         keras.utils.set_random_seed(1)
         model = kind([keras.Input((5,)), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.Adam(0.1), "mse", run_eagerly=kind is Waits)
-        return model
+        return compiled(model, "adam", run_eagerly=kind is Waits)
 
     expected = build()
     expected.fit(X, Y, shuffle=False, **FIT)
-    waiting = tfd.distribute(lambda: build(Waits), strategy_of("mirrored", 2))
+    waiting = tfd.distribute(lambda: build(Waits), mirrored(2))
     thread = threading.Thread(target=lambda: waiting.fit(X, Y, shuffle=False, **FIT))
     thread.start()
     assert inside.wait(60)
     assert in_place() != AT_FIRST
-    plain, ours = build(), tfd.distribute(build, strategy_of("mirrored", 3))
+    plain, ours = build(), tfd.distribute(build, mirrored(3))
     plain.fit(X, Y, shuffle=False, **FIT)
     ours.fit(X, Y, shuffle=False, **FIT)
-    assert strategy_of("mirrored", 2).num_replicas_in_sync == 2
+    assert mirrored(2).num_replicas_in_sync == 2
     done.set()
     thread.join(120)
     assert met
@@ -232,18 +234,12 @@ class Penalty(keras.layers.Layer):
 
 def with_all() -> keras.Model:
     """A model whose step must call each of the functions."""
-    model = keras.Sequential(
-        [
-            keras.Input((5,)),
-            keras.layers.Dense(4),
-            Penalty(),
-            keras.layers.BatchNormalization(synchronized=True),
-            keras.layers.Dropout(0.5),
-            keras.layers.Dense(1, activation="sigmoid"),
-        ]
+    layers = keras.layers
+    normal = layers.BatchNormalization(synchronized=True)
+    model = stack(
+        layers.Dense(4), Penalty(), normal, layers.Dropout(0.5), layers.Dense(1, "sigmoid")
     )
-    model.compile("sgd", "binary_crossentropy")
-    return model
+    return compiled(model, "sgd", "binary_crossentropy")
 
 
 @pytest.mark.parametrize("key", PLANTED)

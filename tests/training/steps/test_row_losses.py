@@ -17,8 +17,10 @@ from training_cases import (
     X,
     Y,
     assert_trains_as_keras,
+    compiled,
     distributed_fit,
     mirrored,
+    stack,
     strategy_of,
 )
 
@@ -45,9 +47,7 @@ class Net(keras.Model):
         return tf.reduce_sum((y - self(x)) ** 2, axis=1)
 
 
-def compiled(model: keras.Model, **settings: Any) -> keras.Model:
-    model.compile(keras.optimizers.SGD(0.005), **{"loss": "mse", **settings})
-    return model
+RATE = 0.005
 
 
 class MeanOfCompiled(Net):
@@ -67,7 +67,7 @@ class CompiledAndOwn(Net):
 )
 def test_what_compute_loss_returns(model: type[Net]) -> None:
     plain, ours = same(
-        lambda: compiled(model(), loss=keras.losses.MeanSquaredError(reduction=None))
+        lambda: compiled(model(), RATE, keras.losses.MeanSquaredError(reduction=None))
     )
     assert ours.evaluate(X[:50], Y[:50], batch_size=16, verbose=0) == pytest.approx(
         plain.evaluate(X[:50], Y[:50], batch_size=16, verbose=0), rel=1e-5
@@ -128,7 +128,7 @@ class Penalized(Step):
 
 @pytest.mark.parametrize("model", [Weighted, Ragged, Penalized])
 def test_what_a_step_of_ones_own_differentiates(model: type[Step]) -> None:
-    same(lambda: compiled(model()))
+    same(lambda: compiled(model(), RATE))
 
 
 class Columns(Step):
@@ -142,7 +142,7 @@ class Columns(Step):
 def test_batches_of_a_known_size(model: type[Step]) -> None:
     """The size of a part, 8, is known in the graph then, and no dimension is unknown."""
     dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16, drop_remainder=True)
-    assert_trains_as_keras(lambda: compiled(model()), dataset, epochs=2)
+    assert_trains_as_keras(lambda: compiled(model(), RATE), dataset, epochs=2)
 
 
 def test_what_may_or_may_not_be_rows_is_refused_with_a_sentence() -> None:
@@ -163,13 +163,9 @@ class AddsLosses(keras.layers.Layer):
         return x * self.scale
 
 
-def with_added_losses(**settings: Any) -> keras.Model:
-    layers = [keras.Input((5,)), keras.layers.Dense(3), AddsLosses(), keras.layers.Dense(1)]
-    return compiled(keras.Sequential(layers), **settings)
-
-
 def test_losses_of_rows_that_a_layer_adds() -> None:
-    plain, ours = same(with_added_losses)
+    dense = keras.layers.Dense
+    plain, ours = same(lambda: compiled(stack(dense(3), AddsLosses(), dense(1)), RATE))
     assert ours.evaluate(X[:50], Y[:50], batch_size=16, verbose=0) == pytest.approx(
         plain.evaluate(X[:50], Y[:50], batch_size=16, verbose=0), rel=1e-5
     )
@@ -188,7 +184,7 @@ def averaged_by(average: Callable[..., tf.Tensor]) -> Callable[[], keras.Model]:
             self.optimizer.apply(tape.gradient(loss, weights), weights)
             return {"average": loss}
 
-    return lambda: compiled(Averages())
+    return lambda: compiled(Averages(), RATE)
 
 
 def test_a_sum_over_the_rows_of_the_global_batch() -> None:
@@ -216,4 +212,4 @@ def test_a_compiled_loss_over_the_global_batch_size() -> None:
         losses = tf.reduce_sum((y - p) ** 2, 1)
         return tf.compat.v1.nn.compute_average_loss(losses, global_batch_size=16)
 
-    same(lambda: compiled(Net(), loss=loss))
+    same(lambda: compiled(Net(), RATE, loss))

@@ -15,8 +15,10 @@ from training_cases import (
     Y,
     assert_same_weights,
     assert_trains_as_keras,
+    compiled,
     distributed_fit,
     plain_fit,
+    stack,
     strategy_of,
 )
 
@@ -84,10 +86,7 @@ def one_class(layer: Any, x: Any) -> None:
 
 
 def model_that_writes(write: Any) -> keras.Model:
-    layers = [keras.layers.Dense(WIDTH), Keeps(write), keras.layers.Dense(1)]
-    model = keras.Sequential([keras.Input((5,)), *layers])
-    model.compile("sgd", "mse")
-    return model
+    return compiled(stack(keras.layers.Dense(WIDTH), Keeps(write), keras.layers.Dense(1)), "sgd")
 
 
 BY_CLASS = [scatter_of_a_tensor, slices, scatter_of_the_variable]
@@ -107,10 +106,9 @@ def test_rows_of_all_replicas_are_written_by_class(write: Any) -> None:
     def of_all(layer: Any, x: Any) -> None:
         write(layer, tf.stop_gradient(tfd.all_rows(x)))
 
-    def build() -> keras.Model:
-        return model_that_writes(of_all)
-
-    _, ours = assert_trains_as_keras(build, X[:50], Y[:50], batch_size=16, epochs=2)
+    _, ours = assert_trains_as_keras(
+        lambda: model_that_writes(of_all), X[:50], Y[:50], batch_size=16, epochs=2
+    )
     assert np.abs(ours.keras_model.layers[1].queue.numpy() - 1).max() > 0.01
 
 
@@ -136,9 +134,7 @@ def test_statistics_of_the_rows_are_not() -> None:
         inputs = keras.Input((5,))
         hidden = keras.layers.SpectralNormalization(keras.layers.Dense(WIDTH))(inputs)
         hidden = keras.layers.BatchNormalization(synchronized=True)(Keeps(statistics)(hidden))
-        model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
-        model.compile("sgd", "mse")
-        return model
+        return compiled(keras.Model(inputs, keras.layers.Dense(1)(hidden)), "sgd")
 
     fit = {"batch_size": 16, "epochs": 2}
     # A last batch of two rows that are nearly alike would have a variance of little but rounding.
@@ -154,10 +150,12 @@ def test_rows_of_all_replicas_are_not() -> None:
         layer.pointer.assign((layer.pointer + ops.shape(every)[0]) % 14)
         concat(layer, every)
 
-    def build() -> keras.Model:
-        return model_that_writes(gathered)
-
-    central = strategy_of("central_storage")
     assert_trains_as_keras(
-        build, X[:50], Y[:50], strategy=central, eager=False, batch_size=16, epochs=2
+        lambda: model_that_writes(gathered),
+        X[:50],
+        Y[:50],
+        strategy=strategy_of("central_storage"),
+        eager=False,
+        batch_size=16,
+        epochs=2,
     )

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from training_cases import RNG, mirrored, plain_fit, strategy_of, weights_of
+from training_cases import RNG, compiled, mirrored, plain_fit, strategy_of, weights_of
 
 import tfdist_ext as tfd
 
@@ -59,14 +59,13 @@ class Lookups(keras.layers.Layer):
         return ops.mean(summed, axis=1)
 
 
-def lookups(optimizer: Callable[[], Any], eager: bool = False, kind: Any = keras.Model) -> Any:
-    def build() -> keras.Model:
-        tokens = keras.Input((None,), dtype="int32")
-        model = kind(tokens, keras.layers.Dense(1)(Lookups()(tokens)))
-        model.compile(optimizer(), "mse", run_eagerly=eager)
-        return model
+def with_adam(model: keras.Model, **settings: Any) -> keras.Model:
+    return compiled(model, keras.optimizers.Adam(0.05), **settings)
 
-    return build
+
+def lookups(kind: Any = keras.Model, **settings: Any) -> keras.Model:
+    tokens = keras.Input((None,), dtype="int32")
+    return with_adam(kind(tokens, keras.layers.Dense(1)(Lookups()(tokens))), **settings)
 
 
 def assert_same_tables(build: Callable, strategy: Any, data: Any = None, **arguments: Any) -> None:
@@ -84,7 +83,7 @@ FIT = {"batch_size": 10, "epochs": 2}
 
 
 def test_every_way_to_look_up_rows() -> None:
-    assert_same_tables(lookups(lambda: keras.optimizers.Adam(0.05)), mirrored(3), **FIT)
+    assert_same_tables(lookups, mirrored(3), **FIT)
 
 
 class Clipping(keras.Model):
@@ -101,8 +100,7 @@ class Clipping(keras.Model):
 
 
 def test_an_eager_step_that_clips_slices_by_hand() -> None:
-    build = lookups(lambda: keras.optimizers.Adam(0.05), True, Clipping)
-    assert_same_tables(build, mirrored(2), **FIT)
+    assert_same_tables(lambda: lookups(Clipping, run_eagerly=True), mirrored(2), **FIT)
 
 
 def test_a_dense_layer_on_sparse_inputs() -> None:
@@ -110,9 +108,7 @@ def test_a_dense_layer_on_sparse_inputs() -> None:
 
     def build() -> keras.Model:
         inputs = keras.Input((9,), sparse=True)
-        model = keras.Model(inputs, keras.layers.Dense(2)(inputs))
-        model.compile(keras.optimizers.Adam(0.05), "mse")
-        return model
+        return with_adam(keras.Model(inputs, keras.layers.Dense(2)(inputs)))
 
     x = RNG.normal(size=(26, 9)).astype("float32") * (RNG.random((26, 9)) < 0.3)
     assert_same_tables(build, mirrored(3), (tf.sparse.from_dense(x), Y), **FIT)
@@ -122,9 +118,7 @@ def test_sparse_ids() -> None:
     def build() -> keras.Model:
         ids = keras.Input((LENGTH,), dtype="int32", sparse=True)
         rows = keras.ops.sum(keras.layers.Embedding(8, 3)(ids), axis=1)
-        model = keras.Model(ids, keras.layers.Dense(1)(rows))
-        model.compile(keras.optimizers.Adam(0.05), "mse")
-        return model
+        return with_adam(keras.Model(ids, keras.layers.Dense(1)(rows)))
 
     ids = tf.sparse.from_dense(TOKENS.astype("int32"))
     assert_same_tables(build, strategy_of("central_storage", 3), (ids, Y), **FIT)

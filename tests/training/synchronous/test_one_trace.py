@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from training_cases import X, Y, assert_trains_as_keras, distributed_fit, mirrored, strategy_of
+from training_cases import (
+    X,
+    Y,
+    assert_trains_as_keras,
+    compiled,
+    distributed_fit,
+    mirrored,
+    stack,
+    strategy_of,
+)
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies import _tf_private as tp
@@ -31,16 +40,9 @@ class Noted(layers.Dense):
 
 def of_layers(*between: Callable[[], layers.Layer], optimizer: Any = "adam") -> Any:
     def build() -> keras.Model:
-        model = keras.Sequential(
-            [
-                keras.Input((5,)),
-                Noted(4, activation="tanh"),
-                *(make() for make in between),
-                layers.Dense(1, activation="sigmoid"),
-            ]
-        )
-        model.compile(optimizer, "binary_crossentropy", metrics=["accuracy"])
-        return model
+        made = [make() for make in between]
+        model = stack(Noted(4, activation="tanh"), *made, layers.Dense(1, "sigmoid"))
+        return compiled(model, optimizer, "binary_crossentropy", metrics=["accuracy"])
 
     return build
 
@@ -102,19 +104,6 @@ class NotingAdam(keras.optimizers.Adam):
         super().update_step(tf.ensure_shape(noted, gradient.shape), variable, learning_rate)
 
 
-def of_width(width: int, *between: Callable[[], layers.Layer]) -> keras.Sequential:
-    tanh = {"activation": "tanh"}
-    return keras.Sequential(
-        [
-            keras.Input((5,)),
-            layers.Dense(width, **tanh),
-            *(make() for make in between),
-            layers.Dense(width, **tanh),
-            layers.Dense(1, activation="sigmoid"),
-        ]
-    )
-
-
 @pytest.mark.parametrize(
     ("layer", "width", "computed"),
     [
@@ -129,9 +118,10 @@ def test_the_first_cpu_computes_large_updates_for_all(
     strategy = mirrored(3)
 
     def build() -> keras.Model:
-        model = of_width(width, *layer)
-        model.compile(NotingAdam(), "binary_crossentropy", metrics=["accuracy"])
-        return model
+        first, *others = [layers.Dense(width, "tanh") for _ in range(2)]
+        between = [make() for make in layer]
+        model = stack(first, *between, *others, layers.Dense(1, "sigmoid"))
+        return compiled(model, NotingAdam(), "binary_crossentropy", metrics=["accuracy"])
 
     UPDATES.clear()
     plain, ours = assert_trains_as_keras(build, X, Y, strategy=strategy, eager=False, **FIT)
@@ -196,9 +186,8 @@ def test_a_step_that_asks_for_its_number_has_a_trace_for_each_replica() -> None:
     """XLA is off there."""
 
     def build() -> keras.Model:
-        model = AsksForItsNumber([keras.Input((5,)), layers.Dense(1, activation="sigmoid")])
-        model.compile("adam", "binary_crossentropy", jit_compile=True)
-        return model
+        model = AsksForItsNumber([keras.Input((5,)), layers.Dense(1, "sigmoid")])
+        return compiled(model, "adam", "binary_crossentropy", jit_compile=True)
 
     assert tfd.explain(tfd.distribute(build, mirrored(3))).steps == ()
     CALLS.clear()
@@ -226,9 +215,9 @@ def by_xla(*between: Callable[[], layers.Layer]) -> Callable[[], keras.Model]:
         for layer in (layers.Embedding(20, 3), *(make() for make in between)):
             x = layer(x)
         model = keras.Model(inputs, layers.Dense(1, activation="sigmoid")(x))
-        optimizer = keras.optimizers.SGD(0.1, clipnorm=1.0)
-        model.compile(optimizer, "binary_crossentropy", metrics=["accuracy"], jit_compile=True)
-        return model
+        clipped = keras.optimizers.SGD(0.1, clipnorm=1.0)
+        settings = {"metrics": ["accuracy"], "jit_compile": True}
+        return compiled(model, clipped, "binary_crossentropy", **settings)
 
     return build
 
@@ -300,9 +289,6 @@ class Checked(layers.Layer):
 def test_the_error_of_a_replica_is_told(first_wrong: int, error: Any, message: str) -> None:
     wrong = X.copy()
     wrong[first_wrong:] = 10.0
-    inputs = keras.Input((5,))
-    model = keras.Model(inputs, layers.Dense(1)(Checked()(inputs)))
-    model.compile("adam", "mse")
-    model = tfd.distribute(model, mirrored(2))
+    model = tfd.distribute(compiled(stack(Checked(), layers.Dense(1))), mirrored(2))
     with pytest.raises(error, match=message):
         model.fit(wrong, Y, batch_size=32, shuffle=False, verbose=0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from training_cases import X, strategy_of
+from training_cases import X, compiled, stack, strategy_of
 
 import tfdist_ext as tfd
 
@@ -44,10 +44,8 @@ class InTrainingMode(keras.layers.BatchNormalization):
 
 def build() -> keras.Model:
     keras.utils.set_random_seed(1)
-    layers = [MaskedDense(4), Counts(), InTrainingMode(synchronized=True), keras.layers.Dense(1)]
-    model = keras.Sequential([keras.Input((5,)), *layers])
-    model.compile("sgd", "mse")
-    return model
+    normal = InTrainingMode(synchronized=True)
+    return compiled(stack(MaskedDense(4), Counts(), normal, keras.layers.Dense(1)))
 
 
 def test_predict_writes_as_on_one_device() -> None:
