@@ -145,7 +145,7 @@ def test_fits_in_two_threads_do_not_see_each_other() -> None:
     def build(kind: type = keras.Sequential) -> keras.Model:
         keras.utils.set_random_seed(1)
         model = kind([keras.Input((5,)), keras.layers.Dense(1)])
-        return compiled(model, "adam", run_eagerly=kind is Waits)
+        return compiled(model, keras.optimizers.Adam(0.1), run_eagerly=kind is Waits)
 
     expected = build()
     expected.fit(X, Y, shuffle=False, **FIT)
