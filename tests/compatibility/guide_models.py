@@ -73,6 +73,21 @@ class OwnTrackers(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
+class OwnLoss(keras.Model):
+    """A compute_loss of its own, and a penalty of a layer."""
+
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        loss = ops.mean(ops.square(y_pred - y)) + sum(self.losses)
+        return loss + 0.1 * ops.mean(ops.abs(y_pred))
+
+
 def discriminator() -> keras.Model:
     return keras.Sequential(
         [
@@ -182,6 +197,80 @@ class GradientPenalty(GAN):
 def gradient_penalty() -> keras.Model:
     model = GradientPenalty()
     model.compile(sgd(), sgd(), None)
+    return model
+
+
+class Sampling(layers.Layer):
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        self.seed = keras.random.SeedGenerator(3)
+
+    def call(self, inputs: Any) -> Any:
+        mean, log_variance = inputs
+        noise = keras.random.normal(ops.shape(mean), seed=self.seed)
+        return mean + ops.exp(0.5 * log_variance) * noise
+
+
+class VAE(keras.Model):
+    """An encoder, a decoder, and three trackers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inputs = keras.Input((WIDTH,))
+        x = layers.Dense(8, activation="tanh")(inputs)
+        code = [layers.Dense(NOISE)(x), layers.Dense(NOISE)(x)]
+        self.encoder = keras.Model(inputs, [*code, Sampling()(code)])
+        self.decoder = keras.Sequential([keras.Input((NOISE,)), layers.Dense(WIDTH)])
+        names = ("loss", "reconstruction", "divergence")
+        self.trackers = [keras.metrics.Mean(name=name) for name in names]
+
+    @property
+    def metrics(self) -> list[Any]:
+        return self.trackers
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            mean, log_variance, code = self.encoder(data, training=True)
+            error = ops.sum(ops.square(data - self.decoder(code)), axis=1)
+            divergence = 1 + log_variance - ops.square(mean) - ops.exp(log_variance)
+            divergence = ops.mean(ops.sum(-0.5 * divergence, axis=1))
+            loss = ops.mean(error) + divergence
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        for tracker, value in zip(self.trackers, (loss, ops.mean(error), divergence), strict=True):
+            tracker.update_state(value)
+        return {tracker.name: tracker.result() for tracker in self.trackers}
+
+
+def vae() -> keras.Model:
+    model = VAE()
+    model.compile(optimizer=sgd(), jit_compile=False)
+    return model
+
+
+class Distiller(keras.Model):
+    """A student that learns from labels and from a teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = keras.Sequential([keras.Input((WIDTH,)), layers.Dense(3)])
+        self.teacher = keras.Sequential([keras.Input((WIDTH,)), layers.Dense(8), layers.Dense(3)])
+        self.teacher.trainable = False
+
+    def call(self, x: Any) -> Any:
+        return self.student(x)
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *_: Any, **settings: Any) -> Any:
+        wanted = ops.softmax(self.teacher(x, training=False) / 3.0)
+        found = ops.log_softmax(y_pred / 3.0)
+        distance = ops.mean(ops.sum(wanted * (ops.log(wanted) - found), axis=1))
+        labels = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(y, y_pred)
+        return 0.1 * labels + 0.9 * distance * 9.0
+
+
+def distiller() -> keras.Model:
+    model = Distiller()
+    model.compile(optimizer=sgd(), metrics=["sparse_categorical_accuracy"], jit_compile=False)
     return model
 
 
@@ -336,6 +425,10 @@ def rows_alone() -> dict[str, Any]:
     return {"x": regression()["x"]}
 
 
+def labeled() -> dict[str, Any]:
+    return {**regression(), "y": np.random.default_rng(1).integers(0, 3, 8)}
+
+
 def weighted() -> dict[str, Any]:
     return {**regression(), "sample_weight": np.linspace(0.5, 2, 8)}
 
@@ -344,8 +437,11 @@ def weighted() -> dict[str, Any]:
 GUIDES: list[tuple[str, Callable[[], Any], Callable[[], dict[str, Any]], int, Any]] = [
     ("train_step, sample weights", functools.partial(functional, OwnStep), weighted, 1, list),
     ("train_step, own trackers", functools.partial(functional, OwnTrackers), regression, 1, list),
+    ("compute_loss", functools.partial(functional, OwnLoss), regression, 1, list),
     ("GAN", gan, rows_alone, 1, list),
     ("WGAN-GP", gradient_penalty, rows_alone, 1, list),
+    ("VAE", vae, rows_alone, 1, list),
+    ("distillation", distiller, labeled, 1, list),
     ("diffusion", diffusion, rows_alone, 1, list),
     ("SimCLR", contrastive, rows_alone, 2, list),
     ("own callbacks", functional, lambda: {**regression(), "epochs": 4}, 1, own_callbacks),

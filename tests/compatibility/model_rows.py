@@ -128,11 +128,23 @@ def vectors() -> dict[str, Any]:
 
 # KerasHub
 
-SMALL = {"num_layers": 2, "hidden_dim": 8, "intermediate_dim": 16}
-VOCABULARY, LONGEST = {"vocabulary_size": WORDS}, {"max_sequence_length": LENGTH}
-# What nearly all backbones of texts take, by the names of the arguments there.
-TEXT = {**VOCABULARY, **SMALL, "num_heads": 2}
-DECODER = {**VOCABULARY, **SMALL, "num_query_heads": 2, "num_key_value_heads": 1}
+# What nearly all backbones of texts take, by the name that it has there.
+TEXT = {
+    "vocabulary_size": WORDS,
+    "num_layers": 2,
+    "num_heads": 2,
+    "hidden_dim": 8,
+    "intermediate_dim": 16,
+}
+DECODER = {
+    "vocabulary_size": WORDS,
+    "num_layers": 2,
+    "num_query_heads": 2,
+    "num_key_value_heads": 1,
+    "hidden_dim": 8,
+    "intermediate_dim": 16,
+}
+LONGEST = {"max_sequence_length": LENGTH}
 # Backbone -> its configuration.
 TEXTS: dict[str, dict[str, Any]] = {
     "Albert": {**TEXT, **LONGEST, "embedding_dim": 4},
@@ -141,12 +153,37 @@ TEXTS: dict[str, dict[str, Any]] = {
     "Bloom": TEXT,
     "DebertaV3": {**TEXT, **LONGEST, "bucket_size": 4},
     "DistilBert": {**TEXT, **LONGEST},
-    "Electra": {"vocab_size": WORDS, **SMALL, **LONGEST, "num_heads": 2, "embedding_dim": 8},
+    "Electra": {
+        "vocab_size": WORDS,
+        "num_layers": 2,
+        "num_heads": 2,
+        "hidden_dim": 8,
+        "embedding_dim": 8,
+        "intermediate_dim": 16,
+        **LONGEST,
+    },
     "ESM2": TEXT,
-    "Falcon": {**VOCABULARY, **SMALL, "num_attention_heads": 2},
-    "FNet": {**VOCABULARY, **SMALL, **LONGEST},
+    "Falcon": {
+        "vocabulary_size": WORDS,
+        "num_layers": 2,
+        "num_attention_heads": 2,
+        "hidden_dim": 8,
+        "intermediate_dim": 16,
+    },
+    "FNet": {
+        "vocabulary_size": WORDS,
+        "num_layers": 2,
+        "hidden_dim": 8,
+        "intermediate_dim": 16,
+        **LONGEST,
+    },
     "Gemma": {**DECODER, "head_dim": 4},
-    "Gemma3": {**DECODER, "head_dim": 4, "image_size": None, "vision_encoder": None},
+    "Gemma3": {
+        **DECODER,
+        "head_dim": 4,
+        "image_size": None,
+        "vision_encoder": None,
+    },
     "GPT2": {**TEXT, **LONGEST},
     "GPTNeoX": {**TEXT, "hidden_dim": 16},
     "Llama": DECODER,
@@ -231,8 +268,30 @@ def hub_classifier(name: str, config: dict[str, Any]) -> Any:
     return classifier(backbone.inputs, x)
 
 
-# Attention over images; keras.applications has the convolutional networks.
 IMAGES: dict[str, dict[str, Any]] = {
+    "CSPNet": {
+        "stem_filters": 4,
+        "stem_kernel_size": 3,
+        "stem_strides": 2,
+        "stackwise_depth": [1, 1],
+        "stackwise_strides": [1, 2],
+        "stackwise_num_filters": [8, 8],
+        "block_type": "dark_block",
+        "stage_type": "csp",
+        "expand_ratio": [2.0],
+        "image_shape": (32, 32, 3),
+    },
+    "DenseNet": {"stackwise_num_repeats": [1, 1], "compression_ratio": 0.5, "growth_rate": 4},
+    "DeiT": {
+        "image_shape": (16, 16, 3),
+        "patch_size": 8,
+        "num_layers": 2,
+        "num_heads": 2,
+        "hidden_dim": 8,
+        "intermediate_dim": 16,
+        "dropout_rate": 0.1,
+        "attention_dropout": 0.1,
+    },
     "MiT": {
         "layerwise_depths": [1, 1],
         "num_layers": 2,
@@ -244,6 +303,15 @@ IMAGES: dict[str, dict[str, Any]] = {
         "hidden_dims": [4, 8],
         "image_shape": (32, 32, 3),
     },
+    "ResNet": {
+        "input_conv_filters": [64],
+        "input_conv_kernel_sizes": [3],
+        "stackwise_num_filters": [64, 128],
+        "stackwise_num_blocks": [1, 1],
+        "stackwise_num_strides": [1, 2],
+        "block_type": "basic_block",
+        "image_shape": (32, 32, 3),
+    },
     "SwinTransformer": {
         "image_shape": (32, 32, 3),
         "patch_size": 4,
@@ -251,6 +319,11 @@ IMAGES: dict[str, dict[str, Any]] = {
         "window_size": 2,
         "depths": (1, 1),
         "num_heads": (2, 2),
+    },
+    "VGG": {
+        "stackwise_num_repeats": [1, 1],
+        "stackwise_num_filters": [4, 8],
+        "image_shape": (32, 32, 3),
     },
     "ViT": {
         "image_shape": (16, 16, 3),
@@ -261,6 +334,11 @@ IMAGES: dict[str, dict[str, Any]] = {
         "mlp_dim": 16,
         "dropout_rate": 0.1,
         "attention_dropout": 0.1,
+    },
+    "Xception": {
+        "stackwise_conv_filters": [[4, 4], [8, 8]],
+        "stackwise_pooling": [True, False],
+        "image_shape": (32, 32, 3),
     },
 }
 
