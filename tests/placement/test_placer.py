@@ -237,7 +237,7 @@ def test_the_host_is_no_owner() -> None:
             "'a.*' cannot be on device GPU:4, which is not there. Use one of",
         ),
         ([Rule("a", OnTask(0))], "'a' cannot be on task 0, which is for parameter servers"),
-        ([Rule("a", Sharded(5))], "the rule 'a' (sharded(5)) asks for 5 pieces"),
+        ([Rule("a", Sharded(5))], "'a' cannot be sharded(5) on 4 devices"),
         ("owned", "rules must be a list of Rule"),
     ],
 )
