@@ -249,8 +249,3 @@ def test_rules_that_do_not_fit_the_devices(rules: Any, said: str) -> None:
 def test_rules_that_do_not_fit_the_model() -> None:
     with pytest.raises(PlacementError, match=r"the rule 'tabel' \(owned\) matches no variable"):
         DevicePlacer(FOUR, {"tabel": "owned"}).learn([spec("table", 4)])
-    placer = DevicePlacer(FOUR, {"t.*": "owned", ".*e": "mirrored"})
-    with pytest.raises(PlacementError, match="two rules match 'table'"):
-        placer.placement_of(spec("table", 4))
-    with pytest.raises(PlacementError, match="owned_from must be a size"):
-        DevicePlacer(FOUR, owned_from="large")
