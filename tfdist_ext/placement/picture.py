@@ -51,7 +51,7 @@ def save(
     check_file(path)
     import matplotlib  # takes half a second; no pyplot, which would choose a backend
 
-    # Names can be searched for, "$" in a path is no formula, and the same plan is the same file.
+    # Names can be searched for, "$" in a path is not a formula, and the same plan is the same file.
     options: Any = {
         "svg.fonttype": "none",
         "svg.hashsalt": "tfdist_ext",

@@ -169,7 +169,7 @@ class PlacementPlan:
         """The plan in a text that `to_json` wrote.
 
         Raises:
-            PlacementError: the text is no JSON, not a plan, of another version, or was changed.
+            PlacementError: the text is not JSON, not a plan, of another version, or was changed.
         """
         return PlacementPlan(**plan_json.load(text))
 

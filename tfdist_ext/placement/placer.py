@@ -34,7 +34,7 @@ from tfdist_ext.placement.targets import Targets, short_name
 
 __all__ = ["DevicePlacer", "ServerPlacer"]
 
-_HOST = "CPU:0"  # variables may be there even if it is no device of the strategy
+_HOST = "CPU:0"  # variables may be there even if it is not a device of the strategy
 
 
 class ServerPlacer:

@@ -33,8 +33,8 @@ def load(text: str) -> dict[str, Any]:
     """The fields of a PlacementPlan in a text that `dump` wrote.
 
     Raises:
-        PlacementError: the text is no JSON, not a plan, of another version, or was changed after it
-            was written.
+        PlacementError: the text is not JSON, not a plan, or of another version, or it was changed
+            after it was written.
     """
     try:
         content = json.loads(text)
