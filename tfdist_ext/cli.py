@@ -6,7 +6,6 @@ Only the sub-commands that need TensorFlow import it.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -48,8 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     except SystemExit as exit:  # argparse ends --help and --version this way
         return int(exit.code or 0)
-    finally:
-        _give_up_closed_output()
 
 
 def _dispatch(words: list[str]) -> int:
@@ -107,15 +104,6 @@ def _open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
-
-
-def _give_up_closed_output() -> None:
-    """Redirect closed output (`tfdist ... | head`), so that Python's last flush does not fail."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ absl.app.run(main)
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from absl import flags
@@ -19,7 +18,6 @@ from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["define_strategy_flags", "not_parsed", "strategy_config", "strategy_flags"]
 
-_NUMBER = re.compile(r"[+-]?\d+")
 _NAMES = ("strategy", "strategy_config", "devices", "logical_cpus", "communication", "wait")
 
 
@@ -57,7 +55,7 @@ def strategy_flags() -> dict[str, Any]:
     if "strategy" in settings:
         settings["name"] = settings.pop("strategy")
     devices = settings.get("devices", ())
-    if len(devices) == 1 and _NUMBER.fullmatch(devices[0].strip()):
+    if len(devices) == 1 and devices[0].strip().lstrip("-").isdecimal():
         settings["devices"] = int(devices[0])
     return settings
 

@@ -35,15 +35,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     builder = "a function without arguments that returns a built Keras model, as train.py:build"
     add("builder", metavar="module:builder", help=builder)
     add("--ps", type=int, required=True, metavar="N", help="number of parameter servers")
-    optimizer = "the optimizer whose slots are counted (default: the model's own)"
-    add("--optimizer", metavar="NAME", help=optimizer)
+    add("--optimizer", metavar="NAME", help="its slots are counted (default: the model's own)")
     add("--budget", metavar="SIZE", help="the most that each server may hold, as 8GiB")
     rule = "'task 0', 'sharded(4)' or 'balanced' for paths that match; may be repeated"
     add("--rule", action="append", default=[], metavar="PATTERN=PLACEMENT", help=rule)
-    picture = "draw the plan, .svg or .png (needs matplotlib)"
-    add("--picture", type=Path, metavar="FILE", help=picture)
-    json = "write the plan to a file that create_strategy(placement=) takes"
-    add("--json", type=Path, metavar="FILE", help=json)
+    add("--picture", type=Path, metavar="FILE", help="draw the plan, .svg or .png")
+    add("--json", type=Path, metavar="FILE", help="write the plan for create_strategy(placement=)")
     add(
         "--compare", action="store_true", help="also print the bytes per device of other strategies"
     )

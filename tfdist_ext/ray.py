@@ -35,7 +35,7 @@ class ReportCallback(keras.callbacks.Callback):
     Ray has copied the checkpoint to the storage of the run.
 
     Raises:
-        TrainingError: Ray is not installed, or this process is no worker of a trainer.
+        TrainingError: Ray is not installed, or this process is not a worker of a trainer.
     """
 
     def __init__(self) -> None:

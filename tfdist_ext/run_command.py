@@ -46,7 +46,7 @@ def seconds_of(text: str) -> float:
     """The number of seconds that an option's text gives.
 
     Raises:
-        argparse.ArgumentTypeError: the text is no number from 0.
+        argparse.ArgumentTypeError: the text is not a number from 0.
     """
     with contextlib.suppress(ValueError):
         if 0 <= (value := float(text)) <= 1e9:

@@ -49,7 +49,9 @@ class Squares:
 def test_a_source_of_ones_own() -> None:
     data = from_source(Squares(), global_batch_size=6)
     assert next(iter(data.dataset(Shard(1, 2)))).numpy().tolist() == [9, 16, 25]
-    with pytest.raises(DataError, match=r"is no source of examples: it has no element_spec, take"):
+    with pytest.raises(
+        DataError, match=r"is not a source of examples: it has no element_spec, take"
+    ):
         from_source([1, 2], global_batch_size=1)  # type: ignore[arg-type]
 
 

@@ -10,6 +10,8 @@ import pytest
 from tfdist_ext import cli
 from tfdist_ext.placement import PlacementPlan
 
+pytestmark = pytest.mark.usefixtures("four_cpus")
+
 BUILDER = """
 import keras
 

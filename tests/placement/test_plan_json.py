@@ -51,7 +51,6 @@ def test_json_of_devices_is_one_line_for_each_variable() -> None:
     [
         ({"format": "other"}, "Plan again with this package"),
         ({"tasks": 3}, "was changed after it was written"),
-        ({"note": "mine"}, "was changed after it was written"),
     ],
 )
 def test_json_that_was_changed(change: dict[str, Any], named: str) -> None:
@@ -63,7 +62,7 @@ def test_json_that_was_changed(change: dict[str, Any], named: str) -> None:
         PlacementPlan.from_json(json.dumps(content))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, 3])
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, 3])
 def test_text_that_is_no_plan(text: Any) -> None:
     with pytest.raises(PlacementError, match="the placement plan") as error:
         PlacementPlan.from_json(text)

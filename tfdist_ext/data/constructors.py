@@ -37,7 +37,7 @@ def from_source(
     missing = [member for member in members if not hasattr(source, member)]
     if missing:
         raise DataError(
-            f"{shown(source)} is no source of examples: it has no {', '.join(missing)}. See"
+            f"{shown(source)} is not a source of examples: it has no {', '.join(missing)}. See"
             ' "A source of your own" in docs/data.md.'
         )
     return OrderedDataset(source, global_batch_size=global_batch_size, seed=seed)
@@ -117,7 +117,7 @@ def from_dataset_fn(
             returns single examples, and each shard takes its part of the number.
 
     Raises:
-        DataError: the function does not take a shard, or the global batch is no integer from 1. The
-            result of the function is checked when the function is called.
+        DataError: the function does not take a shard, or `global_batch_size` is not an integer from
+            1. The result of the function is checked when the function is called.
     """
     return FunctionDataset(function, global_batch_size)

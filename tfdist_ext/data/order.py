@@ -41,7 +41,7 @@ class Order:
         examples_seen: examples of the epoch that are done; step 0 begins after them.
 
     Raises:
-        DataError: a field is no integer in its range, or the global batch is larger than the data.
+        DataError: a field is not an integer in its range, or there is no whole global batch.
     """
 
     n: int
@@ -83,7 +83,7 @@ class Order:
         """The key of an epoch's permutation: three words (uint32).
 
         Raises:
-            DataError: the epoch is no integer from 0 below 2**63.
+            DataError: the epoch is not an integer from 0 below 2**63.
         """
         return _key(self.seed, check_int(epoch, "epoch", 0, 2**63 - 1, error=DataError))
 

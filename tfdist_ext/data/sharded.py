@@ -112,7 +112,7 @@ class ShardedDataset(abc.ABC):
         function ends with `end_epoch`.
 
         Raises:
-            DataError: the number is no integer from 0.
+            DataError: the number is not an integer from 0.
         """
 
     def batches(

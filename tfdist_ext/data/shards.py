@@ -47,7 +47,7 @@ def check_field(
         called: name of the field in messages; by default `name`.
 
     Raises:
-        DataError: the field is no integer in [low, high].
+        DataError: the field is not an integer in [low, high].
     """
     number = check_int(getattr(owner, name), called or name, low, high, error=DataError)
     object.__setattr__(owner, name, number)
@@ -63,7 +63,7 @@ class Shard:
         count: how many parts there are.
 
     Raises:
-        DataError: `count` is no integer from 1, or `index` is not below it.
+        DataError: `count` is not an integer from 1, or `index` is not below it.
     """
 
     index: int
@@ -123,7 +123,7 @@ def check_remainder(remainder: object) -> None:
     """Check the type of an argument `remainder`.
 
     Raises:
-        DataError: it is no Remainder.
+        DataError: it is not a Remainder.
     """
     if not isinstance(remainder, Remainder):
         raise DataError(
@@ -160,7 +160,7 @@ def shard_range(n: int, shard: Shard, remainder: Remainder = Remainder.KEEP) -> 
     padding. Give padded rows the sample weight 0, so that losses and metrics stay exact.
 
     Raises:
-        DataError: `n` is no whole number from 0, or another argument is of another type.
+        DataError: `n` is not a whole number from 0, or another argument is of another type.
     """
     n = check_int(n, "the number of rows to share out", error=DataError)
     if not isinstance(shard, Shard):

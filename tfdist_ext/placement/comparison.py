@@ -28,7 +28,7 @@ def compare(specs: Iterable[VariableSpec], devices: int, ps: int) -> str:
         ps: number of parameter servers.
 
     Raises:
-        PlacementError: `devices` or `ps` is no integer from 1.
+        PlacementError: `devices` or `ps` is not an integer from 1.
     """
     check_int(devices, "devices", 1, error=PlacementError)
     variables = tuple(specs)

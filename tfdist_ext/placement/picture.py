@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import colorsys
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import optional_module
@@ -14,10 +15,7 @@ from tfdist_ext.placement.sizes import UNITS, size_text
 
 __all__ = ["check_file", "save"]
 
-_REST = "#d9d9d9"
-_WIDTH, _BAR = 8.1, 0.30  # inches: the length of bars, the least height of one
-_CHARACTER = 0.075  # inches, of the text in blocks
-_FONT = 8
+_OTHERS = "#d9d9d9"  # the color of variables that have none of their own
 
 
 def check_file(path: str | os.PathLike[str]) -> None:
@@ -53,7 +51,7 @@ def save(
     check_file(path)
     import matplotlib  # takes half a second; no pyplot, which would choose a backend
 
-    # Names can be searched for, "$" in a path is no formula, and the same plan is the same file.
+    # Names can be searched for, "$" in a path is not a formula, and the same plan is the same file.
     options: Any = {
         "svg.fonttype": "none",
         "svg.hashsalt": "tfdist_ext",
@@ -72,58 +70,35 @@ def save(
 
 
 def _figure(title: str, tasks: Mapping[str, Mapping[str, int]], largest: Sequence[str]) -> Any:
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    most = max(1, *(sum(held.values()) for held in tasks.values()))
-    colors = {path: _color_of(rank) for rank, path in enumerate(largest)}
-    power = min((most.bit_length() - 1) // 10, len(UNITS) - 1)
-    # The figure is the bars alone; it is saved with what stands around it.
-    figure = Figure(figsize=(_WIDTH, max(len(tasks) * _BAR, 0.21 * (len(colors) + 3))))
-    axes = figure.add_axes((0, 0, 1, 1))
+    totals = np.array([sum(held.values()) for held in tasks.values()], float)
+    power = min((max(int(totals.max()), 1).bit_length() - 1) // 10, len(UNITS) - 1)
+    figure = Figure(figsize=(8, max(0.4 * len(tasks), 0.2 * len(largest) + 1)))
+    axes = figure.add_subplot()
     axes.set_title(title, fontsize=10, loc="left")
-    axes.set_yticks(range(len(tasks)), list(tasks), fontsize=_FONT)
-    axes.set_ylim(len(tasks) - 0.5, -0.5)
-    axes.set_xlim(0, 1.04 * most / 1024**power)
     axes.set_xlabel(f"{UNITS[power]} of variables and slots")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for row, held in enumerate(tasks.values()):
-        _draw_bar(axes, row, held, colors, 1024**power)
-    _draw_legend(axes, tasks, colors)
-    return figure
-
-
-def _draw_bar(
-    axes: Any, row: int, held: Mapping[str, int], colors: Mapping[str, Any], scale: int
-) -> None:
-    """Draw the blocks of one task: the variables with a color, and one block for the others."""
-    blocks = {path: held[path] for path in colors if held.get(path)}
-    blocks[""] = sum(held.values()) - sum(blocks.values())
-    left, limit = 0.0, axes.get_xlim()[1]
-    for path, size in blocks.items():
-        width, color = size / scale, colors.get(path, _REST)
-        block = axes.barh(row, width, 0.84, left, color=color, edgecolor="w", linewidth=0.5)
-        if (len(path) + 1) * _CHARACTER <= width / limit * _WIDTH:
-            axes.bar_label(block, [path], label_type="center", fontsize=_FONT)
-        left += width
-
-
-def _draw_legend(
-    axes: Any, tasks: Mapping[str, Mapping[str, int]], colors: Mapping[str, Any]
-) -> None:
-    from matplotlib.patches import Patch
-
-    sizes = {path: sum(held.get(path, 0) for held in tasks.values()) for path in colors}
-    entries = [
-        Patch(color=colors[path], label=f"{path}  {size_text(sizes[path])}") for path in colors
+    axes.set_ylim(len(tasks) - 0.5, -0.5)
+    blocks = [
+        (
+            path,
+            np.array([held.get(path, 0) for held in tasks.values()], float),
+            colormaps["tab20"](i),
+        )
+        for i, path in enumerate(largest)
     ]
-    entries.append(Patch(color=_REST, label="other variables"))
-    legend = axes.legend(handles=entries, frameon=False, fontsize=_FONT)
-    legend.set_loc("upper left")
-    legend.set_bbox_to_anchor((1, 1))
-
-
-def _color_of(rank: int) -> tuple[float, float, float]:
-    """A light color for each rank, on which text is readable. Neighbors differ clearly."""
-    hue = (rank * 0.381966) % 1.0
-    return colorsys.hls_to_rgb(hue, 0.72 if rank % 2 else 0.62, 0.62)
+    rest = totals - sum((sizes for _, sizes, _ in blocks), np.zeros(len(tasks)))
+    left = np.zeros(len(tasks))
+    for name, sizes, color in [*blocks, ("other variables", rest, _OTHERS)]:
+        axes.barh(
+            list(tasks),
+            sizes / 1024**power,
+            left=left / 1024**power,
+            color=color,
+            edgecolor="w",
+            label=f"{name}  {size_text(int(sizes.sum()))}",
+        )
+        left += sizes
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
+    return figure

@@ -10,9 +10,8 @@ from functools import cached_property
 from textwrap import indent
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.messages import counted
 from tfdist_ext.placement import picture, plan_json
-from tfdist_ext.placement.rules import Rule, nearest_paths
+from tfdist_ext.placement.rules import nearest_paths
 from tfdist_ext.placement.sizes import columns, size_text
 from tfdist_ext.placement.specs import Held, Place, VariableShard, VariableSpec
 from tfdist_ext.user_frames import filter_traceback
@@ -37,7 +36,6 @@ class PlacementPlan:
         tasks: number of parameter servers, or of devices.
         devices: names of the devices, if the plan is for one machine.
         budget: bytes that each task may hold at most, if there was a budget.
-        fixed: path -> the rule that decided its place or its number of pieces.
     """
 
     specs: tuple[VariableSpec, ...]
@@ -45,7 +43,6 @@ class PlacementPlan:
     tasks: int
     devices: tuple[str, ...] | None
     budget: int | None
-    fixed: dict[str, Rule]
 
     def tasks_of(self, path: str) -> tuple[int, ...]:
         """The tasks (or devices) that hold the variable or a part of it, first rows first."""
@@ -172,7 +169,7 @@ class PlacementPlan:
         """The plan in a text that `to_json` wrote.
 
         Raises:
-            PlacementError: the text is no JSON, not a plan, of another version, or was changed.
+            PlacementError: the text is not JSON, not a plan, of another version, or was changed.
         """
         return PlacementPlan(**plan_json.load(text))
 
@@ -196,10 +193,6 @@ class PlacementPlan:
         ]
         if largest:
             parts.append("largest variables\n" + indent(columns(largest, "<<><"), "  "))
-        by_rule = Counter((rule.pattern, str(rule.placement)) for rule in self.fixed.values())
-        if by_rule:
-            fixed = [[*rule, counted(count, "variable")] for rule, count in by_rule.items()]
-            parts.append("decided by rules\n" + indent(columns(fixed, "<<<"), "  "))
         return "\n\n".join(parts)
 
     def _title(self) -> str:

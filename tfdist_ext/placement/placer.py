@@ -34,7 +34,7 @@ from tfdist_ext.placement.targets import Targets, short_name
 
 __all__ = ["DevicePlacer", "ServerPlacer"]
 
-_HOST = "CPU:0"  # variables may be there even if it is no device of the strategy
+_HOST = "CPU:0"  # variables may be there even if it is not a device of the strategy
 
 
 class ServerPlacer:
@@ -83,7 +83,8 @@ class ServerPlacer:
                 "placement must be a PlacementPlan or its .json file, rules, a table of pattern ->"
                 f' placement, or "balanced", got {shown(placement)}.'
             )
-        _check_rules(self._rules, self._targets)
+        for rule in self._rules:
+            self._targets.check(rule)
 
     def learn(self, specs: Sequence[VariableSpec]) -> None:
         """Plan a model that is about to be created; its variables then go where the plan says.
@@ -177,15 +178,10 @@ class DevicePlacer:
         self._targets = Targets(len(self.devices), self.devices)
         self._owned_from = parse_size(owned_from, "owned_from")
         self._rules = rules_from(rules)
-        with_host = tuple(dict.fromkeys((*self.devices, _HOST)))
-        _check_rules(self._rules, Targets(len(with_host), with_host))
         for rule in self._rules:
             placement = rule.placement
-            if isinstance(placement, Sharded) and (placement.pieces or 0) > len(self.devices):
-                raise PlacementError(
-                    f"{rule} asks for {placement.pieces} pieces, but the strategy has only the"
-                    f" devices {', '.join(self.devices)}. Write sharded for a piece on each."
-                )
+            if not (isinstance(placement, OnDevice) and short_name(placement.name) == _HOST):
+                self._targets.check(rule)
 
     def learn(self, specs: Sequence[VariableSpec]) -> PlacementPlan:
         """Plan the owners and pieces of a model that is about to be created.
@@ -250,13 +246,6 @@ class DevicePlacer:
             owner = self.owned_bytes.index(min(self.owned_bytes))
         self.owned_bytes[owner] += spec.weight_bytes
         return owner
-
-
-def _check_rules(rules: Iterable[Rule], targets: Targets) -> None:
-    """Check the targets that rules name, before the shapes of variables are known."""
-    for rule in rules:
-        many_rows = VariableSpec(rule.pattern, (2**40,), "bool")
-        targets.index_of(many_rows, rule.placement)
 
 
 def _read(path: str) -> PlacementPlan:

@@ -10,7 +10,6 @@ from typing import Any
 
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import shown
-from tfdist_ext.placement.rules import Rule, placement_from
 from tfdist_ext.placement.specs import Held, Place, VariableSpec
 
 __all__ = ["dump", "load"]
@@ -24,8 +23,6 @@ def dump(fields: Mapping[str, Any]) -> str:
     variables = []
     for spec, place in zip(fields["specs"], fields["places"], strict=True):
         line = {**asdict(spec), "held": place.held.value, "on": place.tasks}
-        if rule := fields["fixed"].get(spec.path):
-            line["rule"] = [rule.pattern, str(rule.placement)]
         variables.append(json.dumps(line))
     text = json.dumps(head, indent=1)[:-2]  # without the closing brace
     body = f'{text},\n "variables": [' + ",".join(f"\n  {line}" for line in variables) + "\n ]"
@@ -36,8 +33,8 @@ def load(text: str) -> dict[str, Any]:
     """The fields of a PlacementPlan in a text that `dump` wrote.
 
     Raises:
-        PlacementError: the text is no JSON, not a plan, of another version, or was changed after it
-            was written.
+        PlacementError: the text is not JSON, not a plan, or of another version, or it was changed
+            after it was written.
     """
     try:
         content = json.loads(text)
@@ -55,11 +52,9 @@ def load(text: str) -> dict[str, Any]:
             "the placement plan was changed after it was written: its sha256 does not match. Plan"
             " again, and use rules to move variables."
         )
-    specs, places, fixed = [], [], {}
+    specs, places = [], []
     for line in content["variables"]:
         places.append(Place(tuple(line.pop("on")), Held(line.pop("held"))))
-        if rule := line.pop("rule", None):
-            fixed[line["path"]] = Rule(rule[0], placement_from(rule[1]))
         specs.append(VariableSpec(**line))
     devices = content["devices"]
     return {
@@ -68,7 +63,6 @@ def load(text: str) -> dict[str, Any]:
         "tasks": content["tasks"],
         "devices": None if devices is None else tuple(devices),
         "budget": content["budget"],
-        "fixed": fixed,
     }
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tfdist_ext.placement.specs import VariableSpec
 
-__all__ = ["balanced"]
+__all__ = ["Planner"]
 
 _SLACK = (1.005, 1.02)  # bytes and load of a full task over the mean. Loads are guesses.
 _SMALL = 1 / 128  # of the mean task: not cut, because each piece costs a message in every step
@@ -24,31 +24,8 @@ _MOST_PIECES = 16  # for each task
 Floats = NDArray[np.float64]
 
 
-def balanced(
-    specs: Sequence[VariableSpec],
-    filled: Sequence[int],
-    loaded: Sequence[float],
-    pieces: Mapping[str, int],
-) -> list[Sequence[int]]:
-    """For each variable the tasks of its pieces, in the order of rows.
-
-    Args:
-        specs: the variables to place.
-        filled: bytes that rules have put on each task.
-        loaded: load that rules have put on each task.
-        pieces: path -> number of pieces that its rule asks for; for other variables the planner
-            decides.
-    """
-    filling = _Filling(specs, filled, loaded, pieces)
-    sizes = [filling.size_of(spec) for spec in specs]
-    placed: list[Sequence[int]] = [()] * len(specs)
-    for index in np.argsort(np.negative(sizes), kind="stable").tolist():
-        placed[index] = filling.place(specs[index], sizes[index])
-    return placed
-
-
-class _Filling:
-    """The tasks while they are being filled. Bytes are row 0 of each array, load is row 1.
+class Planner:
+    """Fills tasks with variables. Bytes are row 0 of each array, load is row 1.
 
     Attributes:
         held: what each task holds.
@@ -63,7 +40,15 @@ class _Filling:
         loaded: Sequence[float],
         pieces: Mapping[str, int],
     ) -> None:
-        self._pieces = pieces
+        """
+        Args:
+            specs: the variables to place.
+            filled: bytes that rules have put on each task.
+            loaded: load that rules have put on each task.
+            pieces: path -> number of pieces that its rule asks for; for other variables the planner
+                decides.
+        """
+        self._specs, self._pieces = specs, pieces
         self._count = len(filled)
         self.held = np.array([filled, loaded], float)
         added = [sum(spec.bytes for spec in specs), sum(spec.load or 0.0 for spec in specs)]
@@ -71,12 +56,24 @@ class _Filling:
         self.mean = np.where(total > 0, total / self._count, 1.0)
         self.full = self.mean * _SLACK
 
-    def size_of(self, spec: VariableSpec) -> float:
+    def place_all(self) -> list[Sequence[int]]:
+        """Put all variables on tasks.
+
+        Returns:
+            For each variable the tasks of its pieces, in the order of rows.
+        """
+        sizes = [self._size_of(spec) for spec in self._specs]
+        placed: list[Sequence[int]] = [()] * len(self._specs)
+        for index in np.argsort(np.negative(sizes), kind="stable").tolist():
+            placed[index] = self._place(self._specs[index], sizes[index])
+        return placed
+
+    def _size_of(self, spec: VariableSpec) -> float:
         """The variable's bytes or load in units of the mean task, whichever is larger."""
         return float(max(np.array([spec.bytes, spec.load or 0.0]) / self.mean))
 
-    def place(self, spec: VariableSpec, size: float) -> Sequence[int]:
-        """Put a variable of this `size_of` on tasks; returns the tasks of its pieces."""
+    def _place(self, spec: VariableSpec, size: float) -> Sequence[int]:
+        """Put a variable of this `_size_of` on tasks; returns the tasks of its pieces."""
         asked = self._pieces.get(spec.path)
         if asked is None and (size <= _SMALL or spec.rows < 2):
             return (self._put(self.held, spec.bytes, spec.load or 0.0),)

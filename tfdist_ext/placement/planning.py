@@ -9,13 +9,12 @@ from dataclasses import replace
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import shown
 from tfdist_ext.placement.placement_plan import PlacementPlan
-from tfdist_ext.placement.planner import balanced
+from tfdist_ext.placement.planner import Planner
 from tfdist_ext.placement.rules import (
     Balanced,
     Mirrored,
     Owned,
     Placement,
-    Rule,
     Rules,
     Sharded,
     rules_of,
@@ -60,8 +59,7 @@ def plan(
     placements = [
         chosen[spec.path].placement if spec.path in chosen else default(spec) for spec in variables
     ]
-    fixed = {path: rule for path, rule in chosen.items() if rule.placement != Balanced()}
-    made = _planned(variables, placements, fixed, most, targets)
+    made = _planned(variables, placements, targets, most)
     if most is not None and max(made.bytes_by_task) > most:
         raise _over_budget_error(made, most)
     return made
@@ -70,9 +68,8 @@ def plan(
 def _planned(
     specs: tuple[VariableSpec, ...],
     placements: list[Placement],
-    fixed: dict[str, Rule],
-    budget: int | None,
     targets: Targets,
+    budget: int | None,
 ) -> PlacementPlan:
     """The plan, whether or not it keeps to the budget."""
     count = targets.count
@@ -107,12 +104,12 @@ def _planned(
                 pieces[spec.path] = 1  # nothing is gained by cutting on one machine
     filled = [held + bytes_everywhere for held in filled]
     loaded = [load + load_everywhere for load in loaded]
-    where = balanced([*free.values()], filled, loaded, pieces)
+    where = Planner([*free.values()], filled, loaded, pieces).place_all()
     for index, of_pieces in zip(free, where, strict=True):
         owned = isinstance(placements[index], Owned)
         places[index] = Place(tuple(of_pieces), Held.OWNED if owned else Held.PIECES)
     in_order = tuple(places[index] for index in range(len(specs)))
-    return PlacementPlan(specs, in_order, count, targets.devices, budget, fixed)
+    return PlacementPlan(specs, in_order, count, targets.devices, budget)
 
 
 def _over_budget_error(made: PlacementPlan, budget: int) -> PlacementError:

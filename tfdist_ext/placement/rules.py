@@ -139,7 +139,7 @@ class Rule:
         placement: the placement of these variables.
 
     Raises:
-        PlacementError: the pattern is no regular expression, or the placement is no Placement.
+        PlacementError: an invalid regular expression, or the placement is not a Placement.
     """
 
     pattern: str
@@ -174,7 +174,7 @@ def placement_from(text: str) -> Placement:
     """The placement that a text names, as "sharded(4)", "task 0" or "device GPU:0".
 
     Raises:
-        PlacementError: the text is no placement.
+        PlacementError: the text is not a placement.
     """
     written = text.strip() if isinstance(text, str) else ""
     for plain in (Mirrored, Owned, Balanced, Sharded):
@@ -197,7 +197,7 @@ def rules_from(rules: Rules) -> tuple[Rule, ...]:
     """The rules of a list of rules, or of a table of pattern -> placement or its text.
 
     Raises:
-        PlacementError: not rules, a text that is no placement, or two rules with one pattern.
+        PlacementError: not rules, a text that is not a placement, or two rules with one pattern.
     """
     if isinstance(rules, Mapping):
         rules = [_rule(pattern, placement) for pattern, placement in rules.items()]

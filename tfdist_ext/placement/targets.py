@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import check_int, nearest, shown
-from tfdist_ext.placement.rules import Mirrored, OnDevice, OnTask, Owned, Placement, Sharded
+from tfdist_ext.placement.rules import (
+    Mirrored,
+    OnDevice,
+    OnTask,
+    Owned,
+    Placement,
+    Rule,
+    Sharded,
+)
 from tfdist_ext.placement.specs import VariableSpec
 
 __all__ = ["Targets", "short_name"]
@@ -45,14 +53,12 @@ class Targets:
         if devices is None:
             what = "the number of parameter servers"
             return cls(check_int(tasks, what, 1, _MOST, error=PlacementError))
-        if isinstance(devices, str) or not all(isinstance(name, str) for name in devices):
+        texts = [name for name in devices if isinstance(name, str)]
+        names = tuple(dict.fromkeys(map(short_name, texts)))
+        if isinstance(devices, str) or not names or len(names) < len(devices):
             raise PlacementError(
-                f'devices must be a list of names, as ["CPU:0", "GPU:0"], got {shown(devices)}.'
-            )
-        names = tuple(short_name(name) for name in devices)
-        if not names or len(set(names)) < len(names):
-            raise PlacementError(
-                f"devices must be at least one name, each once, got {shown(devices)}."
+                'devices must be a list of different names, as ["CPU:0", "GPU:0"], got'
+                f" {shown(devices)}."
             )
         return cls(len(names), names)
 
@@ -64,7 +70,7 @@ class Targets:
                 or the variable has too few rows for so many pieces.
         """
         if isinstance(placement, Sharded):
-            self._check_rows(spec, placement)
+            self._check_pieces(spec, placement)
         if self.devices is None and isinstance(placement, Mirrored | Owned | OnDevice):
             raise PlacementError(
                 f"{spec.path!r} cannot be {placement} on parameter servers. Use task N, sharded(N)"
@@ -92,8 +98,21 @@ class Targets:
             return self.devices.index(name)
         return None
 
-    def _check_rows(self, spec: VariableSpec, placement: Sharded) -> None:
+    def check(self, rule: Rule) -> None:
+        """Check what a rule names, before the shapes of variables are known.
+
+        Raises:
+            PlacementError: as in `index_of`.
+        """
+        self.index_of(VariableSpec(rule.pattern, (2**40,), "bool"), rule.placement)
+
+    def _check_pieces(self, spec: VariableSpec, placement: Sharded) -> None:
         pieces = placement.pieces_on(self.count, spec.rows)
+        if self.devices is not None and pieces > self.count:
+            raise PlacementError(
+                f"{spec.path!r} cannot be {placement} on {self.count} devices. Write sharded for a"
+                " piece on each device."
+            )
         if pieces > (spec.rows if spec.shape else 1):
             rows = f"only {spec.rows} rows" if spec.shape else "no axis 0, it is a scalar"
             raise PlacementError(

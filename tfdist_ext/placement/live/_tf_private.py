@@ -164,8 +164,8 @@ def _slices(gradient: Any) -> tf.IndexedSlices:
 def partitioned_variable_class() -> Any:
     """A variable in pieces along axis 0. All replicas of a strategy share each piece.
 
-    Private as above. TensorFlow's class is no tf.Variable: the class here has the attributes that
-    Keras asks a variable for, or says that they are missing.
+    Private as above. TensorFlow's class is not a tf.Variable. The class here has the attributes
+    that Keras asks a variable for, or says that they are missing.
 
     Attributes:
         path: name of the variable in messages.

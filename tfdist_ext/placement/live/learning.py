@@ -77,7 +77,7 @@ def learn_specs(
     """Every variable of the model, with its slots, in the order of `model.variables`.
 
     Raises:
-        PlacementError: the model is no model or not built, the builder computes with values, or
+        PlacementError: the model is not a model or not built, the builder computes with values, or
             Keras has no such optimizer.
     """
     with _nothing_allocated():
