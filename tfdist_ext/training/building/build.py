@@ -17,7 +17,6 @@ import tensorflow as tf
 
 from tfdist_ext.errors import PlacementError, TrainingError
 from tfdist_ext.placement.live.learning import fresh_names, learn_specs
-from tfdist_ext.placement.specs import VariableSpec
 from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
 from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.training import _keras_private as kp
@@ -111,9 +110,14 @@ def adopt(
     if isinstance(strategy, PlacedParameterServers) and strategy.placer.plans_models:
         strategy.placer.learn(learn_specs(model_or_builder))
         named_as_planned = fresh_names()
-    if isinstance(strategy, PlacedStrategy) and (specs := _specs_if_known(model_or_builder)):
-        strategy.plan_model(specs)
-        named_as_planned = fresh_names()
+    if isinstance(strategy, PlacedStrategy):
+        try:
+            specs = learn_specs(model_or_builder)
+        except PlacementError:  # the model makes its variables later
+            specs = []
+        if specs:
+            strategy.plan_model(specs)
+            named_as_planned = fresh_names()
     if is_model:
         return _copy(model_or_builder, strategy, created)
     with creation_scope(strategy, created), named_as_planned:
@@ -220,12 +224,12 @@ def recompile(
             target.compile_from_config(config)
     else:
         arguments = _compile_arguments(source)
-        expected = {name: _described(value) for name, value in arguments.items()}
         with creation_scope(strategy, created):
             target.compile(**keras.tree.map_structure(_stateless, arguments))
-        for name, value in _compile_arguments(target).items():
-            if _described(value) != expected[name]:
-                raise _unknown_argument(source, name)
+        if type(source).compile is not keras.Model.compile:  # which may keep something else
+            for name, value in _compile_arguments(target).items():
+                if _described(value) != _described(arguments[name]):
+                    raise _unknown_argument(source, name)
     after = optimizers_of(target)
     for name, old in before.items():
         if old.built:
@@ -275,16 +279,6 @@ def _unknown_argument(model: keras.Model, name: str) -> TrainingError:
         " strategy). Or give the class get_compile_config() and compile_from_config(), which Keras"
         " also needs to load it."
     )
-
-
-def _specs_if_known(
-    model_or_builder: keras.Model | Callable[[], keras.Model],
-) -> list[VariableSpec]:
-    """Returns the variables of the model; none if the model makes them later."""
-    try:
-        return learn_specs(model_or_builder)
-    except PlacementError:
-        return []
 
 
 def _copies_of_trained(

@@ -40,7 +40,6 @@ from tfdist_ext.training.state.chief import (
     run_on_chief,
 )
 from tfdist_ext.training.state.naming import (
-    METRICS,
     MODEL,
     check_has_variables,
     kinds_of,
@@ -244,50 +243,45 @@ def _matching(
         TrainingError: another model, or another optimizer.
     """
     kinds = kinds_of(model)
-    groups = {MODEL, *(name for name in kinds if name in file.kinds)}
-    for name in groups - {MODEL}:
-        if file.kinds[name] != kinds[name]:
+    for name, kind in kinds.items():
+        if (saved := file.kinds.get(name, kind)) != kind:
             raise TrainingError(
-                f"{path} has the state of {file.kinds[name]}, and the optimizer of the model is"
-                f" {kinds[name]}. Compile the model with {file.kinds[name]}, or restore the weights"
-                " alone, before compile()."
+                f"{path} has the state of {saved}, and the optimizer of the model is {kind}."
+                f" Compile the model with {saved}, or restore the weights alone, before compile()."
             )
+    exact = {MODEL, *(kinds.keys() & file.kinds.keys())}
     here = {f"{group}/{n}": v for group, named in state_of(model).items() for n, v in named.items()}
-    pairs = _pairs(
-        {name: array for name, array in file.arrays.items() if _group_of(name) in groups},
-        {name: variable for name, variable in here.items() if _group_of(name) in groups},
-        path,
+    differences = _differences(
+        {name: array for name, array in file.arrays.items() if _group_of(name) in exact},
+        {name: variable for name, variable in here.items() if _group_of(name) in exact},
     )
-    for name, variable in here.items():
-        saved = file.arrays.get(name) if _group_of(name) == METRICS else None
-        if saved is not None and saved.shape == tuple(variable.shape):
-            pairs.append((saved, variable))
-    return pairs
+    if differences:
+        raise TrainingError(
+            f"{path} is a checkpoint of another model or optimizer: {'; '.join(differences)}."
+        )
+    return [
+        (array, variable)
+        for name, variable in here.items()
+        if (array := file.arrays.get(name)) is not None and array.shape == tuple(variable.shape)
+    ]
 
 
 def _group_of(name: str) -> str:
     return name.partition("/")[0]
 
 
-def _pairs(
-    saved: Mapping[str, SavedArray], here: Mapping[str, keras.Variable], path: str
-) -> list[tuple[SavedArray, keras.Variable]]:
-    pairs = {name: (saved[name], variable) for name, variable in here.items() if name in saved}
+def _differences(saved: Mapping[str, SavedArray], here: Mapping[str, keras.Variable]) -> list[str]:
+    pairs = [(name, saved[name], variable) for name, variable in here.items() if name in saved]
     found = {
         "the checkpoint lacks": [name for name in here if name not in saved],
         "only the checkpoint has": [name for name in saved if name not in here],
         "of another shape or dtype:": [
             f"{name} (saved: {old.dtype} {old.shape}, here: {new.dtype} {tuple(new.shape)})"
-            for name, (old, new) in pairs.items()
+            for name, old, new in pairs
             if old.shape != tuple(new.shape) or old.dtype != new.dtype
         ],
     }
-    differences = [f"{words} {_shown(names)}" for words, names in found.items() if names]
-    if differences:
-        raise TrainingError(
-            f"{path} is a checkpoint of another model or optimizer: {'; '.join(differences)}."
-        )
-    return list(pairs.values())
+    return [f"{words} {_shown(names)}" for words, names in found.items() if names]
 
 
 def _shown(names: list[str]) -> str:

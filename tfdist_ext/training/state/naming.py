@@ -16,9 +16,9 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.variables import optimizers_of
 
-__all__ = ["METRICS", "MODEL", "check_has_variables", "kinds_of", "state_of"]
+__all__ = ["MODEL", "check_has_variables", "kinds_of", "state_of"]
 
-MODEL, METRICS = "model", "metrics"
+MODEL = "model"
 
 _NUMBERED = re.compile(r"(.*?)(?:_(\d+))?$", re.S)
 
@@ -32,7 +32,7 @@ def state_of(model: keras.Model) -> dict[str, dict[str, keras.Variable]]:
     metrics = [variable for metric in model.metrics for variable in metric.variables]
     known = {id(variable) for variable in metrics}
     own = _named((path, v) for path, v in _paths_in(model) if _has_value(v) and id(v) not in known)
-    state = {MODEL: own, METRICS: _named((v.path, v) for v in metrics if _has_value(v))}
+    state = {MODEL: own, "metrics": _named((v.path, v) for v in metrics if _has_value(v))}
     for name, optimizer in _optimizers(model).items():
         state[name] = _named_in_optimizer(filter(_has_value, optimizer.variables), own)
     return state
