@@ -111,7 +111,6 @@ BAD_ARGUMENTS: tuple[tuple[Any, Any, dict[str, Any], str], ...] = (
     (WORKERS, ("worker", 0), {}, "task must be a Task"),
     (WORKERS, Task("worker", "0"), {}, "must be a whole number"),  # type: ignore[arg-type]
     (WORKERS, Task("worker", 10**5000), {}, "must be from 0 to 2"),
-    (WORKERS, Task("worker", 0), {"environment": "\udc80"}, "lone surrogate"),
 )
 
 

@@ -15,20 +15,19 @@ import tensorflow as tf
 
 from tfdist_ext.cluster.liveness.reports import say, show_stacks
 from tfdist_ext.cluster.liveness.sessions import DONE, FAILED, STALLED, Sessions
-from tfdist_ext.cluster.liveness.watching import EXPECTED, GONE, TaskWatch, Watcher, exit_within
+from tfdist_ext.cluster.liveness.watching import (
+    ALIVE,
+    EXPECTED,
+    GONE,
+    TaskWatch,
+    Watcher,
+    exit_within,
+)
 from tfdist_ext.cluster.liveness.wire import Endpoint
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.launch.exit_codes import RESTART
 from tfdist_ext.strategies.cluster_start import WAIT, run_preflight, start_failures_in_words
 from tfdist_ext.strategies.resolvers import Cluster, Described, describe, resolver_of
-
-__all__ = [
-    "RoleEnded",
-    "Servers",
-    "driver_of",
-    "serve",
-    "serves",
-]
 
 _SESSION = 5.0  # seconds for the coordinator to open its session
 _LOOK_EVERY = 0.5  # seconds
@@ -162,8 +161,8 @@ def _result_of_coordinator(described: Described, endpoint: Endpoint | None, wait
             _wait_until_gone(coordinator)
             say(f"{me}: the coordinator, {coordinator}, {_WORDS[result]}")
             return result
-        if endpoint is not None and endpoint.had_session:
-            coordinator.seen()
+        if endpoint is not None and endpoint.had_session and coordinator.state == EXPECTED:
+            coordinator.state = ALIVE
         coordinator.look()
         coordinator.report_wait(me, described.source)
         if coordinator.state == EXPECTED and time.monotonic() >= deadline:

@@ -40,8 +40,6 @@ from tfdist_ext.training.agreement.stalls import Phases, end_to_be_restarted, wa
 from tfdist_ext.training.agreement.termination import STATUS, Termination
 from tfdist_ext.training.protocols import TaskStatus
 
-__all__ = ["SAME_CALLS", "PeerMonitor", "Position", "SingleTask", "peers_of"]
-
 PATIENCE = 2.0  # seconds in a barrier before a task looks where the others are
 LEAVE_LIMIT = 30.0  # seconds for the others to end, too
 _TICK = 0.25

@@ -24,8 +24,6 @@ import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
 
-__all__ = ["describe_array", "describe_model"]
-
 # Modules, shapes (the variables show them), seeds, whose variables follow the chief, and names.
 _LEFT_OUT = {"module", "registered_name", "build_config", "build_input_shape", "seed", "name"}
 # Attributes that Keras sets, and that may differ where the chief alone has predicted.

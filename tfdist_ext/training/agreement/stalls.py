@@ -25,14 +25,6 @@ from tfdist_ext.cluster.liveness.reports import say, show_stacks
 from tfdist_ext.launch.exit_codes import RESTART, USUAL_STALL_TIMEOUT, stall_timeout
 from tfdist_ext.strategies.serving import Servers
 
-__all__ = [
-    "Phases",
-    "end_to_be_restarted",
-    "watch",
-    "watched_process",
-]
-
-
 FACTOR = 5.0  # times the longest phase of its kind
 
 

@@ -19,9 +19,6 @@ from collections.abc import Iterator
 
 from tfdist_ext.launch.exit_codes import GRACE, PREEMPTED, PREEMPTION_SIGNAL
 
-__all__ = ["STATUS", "Termination"]
-
-
 STATUS = PREEMPTED
 
 
