@@ -32,7 +32,7 @@ from tfdist_ext.strategies.resolvers import Cluster, Described, describe, resolv
 _SESSION = 5.0  # seconds for the coordinator to open its session
 _LOOK_EVERY = 0.5  # seconds
 _LEAVE = 5.0  # seconds for the coordinator to be gone after its result
-# Seconds for a server to take the result; it may be dead, or frozen. One that does not take a
+# Seconds for a server to take the result: it may be dead or frozen. A server that does not take a
 # success in time, because it is busy with the end of a pipeline, ends as after a crash.
 _TAKE = {DONE: 15.0, FAILED: 3.0, STALLED: 3.0}
 # Seconds without an answer after which a task is frozen: a server, and the coordinator, which must
@@ -46,7 +46,7 @@ class RoleEnded(SystemExit):
 
 
 def serves(described: Described) -> bool:
-    """Whether this task is a ps, or a worker beside one: it serves, and a coordinator drives."""
+    """Whether this task is a ps, or a worker beside a ps: it serves a coordinator."""
     task = described.task
     return task is not None and task.type in ("ps", "worker") and "ps" in described.jobs
 
@@ -185,7 +185,7 @@ _WORDS = {DONE: "is done", FAILED: "has failed", STALLED: "has failed"}
 
 
 def _wait_until_gone(coordinator: TaskWatch) -> None:
-    """The coordinator has a few things left to do; none of them should find its servers gone."""
+    """Wait for the end of the coordinator, which may still use its servers."""
     deadline = time.monotonic() + _LEAVE
     while coordinator.look() and time.monotonic() < deadline:
         time.sleep(_LOOK_EVERY)
