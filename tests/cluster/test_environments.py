@@ -27,7 +27,6 @@ def srun(nodes: dict[str, list[int]], nodelist: str, tasks_per_node: str, **more
                 "SLURM_STEP_ID": "0",
                 "SLURM_STEP_NODELIST": nodelist,
                 "SLURM_STEP_TASKS_PER_NODE": tasks_per_node,
-                "SLURM_STEP_NUM_TASKS": str(sum(map(len, nodes.values()))),
                 "SLURM_PROCID": str(rank),
                 "SLURM_NODEID": str(node_id),
                 "SLURM_LOCALID": str(local_id),
@@ -262,7 +261,6 @@ REFUSED: tuple[tuple[str, Env, dict[str, str | None], str], ...] = (
     # (why, variables, changes: None takes one out, fragment of the message)
     ("no counts", _SRUN, {"SLURM_STEP_TASKS_PER_NODE": None}, "TASKS_PER_NODE is not set"),
     ("fewer hosts", _SRUN, {"SLURM_STEP_NODELIST": "a"}, "a host for each count"),
-    ("another total", _SRUN, {"SLURM_STEP_NUM_TASKS": "4"}, "must be 3, the sum of"),
     ("another node", _SRUN, {"SLURM_NODEID": "1"}, "SLURM_NODEID must be '0'"),
     ("arbitrary", _SRUN, {"SLURM_DISTRIBUTION": "arbitrary"}, "--distribution=block"),
     ("cyclic, unsaid, rank 0", _CYCLIC[0], {}, "SLURM_GTIDS must be '0,1'"),

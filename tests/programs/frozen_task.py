@@ -43,11 +43,7 @@ def main() -> None:
         time.sleep(2.0)
         return
     while True:
-        if what == "evaluate":
-            model.evaluate(**data)
-        elif what == "save":
-            model.save(f"{folder}/model.keras")
-        elif what == "create":
+        if what == "create":
             with strategy.scope():
                 tf.Variable(tf.zeros([10]))
         elif what == "slow":  # not frozen, but busy: workers, and this process

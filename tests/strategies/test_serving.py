@@ -86,7 +86,7 @@ def test_where_training_is_driven_run_calls_main() -> None:
         tfd.run(lambda: {}["lost"])
 
 
-@pytest.mark.parametrize(("code", "fails"), [(None, False), (0, False), (3, True), ("no", True)])
+@pytest.mark.parametrize(("code", "fails"), [(0, False), ("no", True)])
 def test_sys_exit_in_main_is_a_failure_unless_it_is_0(
     code: Any, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,18 +102,12 @@ _EXAMPLE = 'Give at least one job, for example {"worker": ["host:port"]}.'
 
 def check_job_name(name: object, key: str, where: str) -> None:
     """Refuses a job name (or task type) TensorFlow has no role for; `key` says where it stood."""
-    if name == "master":
-        advice = 'This is the old name: say "chief".'
-    elif name in JOB_NAMES:
+    if name in JOB_NAMES:
         return
-    else:
-        advice = nearest(name, JOB_NAMES)
-    what = (
-        "must name jobs that TensorFlow knows"
-        if key == "cluster"
-        else "must be a job that TensorFlow knows"
-    )
-    raise refuse(where, f"{key} {what}", name, advice)
+    old = 'This is the old name: say "chief".'
+    advice = old if name == "master" else nearest(name, JOB_NAMES)
+    verb = "must name jobs" if key == "cluster" else "must be a job"
+    raise refuse(where, f"{key} {verb} that TensorFlow knows", name, advice)
 
 
 def check_task(task: object, jobs: Jobs, where: str) -> None:

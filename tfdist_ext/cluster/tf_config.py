@@ -112,14 +112,9 @@ def dump(
 
 
 def check_text(value: object, key: str, where: str) -> None:
-    """Refuses what is neither None nor text that can be written down again."""
-    if value is None:
-        return
-    if not isinstance(value, str):
+    """Refuses what is neither None nor text."""
+    if value is not None and not isinstance(value, str):
         raise refuse(where, f"{key} is not text", value, f"Write a text, or take {key} out.")
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        what = f"{key} has a lone surrogate, half of a character"
-        raise refuse(where, what, value, "Write the character itself.")
 
 
 def _refuse_unknown(

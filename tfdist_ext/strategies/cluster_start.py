@@ -14,8 +14,6 @@ from tfdist_ext.cluster.liveness.wire import Endpoint, port_is_free
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies.resolvers import Described
 
-__all__ = ["connecting", "run_preflight", "start_failures_in_words"]
-
 WAIT = 300.0  # seconds for the other tasks to come
 _CONNECT = 120.0  # seconds for TensorFlow to connect to tasks that have all answered
 

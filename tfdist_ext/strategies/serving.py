@@ -15,25 +15,24 @@ import tensorflow as tf
 
 from tfdist_ext.cluster.liveness.reports import say, show_stacks
 from tfdist_ext.cluster.liveness.sessions import DONE, FAILED, STALLED, Sessions
-from tfdist_ext.cluster.liveness.watching import EXPECTED, GONE, TaskWatch, Watcher, exit_within
+from tfdist_ext.cluster.liveness.watching import (
+    ALIVE,
+    EXPECTED,
+    GONE,
+    TaskWatch,
+    Watcher,
+    exit_within,
+)
 from tfdist_ext.cluster.liveness.wire import Endpoint
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.launch.exit_codes import RESTART
 from tfdist_ext.strategies.cluster_start import WAIT, run_preflight, start_failures_in_words
 from tfdist_ext.strategies.resolvers import Cluster, Described, describe, resolver_of
 
-__all__ = [
-    "RoleEnded",
-    "Servers",
-    "driver_of",
-    "serve",
-    "serves",
-]
-
 _SESSION = 5.0  # seconds for the coordinator to open its session
 _LOOK_EVERY = 0.5  # seconds
 _LEAVE = 5.0  # seconds for the coordinator to be gone after its result
-# Seconds for a server to take the result; it may be dead, or frozen. One that does not take a
+# Seconds for a server to take the result: it may be dead or frozen. A server that does not take a
 # success in time, because it is busy with the end of a pipeline, ends as after a crash.
 _TAKE = {DONE: 15.0, FAILED: 3.0, STALLED: 3.0}
 # Seconds without an answer after which a task is frozen: a server, and the coordinator, which must
@@ -47,7 +46,7 @@ class RoleEnded(SystemExit):
 
 
 def serves(described: Described) -> bool:
-    """Whether this task is a ps, or a worker beside one: it serves, and a coordinator drives."""
+    """Whether this task is a ps, or a worker beside a ps: it serves a coordinator."""
     task = described.task
     return task is not None and task.type in ("ps", "worker") and "ps" in described.jobs
 
@@ -162,8 +161,8 @@ def _result_of_coordinator(described: Described, endpoint: Endpoint | None, wait
             _wait_until_gone(coordinator)
             say(f"{me}: the coordinator, {coordinator}, {_WORDS[result]}")
             return result
-        if endpoint is not None and endpoint.had_session:
-            coordinator.seen()
+        if endpoint is not None and endpoint.had_session and coordinator.state == EXPECTED:
+            coordinator.state = ALIVE
         coordinator.look()
         coordinator.report_wait(me, described.source)
         if coordinator.state == EXPECTED and time.monotonic() >= deadline:
@@ -186,7 +185,7 @@ _WORDS = {DONE: "is done", FAILED: "has failed", STALLED: "has failed"}
 
 
 def _wait_until_gone(coordinator: TaskWatch) -> None:
-    """The coordinator has a few things left to do; none of them should find its servers gone."""
+    """Wait for the end of the coordinator, which may still use its servers."""
     deadline = time.monotonic() + _LEAVE
     while coordinator.look() and time.monotonic() < deadline:
         time.sleep(_LOOK_EVERY)

@@ -94,12 +94,12 @@ def other_address(jobs: Any) -> TaskInfo:
 @pytest.mark.parametrize(
     ("odd", "error"),
     [
-        (other_cluster, "worker:1 was started with another cluster (differs in cluster.worker[2]:"),
-        (other_address, "worker:1 was started with another cluster (differs in cluster.worker[1]:"),
+        (other_cluster, "worker:1 was started with another cluster (worker:2 at 127.0.0.1:1,"),
+        (other_address, "worker:1 was started with another cluster (worker:1 at 127.0.0.1:"),
         (lambda jobs: info("worker:1", jobs, keras="3.14.0"),
          "worker:1 has keras 3.14.0, and worker:0 has 3.15.1"),
         (lambda jobs: info("worker:1", {"worker": jobs["worker"][:2]}),
-         "worker:1 was started with another cluster (differs in cluster.worker: 2 tasks, not 3)"),
+         "worker:1 was started with another cluster (worker:2 at nothing, not 127"),
         (lambda jobs: TaskInfo("worker:1", jobs, {"tensorflow": "2.21.0"}, 0),
          "worker:1 has keras none, and worker:0 has 3.15.1"),
         (lambda jobs: info("worker:1", jobs, gpus=2),

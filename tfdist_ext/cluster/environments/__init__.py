@@ -13,11 +13,8 @@ from tfdist_ext.cluster import tf_config
 from tfdist_ext.cluster.environments import kubernetes, open_mpi, sagemaker, slurm
 from tfdist_ext.cluster.jobs import ClusterDescription
 
-__all__ = ["ENVIRONMENTS"]
-
-# Name, as a person calls it -> what gives the cluster that it describes, or in a few words why it
-# is passed over: a pure function of the variables, which raises ClusterConfigError where the
-# environment is present but cannot be right.
+# Each parser returns the cluster, or says in a few words why the environment is passed over. It
+# raises ClusterConfigError if the environment is present but cannot be right.
 ENVIRONMENTS: dict[str, Callable[[Mapping[str, str]], ClusterDescription | str]] = {
     "TF_CONFIG": tf_config.parse_variable,
     "Open MPI": open_mpi.parse,

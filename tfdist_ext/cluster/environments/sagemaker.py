@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from tfdist_ext.cluster.environments.reading import ALONE, ranked_cluster, required
@@ -10,7 +9,6 @@ from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.cluster.tf_config import load_json
 from tfdist_ext.messages import refuse
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
 _AS_SET = 'SageMaker sets it: SM_HOSTS=["algo-1","algo-2"], SM_CURRENT_HOST=algo-1.'
 
 
@@ -26,8 +24,6 @@ def parse(env: Mapping[str, str]) -> ClusterDescription | str:
     current = required(env, "SM_CURRENT_HOST", where, _AS_SET)
     if len(set(hosts)) < len(hosts):
         raise refuse(where, "SM_HOSTS must have each host once", text, "List each host once.")
-    if not all(_NAME.fullmatch(host) for host in hosts):
-        raise refuse(where, "SM_HOSTS must have host names alone", text, _AS_SET)
     if current not in hosts:
         raise refuse(where, "SM_CURRENT_HOST must be one of SM_HOSTS", current, _AS_SET)
     if len(hosts) == 1:

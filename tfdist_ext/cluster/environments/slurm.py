@@ -51,16 +51,13 @@ def _source(env: Mapping[str, str]) -> str:
 def _check_totals(
     env: Mapping[str, str], hosts: list[str], counts: list[int], rank: int, where: str
 ) -> None:
-    as_set = "Leave both as srun set them."
     if len(hosts) != len(counts):
         names = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
         what = f"{names[0]} must have a host for each count of {names[1]}"
-        raise refuse(where, what, tuple(env[name] for name in names), as_set)
+        raise refuse(
+            where, what, tuple(env[name] for name in names), "Leave both as srun set them."
+        )
     total = sum(counts)
-    name = "SLURM_STEP_NUM_TASKS"
-    if env.get(name) and size(env, name, where, _BY_SRUN) != total:
-        what = f"{name} must be {total}, the sum of SLURM_STEP_TASKS_PER_NODE"
-        raise refuse(where, what, env[name], as_set)
     if rank >= total:
         what = f"SLURM_PROCID must be below {total}, the tasks of the step"
         advice = "Start all tasks in one srun step, not a heterogeneous one."

@@ -33,8 +33,6 @@ from tfdist_ext.cluster.liveness.wire import (
     Message,
 )
 
-__all__ = ["PreflightError", "TaskInfo", "info_of", "preflight", "tasks_of"]
-
 Jobs = Mapping[str, Sequence[str]]  # job -> addresses
 Late = Mapping[str, str]  # task -> state, of the tasks that are not ready
 
@@ -244,8 +242,12 @@ def _named(late: Late, tasks: Mapping[str, str]) -> str:
 def differences(leader: TaskInfo, other: TaskInfo) -> list[str]:
     """Returns one sentence for each difference between a task and the leader."""
     found = []
-    if where := _first_difference(leader.jobs, other.jobs):
-        found.append(f"{other.task} was started with another cluster ({where})")
+    here, there = tasks_of(leader.jobs), tasks_of(other.jobs)
+    for task in {**here, **there}:
+        if here.get(task) != there.get(task):
+            differs = f"{task} at {there.get(task, 'nothing')}, not {here.get(task, 'nothing')}"
+            found.append(f"{other.task} was started with another cluster ({differs})")
+            break
     for name, version in leader.versions.items():
         theirs = other.versions.get(name, "none")
         if theirs != version:
@@ -256,14 +258,3 @@ def differences(leader: TaskInfo, other: TaskInfo) -> list[str]:
             " collectives would hang"
         )
     return found
-
-
-def _first_difference(ours: Jobs, theirs: Jobs) -> str:
-    for job in dict.fromkeys([*ours, *theirs]):
-        here, there = ours.get(job, ()), theirs.get(job, ())
-        for index, (one, other) in enumerate(zip(here, there, strict=False)):
-            if one != other:
-                return f"differs in cluster.{job}[{index}]: {other!r}, not {one!r}"
-        if len(here) != len(there):
-            return f"differs in cluster.{job}: {len(there)} tasks, not {len(here)}"
-    return ""

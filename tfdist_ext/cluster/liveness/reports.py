@@ -6,8 +6,6 @@ import faulthandler
 import sys
 import time
 
-__all__ = ["FIRST_AFTER", "LONGEST_PAUSE", "WaitReports", "say", "show_stacks"]
-
 FIRST_AFTER = 10.0  # seconds; each further report comes after twice the time
 LONGEST_PAUSE = 120.0
 

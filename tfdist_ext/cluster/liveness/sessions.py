@@ -15,8 +15,6 @@ from collections.abc import Mapping
 
 from tfdist_ext.cluster.liveness.wire import Connection, Message
 
-__all__ = ["DONE", "FAILED", "STALLED", "Sessions"]
-
 # The results of a coordinator. STALLED: the servers show their stacks, too.
 DONE, FAILED, STALLED = "done", "failed", "stalled"
 _AGAIN = 1.0  # seconds between two tries to open a session

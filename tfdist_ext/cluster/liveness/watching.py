@@ -22,12 +22,10 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from typing import IO
+from typing import Any
 
 from tfdist_ext.cluster.liveness.reports import WaitReports, say
 from tfdist_ext.cluster.liveness.wire import READY, SILENT, STARTED, Connection
-
-__all__ = ["EXPECTED", "GONE", "TaskWatch", "Watcher", "exit_within", "run_watcher"]
 
 # The states of a task.
 EXPECTED, ALIVE, GONE, FROZEN = "expected", "alive", "gone", "frozen"
@@ -80,11 +78,6 @@ class TaskWatch:
                 self.state = GONE
         return answers
 
-    def seen(self) -> None:
-        """The task was there, as another sign has shown."""
-        if self.state == EXPECTED:
-            self.state = ALIVE
-
     def report_wait(self, me: str, source: str) -> None:
         """Report on stderr, now and then, that the task has not come yet."""
         if self.state == EXPECTED:
@@ -118,17 +111,13 @@ class Watcher:
             f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import run_watcher;"
             " run_watcher()"
         )
-        self._pipe: IO[bytes] | None = None
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-c", program],
-                bufsize=0,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-            )
-        except (OSError, TypeError):  # no Python to start
-            return
-        self._pipe = process.stdin
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+        )
+        self._pipe: Any = process.stdin
         # Not at the end of this process, which may hang there.
         weakref.finalize(self, _stop, process).atexit = False
         self._send([me, os.getpid(), dict(tasks), frozen_after])
@@ -145,9 +134,8 @@ class Watcher:
         self._send([seconds, failure])
 
     def _send(self, value: object) -> None:
-        if self._pipe is not None:
-            with contextlib.suppress(OSError):
-                self._pipe.write(f"{json.dumps(value)}\n".encode())
+        with contextlib.suppress(OSError):
+            self._pipe.write(f"{json.dumps(value)}\n".encode())
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -18,17 +18,6 @@ from typing import Any
 
 from tfdist_ext.cluster.addresses import identity
 
-__all__ = [
-    "ABSENT",
-    "OTHER",
-    "READY",
-    "STARTED",
-    "Connection",
-    "Endpoint",
-    "Message",
-    "port_is_free",
-]
-
 Message = dict[str, Any]
 
 # What is at an address.

@@ -40,8 +40,6 @@ from tfdist_ext.training.agreement.stalls import Phases, end_to_be_restarted, wa
 from tfdist_ext.training.agreement.termination import STATUS, Termination
 from tfdist_ext.training.protocols import TaskStatus
 
-__all__ = ["SAME_CALLS", "PeerMonitor", "Position", "SingleTask", "peers_of"]
-
 PATIENCE = 2.0  # seconds in a barrier before a task looks where the others are
 LEAVE_LIMIT = 30.0  # seconds for the others to end, too
 _TICK = 0.25
@@ -231,10 +229,12 @@ class PeerMonitor(TaskStatus):
         except tf.errors.OpError as error:
             self._termination.check(failed=True)
             kinds = tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError
-            if isinstance(error, kinds) or "ollective" in str(error) or self._end is not None:
+            by_another = isinstance(error, kinds) or "ollective" in str(error)
+            if by_another or self._end is not None:
                 self._collective_failed = True
                 self._end_is_known.wait(_CAUSE)
-                self._raise_if_ended(number, place)
+                # Others may have passed this barrier before the task that caused the end was gone.
+                self._raise_if_ended(sys.maxsize if by_another else number, place)
             raise
         finally:
             self._collective_failed = False

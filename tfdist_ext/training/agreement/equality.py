@@ -30,18 +30,6 @@ from tfdist_ext.training.agreement.model_description import describe_array, desc
 from tfdist_ext.training.protocols import Reduction, Structure
 from tfdist_ext.user_frames import warn
 
-__all__ = [
-    "Difference",
-    "check_equal_across_workers",
-    "check_equal_arrays",
-    "check_equal_calls",
-    "check_equal_models",
-    "check_equal_positions",
-    "difference_between_workers",
-    "first_batch_comparison",
-    "from_each_worker",
-]
-
 Value = Any  # what JSON holds; floats are equal up to noise, as of another processor
 _RELATIVE, _SHOWN, _MOST = 1e-5, 120, 3  # noise of floats, characters of a value, differences
 _RANDOM = re.compile("Random|Multinomial|StatefulUniform|StatefulStandardNormal|StatefulTruncated")

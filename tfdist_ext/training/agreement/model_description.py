@@ -20,8 +20,6 @@ import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
 
-__all__ = ["describe_array", "describe_model"]
-
 # Keras finds objects by module and registered name. Shapes are those of the variables.
 _LEFT_OUT = {"module", "registered_name", "build_config", "build_input_shape", "seed", "name"}
 _COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")

@@ -1,12 +1,12 @@
-"""A training that has stalled: detected by the task itself, which names its phase.
+"""A training that has stalled: each task detects this for itself, and names its phase.
 
-Each task notes its current phase. The limit of a phase follows from the longest phase of its kind
-so far, and is at least a multiple of the stall timeout: a trace or a callback may take longer than
-a step. Only the ticks of a thread of this process count, because a process that was stopped, or a
-laptop that slept, has not waited.
+The limit of a phase follows from the longest phase of its kind so far, and is at least a multiple
+of the stall timeout: a trace or a callback may take longer than a step. A thread counts ticks
+instead of reading the clock, because a process that was stopped, or a laptop that slept, has not
+waited.
 
-Then all tasks write the stacks of their Python threads to stderr, one sentence names the task and
-its phase, and the job ends with a status that means "start me again".
+After a stall all tasks write the stacks of their Python threads to stderr, one sentence names the
+task and its phase, and the job ends with a status that means "start me again".
 """
 
 from __future__ import annotations
@@ -25,18 +25,10 @@ from tfdist_ext.cluster.liveness.reports import say, show_stacks
 from tfdist_ext.launch.exit_codes import RESTART, USUAL_STALL_TIMEOUT, stall_timeout
 from tfdist_ext.strategies.serving import Servers
 
-__all__ = [
-    "Phases",
-    "end_to_be_restarted",
-    "watch",
-    "watched_process",
-]
-
-
 FACTOR = 5.0  # times the longest phase of its kind
 
 
-# Of the stall timeout, at least. To compile takes minutes where a step takes none.
+# The smallest limits, in stall timeouts. Compiling may take minutes where a step takes seconds.
 _AT_LEAST = {"starting": 10.0, "compiling": 10.0, "callbacks": 5.0, "checkpoint": 5.0, "steps": 1.0}
 
 
@@ -48,11 +40,11 @@ class Phases:
     """The phase that a task is in, and how long it may be in it.
 
     Args:
-        timeout: seconds; that of steps, at least.
+        timeout: the smallest limit of steps, in seconds.
 
     Attributes:
-        name: of the phase; "" in code that is none of a training's.
-        waited: seconds of it that the ticks have counted.
+        name: of the phase; "" outside of a training.
+        waited: seconds in this phase, counted by ticks.
     """
 
     def __init__(self, timeout: float):
@@ -65,13 +57,13 @@ class Phases:
 
     @classmethod
     def of_environment(cls, usual: float = USUAL_STALL_TIMEOUT) -> Phases | None:
-        """As the launcher, or whoever started this task, has set it; None: nothing is watched."""
+        """The phases with the stall timeout of the environment; None: nothing is watched."""
         timeout = stall_timeout(os.environ, usual)
         interactive = hasattr(sys, "ps1") or sys.flags.interactive
         return cls(timeout) if timeout and not interactive else None
 
     def enter(self, name: str, now: float | None = None) -> None:
-        """The task is in a phase from now on; again in the same one is progress, too."""
+        """Begin a phase. To begin the same phase again counts as progress."""
         now = time.monotonic() if now is None else now
         took = now - self._since
         if self.name and took > self.longest.get(self.name, 0.0):
@@ -81,7 +73,7 @@ class Phases:
 
     @contextmanager
     def of_call(self) -> Iterator[None]:
-        """Scope of a public call, which may be made in a callback."""
+        """Scope of a public call, which a callback may make in another call."""
         outer = self.name
         self.enter("starting")
         try:
@@ -96,7 +88,7 @@ class Phases:
         return max(at_least, FACTOR * self.longest.get(self.name, 0.0))
 
     def tick(self, seconds: float) -> bool:
-        """Let time pass; whether the phase takes too long."""
+        """Count more seconds; return whether the phase takes too long."""
         if self._ticked != self._number:
             self._ticked, self.waited = self._number, 0.0
         self.waited += seconds
@@ -159,7 +151,7 @@ def end_to_be_restarted(text: str) -> None:
 
 @functools.cache
 def watched_process() -> Phases | None:
-    """The phases of a process that trains alone, if the launcher asks for a watch."""
+    """The phases of a process that trains alone, if the launcher has set a stall timeout."""
     phases = Phases.of_environment(usual=0.0)
     if phases is not None:
         watch("", phases)

@@ -1,9 +1,9 @@
-"""SIGTERM to a task that trains: it ends between two executions, also while it waits for a peer.
+"""SIGTERM to a task that trains: the task ends between two executions, even if it waits for a peer.
 
-A `fit` that writes checkpoints ends at a step that all tasks agree on, so there the signal is only
-noted. Python runs a handler of a signal between two bytecodes of the main thread, so not while that
-waits in TensorFlow for another worker. The file descriptor to which Python writes the number of
-each signal can be read by another thread meanwhile.
+A `fit` that writes checkpoints ends at a step that all tasks agree on, so it only notes the signal.
+Python runs signal handlers in the main thread, and not while that thread waits in TensorFlow for
+another worker. Python also writes the number of each signal to a file descriptor, which another
+thread can read meanwhile.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ from collections.abc import Iterator
 
 from tfdist_ext.launch.exit_codes import GRACE, PREEMPTED, PREEMPTION_SIGNAL
 
-__all__ = ["STATUS", "Termination"]
-
-
 STATUS = PREEMPTED
 
 
@@ -29,14 +26,14 @@ _USUAL_GRACE = 30.0  # seconds from the signal to the kill, by Slurm and Kuberne
 
 
 class Termination:
-    """Whether SIGTERM has come. A handler of the user's own is left alone.
+    """Whether SIGTERM has come. A handler that the user has set is not replaced.
 
     Attributes:
-        received: the monotonic time at which it came, if it did.
-        grace: seconds from then until the process may be killed.
-        only_noted: it ends nothing at all: the training does, at a step.
-        deferred: it ends nothing until `check` is called. TensorFlow's calls need that: an
-            exception that is raised while they raise one of theirs hides both.
+        received: the monotonic time of the signal; None if there was none.
+        grace: seconds from the signal until the process may be killed.
+        only_noted: the signal raises nothing; the training ends at a later step.
+        deferred: the signal raises nothing until `check` is called. An exception that is raised
+            while TensorFlow raises one hides both.
     """
 
     def __init__(self) -> None:
@@ -51,7 +48,7 @@ class Termination:
         self._writer.setblocking(False)
 
     def close(self) -> None:
-        """Give up the sockets; nothing is handled any more."""
+        """Close the sockets. No signal is handled afterwards."""
         self._reader.close()
         self._writer.close()
 
@@ -59,7 +56,7 @@ class Termination:
     def handled(self) -> Iterator[None]:
         """Scope in which SIGTERM raises SystemExit(143) in the main thread."""
         main = threading.current_thread() is threading.main_thread()
-        # Whoever asks for saving by another signal may have it ignored until somebody saves.
+        # A launcher that asks for a checkpoint by another signal may have it ignored at the start.
         free = {signal.SIGTERM: {signal.SIG_DFL}}
         handlers = {each: signal.getsignal(each) for each in self._signals}
         ours = {
@@ -87,10 +84,10 @@ class Termination:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Scope in which the signal is only noted; whoever opens it looks at `received`.
+        """Scope in which the signal is only noted; the caller looks at `received`.
 
         Raises:
-            SystemExit: at its end, where one has come that nobody has obeyed.
+            SystemExit: at the end of the scope, if a signal has come.
         """
         self.only_noted = True
         try:
@@ -101,16 +98,16 @@ class Termination:
         self.check()
 
     def check(self, *, failed: bool = False) -> None:
-        """Raise the SystemExit that was deferred, or lost, as one raised in a finalizer is.
+        """Raise the SystemExit that was deferred, or lost in a finalizer.
 
         Args:
-            failed: what the training does cannot succeed any more, also where it is only noted.
+            failed: the training cannot continue to a step at which it would end.
         """
         if self.received is not None and (failed or not self.only_noted):
             raise SystemExit(STATUS)
 
     def wait(self, seconds: float) -> None:
-        """Sleep in another thread than the main one, at most until a signal comes."""
+        """Sleep until a signal comes, in a thread other than the main one."""
         came = select.select([self._reader], [], [], seconds)[0]
         if came and self._signals.intersection(self._reader.recv(64)):
             self._note()
@@ -128,7 +125,7 @@ _taken: set[signal.Signals] = set()  # by this process
 
 
 def _give_back_in_child() -> None:
-    """A process that was forked, as a loader of data is, ends by SIGTERM, and tells nobody."""
+    """Restore the default handlers in a forked process, such as a data loader."""
     if _taken:
         signal.set_wakeup_fd(-1)
         for each in _taken:
