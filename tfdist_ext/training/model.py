@@ -49,7 +49,7 @@ from tfdist_ext.training.callbacks.in_cluster import (
     refusing_compile,
     restored_epoch,
 )
-from tfdist_ext.training.callbacks.worker_tensorboard import board_among
+from tfdist_ext.training.callbacks.worker_tensorboard import WorkerTensorBoard
 from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
@@ -321,12 +321,16 @@ class DistributedModel(SavingMixin):
 
     def _train_program(self, hooks: keras.callbacks.CallbackList) -> StepProgram:
         """The compiled training steps, which a WorkerTensorBoard times."""
-        board = board_among(hooks.callbacks)
-        if board is None:
+        boards = [each for each in hooks.callbacks if isinstance(each, WorkerTensorBoard)]
+        if not boards:
             return self._engine.program(self._model, "train", NullStepTimer())
+        if len(boards) > 1:  # the times of a step can be read once
+            raise TrainingError(
+                f"a fit must have one WorkerTensorBoard, got {len(boards)} among its callbacks."
+            )
         timer = self._engine.step_timer()
         program = self._engine.program(self._model, "train", timer)
-        board.follow(timer, self._reduction, program.logs_of_this_task)
+        boards[0].follow(timer, self._reduction, program.logs_of_this_task)
         return program
 
     def _end_training(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from tfdist_ext.training.protocols import Logs, Reduction
 from tfdist_ext.training.steps.step_timer import NO_ROWS, StepTimer
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["WorkerTensorBoard", "board_among", "check_tensorboard", "slow_workers"]
+__all__ = ["WorkerTensorBoard", "check_tensorboard", "slow_workers"]
 
 
 @filter_traceback
@@ -146,20 +146,6 @@ def slow_workers(names: list[str], own_ms: np.ndarray, most_ms: float) -> list[s
                 f" {others:.3g} ms"
             )
     return lines
-
-
-def board_among(callbacks: Iterable[keras.callbacks.Callback]) -> WorkerTensorBoard | None:
-    """The one of a `fit`, if there is one.
-
-    Raises:
-        TrainingError: there are several, and the notes of a step can be read only once.
-    """
-    boards = [each for each in callbacks if isinstance(each, WorkerTensorBoard)]
-    if len(boards) > 1:
-        raise TrainingError(
-            f"a fit must have one WorkerTensorBoard, got {len(boards)} among its callbacks."
-        )
-    return boards[0] if boards else None
 
 
 def check_tensorboard(callback: keras.callbacks.Callback) -> None:
