@@ -24,6 +24,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -458,8 +459,7 @@ class PeerMonitor(TaskStatus):
         if self._termination.received is not None:
             text = f"{self._me} got SIGTERM {at} and ended{after}"
         elif error is not None:
-            what = str(error).strip().partition("\n")[0][:300]
-            text = f"{self._me} failed {at}{after}: {type(error).__name__}: {what}"
+            text = f"{self._me} failed {at}{after}: {type(error).__name__}: {_cause(error)}"
         else:
             kind, text = "left", f"{self._me} left {at}{after}: its script ended"
         return kind, self._me, text
@@ -525,6 +525,15 @@ def _positions_of(tasks: Iterable[str]) -> dict[str, Position]:
 def _status_of(task: str) -> str:
     job, index = task.split(":")
     return tp.peer_status(job, int(index))
+
+
+def _cause(error: BaseException) -> str:
+    """Returns the line of a message that names the cause; TensorFlow's start with a report."""
+    lines = str(error).strip().splitlines() or [""]
+    causes = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b.*: ", line)]
+    return (causes[0] if lines[0].startswith("Graph execution error") and causes else lines[0])[
+        :300
+    ]
 
 
 def _clock(seconds: float) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -112,13 +111,6 @@ class CheckpointManager:
         run_on_chief(reduction, opened, f"open {self._files.path}")
         # A callback may be on the chief only, and all tasks wait for the file.
         self._announces = reduction.any_worker(bool(_with_hook(self._callbacks)))
-
-    @property
-    def folder(self) -> str:
-        """The absolute path of the folder; "" without one."""
-        if self._files is None or "://" in self._files.path:
-            return "" if self._files is None else self._files.path
-        return os.path.abspath(self._files.path)
 
     def seed(self) -> int:
         """Returns the seed of the order of examples: of the job before, or a new one.
