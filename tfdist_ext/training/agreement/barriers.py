@@ -530,10 +530,10 @@ def _status_of(task: str) -> str:
 def _cause(error: BaseException) -> str:
     """Returns the line of a message that names the cause; TensorFlow's start with a report."""
     lines = str(error).strip().splitlines() or [""]
-    causes = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b.*: ", line)]
-    return (causes[0] if lines[0].startswith("Graph execution error") and causes else lines[0])[
-        :300
-    ]
+    if lines[0].startswith("Graph execution error"):
+        causes = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b.*: ", line)]
+        lines = [*causes, *lines]
+    return lines[0][:300]
 
 
 def _clock(seconds: float) -> str:
