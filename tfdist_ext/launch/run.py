@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import queue
 import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TextIO, TypeAlias
@@ -31,7 +31,7 @@ _SETTLE = 5.0  # seconds for the task that another one blames to end by itself
 # task that has failed; and after Ctrl-C, as a person waits.
 _GRACE_OF_FAILURE, _GRACE_OF_CTRL_C = 1.0, 5.0
 _PATIENCE = 1.0  # seconds to wait for a reader of the output after a signal or the time limit
-_LOOK_EVERY = 0.05  # seconds between two looks for processes that tasks have left behind
+_LOOK_EVERY = 0.05  # seconds between two looks for events, and for what tasks have left behind
 
 
 # (task, its exit status, the Python exception in it, seconds that it ran) -> what becomes of a task
@@ -147,10 +147,9 @@ class _Run:
     limits: Limits
     stop: StopSignals
     replaces: Replaces | None
-    # SimpleQueue, because its put may be called in a signal handler.
-    events: queue.SimpleQueue[signal.Signals | tuple[TaskProcess, int]] = field(
-        default_factory=queue.SimpleQueue
-    )
+    # Not a queue: a signal handler that appends must not wait for a lock, as in Queue, and after a
+    # signal SimpleQueue may wait beyond its timeout (Python 3.11).
+    events: deque[signal.Signals | tuple[TaskProcess, int]] = field(default_factory=deque)
     start: float = field(default_factory=time.monotonic)
     status: int = 0
     ended_by: EndedBy = "tasks"
@@ -162,11 +161,11 @@ class _Run:
 
     def run(self) -> RunResult:
         """Start, watch, end."""
-        self.stop.notify = self.events.put
+        self.stop.notify = self.events.append
         if self.stop.first is not None:  # it arrived while nothing ran
-            self.events.put(self.stop.first)
+            self.events.append(self.stop.first)
         try:
-            self.tasks.start(lambda task, code: self.events.put((task, code)))
+            self.tasks.start(lambda task, code: self.events.append((task, code)))
             self.start = time.monotonic()
             if self.limits.stall_timeout:
                 self.tasks.kill_stopped(self.limits.stall_timeout)
@@ -192,11 +191,11 @@ class _Run:
 
     def _next_event(self, deadline: float) -> signal.Signals | TaskProcess | None:
         """Wait for a signal or the end of a task; None when the deadline has passed."""
-        wait = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-        try:
-            event = self.events.get(timeout=wait)
-        except queue.Empty:
-            return None
+        while not self.events:
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(_LOOK_EVERY)
+        event = self.events.popleft()
         if isinstance(event, signal.Signals):
             self.signals += 1
             return event
@@ -272,14 +271,10 @@ class _Run:
         self.tasks.signal_all(signal.SIGTERM)
         deadline = time.monotonic() + grace
         while self.tasks.are_there() and time.monotonic() < deadline and self.signals < 2:
-            # Processes that tasks have left behind end without an event. `get` with a timeout of
-            # SimpleQueue may wait forever if a signal comes at its end, so this does not use it.
-            time.sleep(_LOOK_EVERY)
-            while event := self._next_event(0.0):
-                if isinstance(event, signal.Signals) and self.signals == 1:
-                    self._say(
-                        f"{event.name}: not started again; once more kills what is left at once"
-                    )
+            # Processes that tasks have left behind end without an event.
+            event = self._next_event(time.monotonic() + _LOOK_EVERY)
+            if isinstance(event, signal.Signals) and self.signals == 1:
+                self._say(f"{event.name}: not started again; once more kills what is left at once")
         self.tasks.kill()
         while self._next_event(0.0):  # the ends of the tasks
             pass

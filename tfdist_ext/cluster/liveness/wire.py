@@ -125,7 +125,7 @@ class Endpoint:
 
         self._answer = answer
         self._port = identity(address)[1]
-        self._words: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._words: queue.Queue[Message] = queue.Queue()
         self._opened, self._freed = threading.Event(), threading.Event()
         self._is_early = threading.Event()
         if not port_is_free(self._port):
