@@ -50,14 +50,6 @@ def test_without_rules_each_goes_where_the_fewest_bytes_are(placement: Any) -> N
     assert tasks_of(placer, [VariableSpec("late", (4,))]) == [(0,)]
 
 
-def test_a_default_for_variables_without_a_rule() -> None:
-    placer = ServerPlacer({"items": "task 1"}, 2, lambda spec: Sharded(2))
-    assert tasks_of(placer) == [(0, 1), (1,), (0, 0), (0, 0)]
-    placer.learn(SPECS)
-    assert placer.plan is not None
-    assert len(placer.plan.shards_of("head/kernel")) == 2
-
-
 def test_rules_one_by_one() -> None:
     rules = [Rule("users", Sharded(3)), Rule("head/.*", OnTask(1)), Rule("head/bias", Balanced())]
     placer = ServerPlacer(rules, 2)

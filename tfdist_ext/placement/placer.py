@@ -6,7 +6,7 @@ one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,18 +48,12 @@ class ServerPlacer:
         bytes_by_task: bytes on each server.
     """
 
-    def __init__(
-        self,
-        placement: Any,
-        tasks: int,
-        default: Callable[[VariableSpec], Placement] = lambda _: Balanced(),
-    ):
+    def __init__(self, placement: Any, tasks: int):
         """
         Args:
             placement: a PlacementPlan, or the path of one as JSON; rules, or a table of pattern ->
                 placement; "balanced": the planner without rules; None: the fewest bytes.
             tasks: number of parameter servers.
-            default: returns the placement of a variable without a rule.
 
         Raises:
             PlacementError: an invalid placement, or one that is not for these servers.
@@ -67,7 +61,6 @@ class ServerPlacer:
         self._targets = Targets.of(tasks, None)
         self._given: PlacementPlan | None = None
         self._rules: tuple[Rule, ...] = ()
-        self._default = default
         self.plans_models = placement is not None
         self.plan: PlacementPlan | None = None
         self.bytes_by_task = [0] * tasks
@@ -95,8 +88,7 @@ class ServerPlacer:
         if self._given is not None:
             self._given.check(specs)
         else:
-            count = self._targets.count
-            self.plan = plan(specs, count, rules=self._rules, default=self._default)
+            self.plan = plan(specs, self._targets.count, rules=self._rules)
 
     def knows(self, spec: VariableSpec) -> bool:
         """Whether the given plan, if there is one, has the variable."""
@@ -136,7 +128,7 @@ class ServerPlacer:
 
     def _unplanned(self, spec: VariableSpec) -> tuple[VariableShard, ...]:
         rule = rule_for(spec.path, self._rules)
-        placement = self._default(spec) if rule is None else rule.placement
+        placement = Balanced() if rule is None else rule.placement
         task = self._targets.index_of(spec, placement)
         if task is not None:
             return spec.shards((task,))

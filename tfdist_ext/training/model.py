@@ -74,7 +74,6 @@ from tfdist_ext.training.state.chief import (
 from tfdist_ext.training.state.values import assign_whole, whole_value
 from tfdist_ext.training.steps.step_timer import NullStepTimer
 from tfdist_ext.training.synchronous.engine import SynchronousEngine
-from tfdist_ext.training.variables import make_readable
 from tfdist_ext.user_frames import filter_traceback, warn
 
 __all__ = ["DistributedModel", "check_counts", "distribute"]
@@ -103,7 +102,6 @@ class DistributedModel(SavingMixin):
                 " scope. Pass the model to tfdist_ext.distribute(model, strategy), which makes a"
                 " copy of the model in the scope."
             )
-        make_readable(model)
         self._model = model
         self._strategy = strategy
         self._builder = builder
@@ -454,7 +452,6 @@ class DistributedModel(SavingMixin):
     def _create(self, method: Callable[[], object]) -> None:
         with creation_scope(self._strategy, self._created):
             method()
-        make_readable(self._model)
         self._unify()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

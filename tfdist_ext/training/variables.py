@@ -7,7 +7,7 @@ On the plain tf.Variables that lie behind the distributed ones, Keras's code run
 
 TensorFlow's ShardedVariable is no tf.Variable: Keras can neither differentiate by it, nor look up
 rows of it, nor update its shards, nor keep an optimizer's slots beside them. What is missing is
-here; a step uses it through `WorkerScope` or `ReplicaScope`.
+here; a step on several replicas uses it through `ReplicaScope`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.placement.live._tf_private import as_piece, piece_number
+from tfdist_ext.placement.live._tf_private import as_piece, partitioned, piece_number
 from tfdist_ext.placement.live.creating import beside_pieces, is_partitioned, pieces_of
 from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
 from tfdist_ext.strategies import StrategyTemplate
@@ -49,12 +48,11 @@ __all__ = [
     "gather_rows",
     "is_updated_once",
     "local_copy",
-    "make_readable",
     "optimizers_of",
     "outside_of_scopes",
     "owner_copy",
     "readable_numbers",
-    "slots_beside_shards",
+    "server_variables",
     "with_inner_optimizers",
 ]
 
@@ -295,7 +293,6 @@ class ShardedRead:
     def __init__(self, raw: tf.Variable):
         self._raw = raw
         self.handle = tf.zeros([], raw.dtype)
-        self.written = False  # by the step
         self.read_whole = False
 
     def whole(self) -> tf.Tensor:
@@ -316,12 +313,6 @@ class ShardedRead:
             return whole, lambda upstream: upstream
 
         whole = read(self.handle)  # anew: another tape must see it, too
-        whole.handle = self.handle
-        return whole
-
-    def whole_now(self) -> tf.Tensor:
-        """The same, read in a graph inside the step's; no gradient goes through it."""
-        whole = tf.convert_to_tensor(self._raw)
         whole.handle = self.handle
         return whole
 
@@ -372,27 +363,20 @@ def copies_of_one_name() -> contextlib.AbstractContextManager[None]:
     return tf.variable_creator_scope(creator)
 
 
-def slots_beside_shards() -> contextlib.AbstractContextManager[None]:
-    """Scope in which an optimizer's slots of a partitioned variable are partitioned alike.
+def server_variables() -> contextlib.AbstractContextManager[None]:
+    """Scope in which variables that TensorFlow partitions are variables on servers like ours.
 
-    To be entered after the strategy's own scope, where that is TensorFlow's own; `create_strategy`
-    gives one that knows how.
+    An optimizer's slots of such a variable are partitioned alike. Enter the scope after the scope
+    of TensorFlow's own strategy. The strategies of `create_strategy` place variables themselves.
     """
 
     def creator(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-        if not is_partitioned(kwargs.get("colocate_with")):
-            return next_creator(**kwargs)
-        return beside_pieces(next_creator, **kwargs)
+        if is_partitioned(kwargs.get("colocate_with")):
+            return beside_pieces(next_creator, **kwargs)
+        made = next_creator(**kwargs)
+        return partitioned(list(made), made.name) if is_partitioned(made) else made
 
     return tf.variable_creator_scope(creator)
-
-
-def make_readable(model: keras.Model) -> None:
-    """Let Keras turn a model's partitioned variables into arrays, as `save` does."""
-    for owner in (model, *optimizers_of(model).values()):
-        for raw in map(kp.raw_value, owner.variables):
-            if is_partitioned(raw) and not hasattr(raw, "__array__"):
-                raw.__array__ = lambda dtype=None, raw=raw: np.asarray(raw.numpy(), dtype)
 
 
 def optimizers_of(

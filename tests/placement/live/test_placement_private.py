@@ -135,12 +135,12 @@ def test_a_tape_takes_pieces_for_one_variable() -> None:
 
 def test_an_update_of_a_piece_changes_that_piece() -> None:
     whole = server_variable_class()(
-        [tf.Variable(tf.zeros([rows, 1])) for rows in (3, 1, 2)], name="whole"
+        [tf.Variable(tf.zeros([rows, 1])) for rows in (3, 3, 2)], name="whole"
     )
-    whole.scatter_add(tf.IndexedSlices(tf.constant([[1.0], [2.0], [3.0]]), tf.constant([5, 3, 0])))
-    assert np.asarray(whole)[:, 0].tolist() == [3, 0, 0, 2, 0, 1]
+    whole.scatter_add(tf.IndexedSlices(tf.constant([[1.0], [2.0], [3.0]]), tf.constant([7, 3, 0])))
+    assert np.asarray(whole)[:, 0].tolist() == [3, 0, 0, 2, 0, 0, 0, 1]
     with as_piece(2):
         whole.assign_add([[10.0], [20.0]])
         whole.scatter_sub(tf.IndexedSlices(tf.constant([[5.0]]), tf.constant([1])))
         assert tf.convert_to_tensor(whole).numpy()[:, 0].tolist() == [10, 16]
-    assert np.asarray(whole)[:, 0].tolist() == [3, 0, 0, 2, 10, 16]
+    assert np.asarray(whole)[:, 0].tolist() == [3, 0, 0, 2, 0, 0, 10, 16]

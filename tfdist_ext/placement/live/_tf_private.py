@@ -107,8 +107,21 @@ def server_variable_class() -> Any:
             """The device of the first piece."""
             return str(self._variables[0].device)
 
+        @property
+        def _unique_id(self) -> str:
+            """The key by which optimizers find slots, also while a piece is being updated."""
+            return str(self._variables[0]._unique_id)
+
         def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
             return np.asarray(self.numpy(), dtype)
+
+        def __getitem__(self, index: Any) -> tf.Tensor:
+            # TensorFlow's method reads pieces that no tape connects with this variable.
+            return tf.convert_to_tensor(self)[index]
+
+        def _convert_variables_to_tensors(self) -> tf.Tensor:
+            """The value of a variable that a branch of a `tf.cond` returns."""
+            return tf.convert_to_tensor(self)
 
         def _joined_gradient(self, *gradients: Any) -> list[Any]:
             """The gradients of the pieces as one: slices if one of them is, else a whole tensor."""
@@ -126,13 +139,6 @@ def server_variable_class() -> Any:
                     tf.constant(self.shape.as_list(), tf.int64),
                 )
             ]
-
-        def _decompose_indices(self, indices: Any) -> tuple[list[Any], Any]:
-            # TensorFlow's method assumes pieces of equal sizes.
-            firsts = tf.constant([offset[0] for offset in self._var_offsets], indices.dtype)
-            owner = tf.searchsorted(firsts, indices, side="right") - 1
-            local = indices - tf.gather(firsts, owner)
-            return tf.dynamic_partition(local, owner, len(self._variables)), owner
 
     for name in ("assign", "assign_add", "assign_sub"):
         setattr(ServerVariable, name, _of_piece(sharded, name))

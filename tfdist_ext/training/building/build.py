@@ -35,10 +35,9 @@ from tfdist_ext.training.steps.scope import metric_variables_on_one_copy
 from tfdist_ext.training.variables import (
     all_built,
     copies_of_one_name,
-    make_readable,
     optimizers_of,
     readable_numbers,
-    slots_beside_shards,
+    server_variables,
 )
 
 __all__ = [
@@ -81,7 +80,7 @@ def creation_scope(
     scope.enter_context(readable_numbers())
     # Both strategies place variables themselves.
     if not isinstance(strategy, StrategyTemplate | PlacedParameterServers):
-        scope.enter_context(slots_beside_shards())
+        scope.enter_context(server_variables())
     return scope
 
 
@@ -171,7 +170,6 @@ def build(
             build_from_step(model, "train", batch)
     if isinstance(strategy, PlacedStrategy):
         strategy.check_model([variable.path for variable in model.variables])
-    make_readable(model)
 
 
 def _build_from_call_or_step(model: keras.Model, kind: str, batch: Structure) -> None:

@@ -7,6 +7,7 @@ what the calls return, so each example counts once. Predictions are in input ord
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -49,7 +50,7 @@ from tfdist_ext.training.steps.replaced import (
     step_targets,
     substitutes,
 )
-from tfdist_ext.training.steps.scope import metrics_and_others
+from tfdist_ext.training.steps.scope import metrics_and_others, taken_by
 from tfdist_ext.training.variables import optimizers_of
 
 __all__ = ["ParameterServerPredictor", "ParameterServerProgram"]
@@ -184,7 +185,7 @@ class ParameterServerProgram(StepProgram):
         with updates_on_servers(scope, self._model) as called:
             returned = self._step(batch)
             logs = own_outputs(self._model, returned) if self._own_outputs else {}
-        check_lookups(self._model, StepRecord(called, read_whole=scope.read_whole()))
+        check_lookups(self._model, StepRecord(called, read_whole=scope.read_whole))
         outputs = self._carried(logs, scope) if self._own_outputs else {}
         scope.write_watched()
         self._counted = scope.counted
@@ -270,7 +271,8 @@ class ParameterServerPredictor:
     def _one_batch(self, batch: Structure) -> Structure:
         self._calls.peers.enters("compiling")
         scope = WorkerScope([], self._watched)
-        with scope, functions_in_place(step_targets()), substitutes(scope.substitutes):
+        take = functools.partial(taken_by, scope.rows)
+        with scope, functions_in_place(step_targets()), substitutes({"take": take}):
             outputs = self._step(batch)
         scope.write_watched()
         return outputs

@@ -15,21 +15,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist_ext.placement.live._tf_private import as_piece, piece_number
 from tfdist_ext.placement.live.creating import is_partitioned, pieces_of
 from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.steps.context import current_graph, outside_of_inner_graphs
+from tfdist_ext.training.steps.context import current_graph
 from tfdist_ext.training.steps.logs import MetricVersions
-from tfdist_ext.training.steps.replaced import (
-    functions_in_place,
-    requiring,
-    step_targets,
-    substitutes,
-)
+from tfdist_ext.training.steps.replaced import functions_in_place, step_targets, substitutes
 from tfdist_ext.training.steps.scope import Ids, metric_in_inner_graph, taken_by
 from tfdist_ext.training.variables import (
-    ShardedRead,
-    gather_rows,
+    device_of_update,
     optimizers_of,
     with_inner_optimizers,
 )
@@ -47,6 +42,10 @@ class WorkerScope(keras.StatelessScope):
             to them is added on the server at the end of the step.
         counter: the variable of `values` that counts steps. The scope counts its writes.
         metrics: the variables of `values` that belong to metrics.
+
+    Attributes:
+        updated: ids of the given values that were written.
+        read_whole: ids of the raw values in shards that were read as one tensor.
     """
 
     def __init__(
@@ -68,12 +67,9 @@ class WorkerScope(keras.StatelessScope):
         self._values = set(self.state_mapping)
         self._watched = {id(variable): variable for variable in watched}
         self._before: dict[int, tf.Tensor] = {}  # of watched variables that were read
-        self._reads: dict[int, ShardedRead] = {}
         self._graph = current_graph()
-        self._piece: int | None = None
-        self._as_one = False
-        self.updated: set[int] = set()  # ids of the given values that were written
-        self._sources: dict[int, tf.Variable] = {}
+        self.updated: set[int] = set()
+        self.read_whole: set[int] = set()
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         key = id(variable)
@@ -86,16 +82,9 @@ class WorkerScope(keras.StatelessScope):
             # A tensor, because `write_watched` subtracts what was read from what was written.
             self._before[key] = self.state_mapping[key] = tf.convert_to_tensor(raw)
             return self.state_mapping[key]
-        if not is_partitioned(raw) or self._as_one:
-            return raw
-        if self._piece is not None:
-            return raw.variables[self._piece]
-        read = self._read_of(raw)
-        if read.written and not self._in_step():  # in a cond of the optimizer
-            return read.whole_now()
-        # Not in a loop of a layer, whose gradient has the shape of its inputs.
-        with outside_of_inner_graphs(self._graph):
-            return read.whole()
+        if is_partitioned(raw):
+            self.read_whole.add(id(raw))
+        return raw
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         variable, value = update
@@ -127,7 +116,7 @@ class WorkerScope(keras.StatelessScope):
         """The rows of a variable, moved without the other rows; None if that is not possible."""
         raw = kp.raw_value(variable)
         written = id(variable) in self.state_mapping and id(variable) not in self._before
-        if raw is None or raw.shape.rank < 1 or written or self._piece is not None:
+        if raw is None or raw.shape.rank < 1 or written or piece_number.get() is not None:
             return None
         if isinstance(ids, tf.RaggedTensor):
             flat = self.rows(variable, ids.flat_values)
@@ -136,72 +125,13 @@ class WorkerScope(keras.StatelessScope):
             ids = tf.sparse.to_dense(ids)
         ids = tf.convert_to_tensor(ids)
         ids = tf.where(ids < 0, ids + tf.cast(raw.shape[0], ids.dtype), ids)
-        if not is_partitioned(raw):
-            taken = tf.gather(raw, ids)
-        elif not variable.trainable:
-            taken = gather_rows(raw, ids)
-        elif self._in_step():
-            taken = self._read_of(raw).rows(ids)
-        else:
-            return None
+        taken = tf.nn.embedding_lookup(raw, ids)
         return tf.cast(taken, variable.dtype)  # the layer's compute type, if it casts
 
-    @property
-    def substitutes(self) -> dict[str, Callable[..., Any]]:
-        """The replacements of Keras's functions in this step, by key."""
-
-        def key(
-            original: Callable[..., int | str],
-            optimizer: keras.optimizers.Optimizer,
-            variable: keras.Variable | tf.Variable,
-        ) -> int | str:
-            raw = kp.raw_value(variable) if isinstance(variable, keras.Variable) else variable
-            return original(optimizer, self.owner_of(raw))
-
-        return {"take": functools.partial(taken_by, self.rows), "variable_key": key}
-
-    def read_whole(self) -> set[int]:
-        """Ids of the raw values in shards that the step has read as one tensor."""
-        return {raw for raw, read in self._reads.items() if read.read_whole}
-
-    def owner_of(self, value: tf.Variable | tf.Tensor) -> tf.Variable | tf.Tensor:
-        """The raw value that a piece, or a tensor read from the pieces, belongs to."""
-        handle = getattr(value, "handle", None)
-        return self._sources.get(id(handle), value)
-
-    @contextlib.contextmanager
-    def updating(self, raw: tf.Variable, piece: int | None) -> Iterator[None]:
-        """Scope in which partitioned variables stand for one piece.
-
-        Args:
-            piece: the number of the piece; None: the variables are used as a whole.
-        """
-        if is_partitioned(raw):
-            self._read_of(raw).written = True
-            if piece is not None:
-                self._sources[id(raw.variables[piece].handle)] = raw
-            before = self._piece, self._as_one
-            self._piece, self._as_one = piece, piece is None
-            try:
-                yield
-            finally:
-                self._piece, self._as_one = before
-        else:
-            yield
-
-    def _read_of(self, raw: tf.Variable) -> ShardedRead:
-        if id(raw) not in self._reads:
-            with outside_of_inner_graphs(self._graph):
-                read = self._reads[id(raw)] = ShardedRead(raw)
-            self._sources[id(read.handle)] = raw
-        return self._reads[id(raw)]
-
     def _write(self, variable: keras.Variable, value: tf.Tensor) -> None:
-        raw = kp.raw_value(variable)
-        if is_partitioned(raw):
-            self._read_of(raw).written = True
-            if self._piece is not None:
-                raw = raw.variables[self._piece]
+        raw, number = kp.raw_value(variable), piece_number.get()
+        if number is not None and is_partitioned(raw):
+            raw = list(raw)[number]
         _add_difference(raw, value, tf.convert_to_tensor(raw))
 
     def _in_step(self) -> bool:
@@ -219,10 +149,10 @@ def updates_on_servers(scope: WorkerScope, model: keras.Model) -> Iterator[set[s
     with contextlib.ExitStack() as stack:
         stack.enter_context(scope)
         stack.enter_context(functions_in_place(step_targets()))
-        stack.enter_context(substitutes(scope.substitutes, called))
-        stack.enter_context(requiring("variable_key", called))
+        take = functools.partial(taken_by, scope.rows)
+        stack.enter_context(substitutes({"take": take}, called))
         for optimizer in optimizers_of(model).values():
-            updates = _UpdatesOnServers(scope, optimizer)
+            updates = _UpdatesOnServers(optimizer)
             stack.enter_context(
                 kp.distribution_strategy_of(with_inner_optimizers(optimizer), updates)
             )
@@ -232,8 +162,7 @@ def updates_on_servers(scope: WorkerScope, model: keras.Model) -> Iterator[set[s
 class _UpdatesOnServers(kp.UpdatesVariables):
     """Runs the updates of a step on the server of the variable."""
 
-    def __init__(self, scope: WorkerScope, optimizer: keras.optimizers.Optimizer):
-        self._scope = scope
+    def __init__(self, optimizer: keras.optimizers.Optimizer):
         self._by_row = updates_by_row(optimizer)
 
     def update(
@@ -243,15 +172,14 @@ class _UpdatesOnServers(kp.UpdatesVariables):
         args: Sequence[Any] = (),
         group: bool = True,
     ) -> None:
-        """Call `fn(variable, *args)` for a variable, or for each of its pieces."""
-        raw = self._scope.owner_of(var)
-        if is_partitioned(raw) and not self._by_row:
-            with self._scope.updating(raw, None):
-                fn(raw, *args)
+        """Call `fn(variable, *args)`, or once for each piece of the variable."""
+        if is_partitioned(var) and self._by_row:
+            for number, piece, mine in with_each_piece(var, args):
+                with tf.device(piece.device), as_piece(number):
+                    fn(var, *mine)
             return
-        for number, piece, mine in with_each_piece(raw, args):
-            with tf.device(piece.device), self._scope.updating(raw, number):
-                fn(piece, *mine)
+        with tf.device(device_of_update(var)):
+            fn(var, *args)
 
 
 def _add_difference(raw: tf.Variable, after: tf.Tensor, before: tf.Tensor) -> None:
