@@ -16,9 +16,9 @@ from typing import Any
 import namespaces
 import pytest
 import yaml
-from conftest import ROOT, Result, assert_equal, result_in, training
 from kubernetes_controllers import JobController, JobSetController, Manifest
 from kubernetes_pods import played
+from real_jobs import ROOT, Result, assert_equal, result_in, training
 
 from tfdist_ext.cluster import ClusterConfig
 

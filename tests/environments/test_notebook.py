@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Result, assert_equal, result_in, training
 from pages import blocks_of
+from real_jobs import Result, assert_equal, result_in, training
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Process, Result, Starter, assert_equal, result_in, training
 from pages import blocks_of
+from real_jobs import ROOT, Process, Result, Starter, assert_equal, result_in, training
 from task_programs import LEFT_OUT
 
 WHY_NOT = (

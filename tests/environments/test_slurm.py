@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import slurm_cluster
-from conftest import (
+from pages import commands_of
+from real_jobs import (
     BIN,
     ROOT,
     Result,
@@ -21,7 +22,6 @@ from conftest import (
     training,
     write_files_of,
 )
-from pages import commands_of
 from slurm_cluster import NODES, Slurm
 from task_programs import LEFT_OUT
 

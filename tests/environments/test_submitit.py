@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import slurm_cluster
-from conftest import ROOT, Starter
+from real_jobs import ROOT, Starter
 from slurm_cluster import Slurm
 from task_programs import LEFT_OUT
 
