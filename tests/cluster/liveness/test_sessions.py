@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tfdist_ext.cluster.liveness.sessions import DONE, Sessions
 from tfdist_ext.cluster.liveness.wire import Endpoint
-from tfdist_ext.launch import reserve_ports
+from tfdist_ext.launch.ports import reserve_ports
 
 
 def test_a_session_outlives_the_port_and_is_opened_again() -> None:
