@@ -12,11 +12,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from processes import environment_of, parent_of, pids_with
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = ROOT / "tests" / "left_out"  # see tests/task_programs.py
@@ -148,9 +148,9 @@ class _Job:
     def tasks(self) -> dict[str, int]:
         """Task -> its process, of those that live."""
         found = {}
-        for pid in _pids_with(f"TFDIST_CHAOS={self.mark}"):
-            env = _environment(pid)
-            if "TF_CONFIG" in env and _parent(pid) == self.process.pid:
+        for pid in pids_with("TFDIST_CHAOS", self.mark):
+            env = environment_of(pid)
+            if "TF_CONFIG" in env and parent_of(pid) == self.process.pid:
                 task = json.loads(env["TF_CONFIG"])["task"]
                 found[f"{task['type']}:{task['index']}"] = pid
         return found
@@ -185,7 +185,7 @@ def tried(trial: Trial, seconds: float, expected: dict[str, np.ndarray]) -> Outc
             _note_times(outcome, run, hurt)
             outcome.fault = _fault(run, status, trial.job, expected, outcome)
         finally:
-            for pid in _pids_with(f"TFDIST_CHAOS={run.mark}"):
+            for pid in pids_with("TFDIST_CHAOS", run.mark):
                 os.kill(pid, signal.SIGKILL)
             run.process.wait()
     return outcome
@@ -213,7 +213,7 @@ def preempted(seed: int, number: int, expected: dict[str, np.ndarray]) -> Outcom
         except subprocess.TimeoutExpired:
             outcome.fault = f"did not end in {LIMIT:.0f} s: {_tail(run)}"
         finally:
-            for pid in _pids_with(f"TFDIST_CHAOS={run.mark}"):
+            for pid in pids_with("TFDIST_CHAOS", run.mark):
                 os.kill(pid, signal.SIGKILL)
             run.process.wait()
     outcome.what = f"SIGTERM to {victim} after step {at}"
@@ -286,7 +286,7 @@ def _fault(
 ) -> str:
     if status:
         return f"exit status {status}: {_tail(run)}"
-    if left := _pids_with(f"TFDIST_CHAOS={run.mark}"):
+    if left := pids_with("TFDIST_CHAOS", run.mark):
         return f"processes are left: {left}"
     if unfinished := list(run.folder.rglob("*.unfinished")):
         return f"files are left: {unfinished}"
@@ -311,29 +311,3 @@ def _result(folder: Path) -> dict[str, np.ndarray]:
 
 def _tail(run: _Job) -> str:
     return "\n".join(line for _, line in run.lines[-40:])
-
-
-def _pids_with(entry: str) -> list[int]:
-    return [pid for pid in _pids() if entry in _entries(pid)]
-
-
-def _pids() -> Iterator[int]:
-    return (int(name) for name in os.listdir("/proc") if name.isdigit())
-
-
-def _entries(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return []
-
-
-def _environment(pid: int) -> dict[str, str]:
-    return dict(entry.split("=", 1) for entry in _entries(pid) if "=" in entry)
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, IndexError):
-        return 0

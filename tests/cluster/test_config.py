@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import os
 import pickle
 from typing import Any
 
@@ -137,10 +136,8 @@ def test_for_task_is_the_same_cluster_seen_by_another() -> None:
 CHIEFS = (
     # (jobs, task, is it the chief, why)
     (WORKERS, ("worker", 0), True, "worker 0 where there is no chief"),
-    (WORKERS, ("worker", 1), False, "another worker"),
     (FULL, ("chief", 0), True, "the chief itself"),
     (FULL, ("worker", 0), False, "worker 0 beside a chief"),
-    (FULL, ("ps", 0), False, "ps 0"),
     (FULL, ("evaluator", 0), False, "the evaluator"),
     ({"worker": ("", "b:1")}, ("worker", 1), False, "the first one listed is not worker 0"),
     ({"worker": ("a:1",), "ps": ("p:1",)}, ("ps", 0), False, "ps 0 without a chief"),
@@ -184,9 +181,6 @@ def test_copies_are_equal_and_valid() -> None:
 
 
 def test_from_env_reads_this_process_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in tuple(os.environ):
-        if name.startswith(("SLURM", "OMPI", "SM_", "JOB_", "TFDIST")):
-            monkeypatch.delenv(name)
     text = ClusterConfig(FULL, Task("ps", 0)).to_tf_config()
     monkeypatch.setenv("TF_CONFIG", text)
     config = ClusterConfig.from_env()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import signal
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from pages import blocks_of
+from processes import pids_with
 from real_jobs import Result, assert_equal, result_in, training
 
 pytestmark = pytest.mark.timeout(200)
@@ -75,12 +75,7 @@ class Kernel:
 
     def left(self) -> list[int]:
         """The processes that the kernel has started, and what these have, without itself."""
-        found = []
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):
-                environ = Path("/proc", name, "environ").read_bytes()
-                if f"{MARK}={self.folder}".encode() in environ.split(b"\0"):
-                    found.append(int(name))
+        found = pids_with(MARK, str(self.folder))
         return [pid for pid in found if pid != self.manager.provisioner.pid]
 
     def wait_for_none_left(self) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import filecmp
 import importlib.util
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from pages import blocks_of
+from processes import command_of, is_alive, pids
 from real_jobs import ROOT, Process, Result, Starter, assert_equal, result_in, training
 from task_programs import LEFT_OUT
 
@@ -25,26 +25,6 @@ on_ray = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "-")
 EPOCHS, STEPS = 3, 30
 ENV = {"RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 EXAMPLES = f"{ROOT / 'docs' / 'examples'}:{LEFT_OUT}"
-
-
-def is_there(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def processes_of(session: str) -> list[str]:
-    """The commands of Ray's own processes of a session."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            words = Path("/proc", name, "cmdline").read_text().replace("\0", " ")
-        except OSError:
-            continue
-        if session in words:
-            found.append(words)
-    return found
 
 
 def wait_for_end(driver: Process) -> str:
@@ -84,9 +64,9 @@ def test_a_node_that_is_lost(
     newest = tmp_path / "checkpoints" / f"epoch-{EPOCHS:05d}.safetensors"
     assert filecmp.cmp(latest, newest, shallow=False)
 
-    assert not processes_of((tmp_path / "session").read_text())
-    pids = [int(worker.split()[0]) for worker in before | after]
-    assert not [pid for pid in pids if is_there(pid)]
+    session = (tmp_path / "session").read_text()
+    assert not [pid for pid in pids() if session in " ".join(command_of(pid))]
+    assert not any(is_alive(int(worker.split()[0])) for worker in before | after)
 
 
 @on_ray

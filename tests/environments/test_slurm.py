@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import slurm_cluster
 from pages import commands_of
+from processes import command_of, environment_of, pids
 from real_jobs import (
     BIN,
     ROOT,
@@ -70,20 +71,8 @@ def wait_for(folder: Path, text: str, seconds: float = 120) -> None:
 
 def pids_of(folder: Path) -> list[int]:
     """Processes of Python whose arguments name this folder."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            words = Path("/proc", name, "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if os.fsencode(folder) in words and b"python" in words[0] and int(name) != os.getpid():
-            found.append(int(name))
-    return found
-
-
-def environment(pid: int) -> dict[str, str]:
-    text = Path("/proc", str(pid), "environ").read_text()
-    return dict(entry.partition("=")[::2] for entry in text.split("\0") if entry)
+    commands = {pid: command_of(pid) for pid in pids() if pid != os.getpid()}
+    return [pid for pid, words in commands.items() if str(folder) in words and "python" in words[0]]
 
 
 def test_srun_alone_is_detected(
@@ -136,7 +125,7 @@ def test_a_task_that_dies_starts_again_on_its_node(
 ) -> None:
     job = submit(slurm, tmp_path, training(tmp_path, 3, 8, 0.1))
     wait_for(tmp_path, " STEP 10\n")
-    pid = next(pid for pid in pids_of(tmp_path) if environment(pid).get("SLURM_PROCID") == "1")
+    pid = next(pid for pid in pids_of(tmp_path) if environment_of(pid).get("SLURM_PROCID") == "1")
     os.kill(pid, signal.SIGKILL)
     assert slurm.wait_for(job, ("COMPLETED", "FAILED", "CANCELLED"), 150) == "COMPLETED"
     assert re.findall(r"exit codes (?:137 138|138 137): restart 1 of 3", output(tmp_path))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from processes import pids_with
 
 from tfdist_ext.launch.plan import LaunchPlan, TaskPlan
 from tfdist_ext.launch.run import Limits, RunResult, run_plan
@@ -39,13 +40,7 @@ class Mark:
         }
 
     def pids(self) -> list[int]:
-        found = []
-        for name in os.listdir("/proc"):
-            with contextlib.suppress(OSError):
-                environ = Path("/proc", name, "environ").read_bytes() if name.isdigit() else b""
-                if f"{MARK}={self.word}".encode() in environ.split(b"\0"):
-                    found.append(int(name))
-        return found
+        return pids_with(MARK, self.word)
 
     def wait_for(self, count: int, seconds: float = 5.0) -> list[int]:
         """The processes, once there are `count` of them."""

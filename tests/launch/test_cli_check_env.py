@@ -30,20 +30,14 @@ def test_tasks_that_are_there(tfdist) -> None:
             assert last.startswith("all 2 tasks are ready, with the same cluster and python 3.")
 
 
-def test_who_is_missing_or_differs(tfdist) -> None:
-    with reserve_ports(3) as ports:
+def test_who_is_missing(tfdist) -> None:
+    with reserve_ports(2) as ports:
         addresses = [f"127.0.0.1:{port}" for port in ports]
-        alone = check(tfdist, 0, addresses[:2], "--wait", "0.5")
+        alone = check(tfdist, 0, addresses, "--wait", "0.5")
         _, err = alone.communicate(timeout=30)
         assert alone.returncode == 1
         said = f"no answer from worker:1 ({addresses[1]}) within 0.5 s"
         assert err == f"tfdist check: worker:0: {said}\n"
-        one = check(tfdist, 0, addresses[:2])
-        other = check(tfdist, 1, [*addresses[:2], addresses[2]])
-        for task in (one, other):
-            _, err = task.communicate(timeout=30)
-            assert task.returncode == 1
-            assert "worker:1 was started with another cluster (worker:2 at 127.0.0.1:" in err
 
 
 def test_env_is_for_bug_reports(tfdist) -> None:

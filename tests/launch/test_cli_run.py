@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import is_alive
 
 from tfdist_ext import __version__, cli
 from tfdist_ext.cluster import ClusterConfig
@@ -33,26 +34,15 @@ def start_stubborn(tfdist, mark, *options):
     return launcher
 
 
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""  # empty: a zombie
-    except OSError:
-        return False
-
-
-@pytest.mark.parametrize(
-    ("number", "status"),
-    [(signal.SIGINT, 130), (signal.SIGHUP, 129)],
-)
-def test_a_signal_ends_everything_within_the_grace(tfdist, mark, number, status):
+def test_a_signal_ends_everything_within_the_grace(tfdist, mark):
     launcher = start_stubborn(tfdist, mark, "--grace", "0.5")
     start = time.monotonic()
-    launcher.send_signal(number)
+    launcher.send_signal(signal.SIGHUP)
     _, err = launcher.communicate(timeout=10)
-    assert launcher.returncode == status
+    assert launcher.returncode == 129
     assert 0.5 <= time.monotonic() - start < 4
     assert mark.pids() == []
-    assert f"tfdist: {number.name}: ending 2 tasks, for at most 0.5 s" in err
+    assert "tfdist: SIGHUP: ending 2 tasks, for at most 0.5 s" in err
     assert "Traceback" not in err
     assert "failed" not in err
 
@@ -90,9 +80,9 @@ def test_kill_9_of_the_launcher_ends_also_who_cleared_its_environment(tfdist):
     pid = int(launcher.stdout.readline().split()[1])
     launcher.kill()
     end = time.monotonic() + 8
-    while (alive := is_alive(pid)) and time.monotonic() < end:
+    while is_alive(pid):
+        assert time.monotonic() < end
         time.sleep(0.02)
-    assert not alive
 
 
 def test_logs_nobody_asked_for_are_gone_after_success(tfdist, tmp_path):
@@ -180,10 +170,9 @@ def test_dry_run_prints_lines_a_shell_can_run(capsys, tmp_path):
         (["run"], "no command to run; put it after --"),
         (["run", "--wrokers", "2", "--", "true"],
          "unknown arguments: --wrokers 2. See tfdist run --help."),
-        (["rnu", "--", "true"], "invalid choice: 'rnu' (choose from"),
-        (["run", "--workers", "two", "--", "true"], "invalid int value: 'two'"),
+        (["run", "--preemption-signal", "HELLO", "--", "true"],
+         "invalid choice: 'HELLO' (choose from"),
         (["run", "--grace", "-1", "--", "true"], "seconds must be a number from 0, got '-1'"),
-        (["run", "--workers", "0", "--", "true"], "task must train, got --workers 0 and no chief"),
         (["run", "--workers", "99999", "--", "true"], "ask for fewer tasks"),
     ],
 )  # fmt: skip
@@ -196,14 +185,13 @@ def test_errors_are_one_sentence(capsys, words, said):
 
 
 def test_closed_streams_do_not_change_the_status(mark, tmp_path):
-    words = f"{sys.executable} -m tfdist_ext.cli run --log-dir {tmp_path} -- sh -c 'echo said; exit"
-    for status in (0, 3):
-        done = subprocess.run(
-            ["sh", "-c", f"{words} {status}' <&- >&- 2>&-"],
-            env=mark.env, cwd=ROOT, capture_output=True, text=True, timeout=20,
-        )  # fmt: skip
-        assert done.returncode == status, done.stderr
-        assert (tmp_path / "worker-0.log").read_text() == "said\n"
+    words = f"{sys.executable} -m tfdist_ext.cli run --log-dir {tmp_path}"
+    done = subprocess.run(
+        ["sh", "-c", f"{words} -- sh -c 'echo said; exit 3' <&- >&- 2>&-"],
+        env=mark.env, cwd=ROOT, capture_output=True, text=True, timeout=20,
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    assert (tmp_path / "worker-0.log").read_text() == "said\n"
 
 
 def test_help_and_version(capsys):

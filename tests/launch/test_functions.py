@@ -124,24 +124,28 @@ def test_an_exception_is_raised_with_its_task_and_traceback(run):
     assert "function_task.py" not in out
 
 
-@pytest.mark.parametrize(
-    ("end", "message"),
-    [
-        ("sys.exit('no data')", "worker:0 failed first, exit status 1:\nno data"),
-        ("print('x'); os.kill(os.getpid(), 9)", "worker:0 failed first, exit status 137:\nx"),
-    ],
-)
-def test_an_end_that_is_no_exception(run, end, message):
-    status, out, _ = run(f"""
-        def ends():
-            {end}
-        try:
-            tfd.launch(ends, workers=1)
-        except tfd.TaskError as error:
-            print(error)
+def test_tasks_that_end_without_an_exception_or_a_result(run):
+    status, out, _ = run("""
+        def exits():
+            sys.exit("no data")
+
+        def is_killed():
+            print("x")
+            os.kill(os.getpid(), 9)
+
+        def cannot_be_sent():
+            return (each for each in ())
+
+        for ends in (exits, is_killed, cannot_be_sent):
+            try:
+                tfd.launch(ends, workers=1)
+            except tfd.TaskError as error:
+                print(error)
     """)
     assert status == 0
-    assert out.endswith(message + "\n")
+    assert "worker:0 failed first, exit status 1:\nno data\n" in out
+    assert "worker:0 failed first, exit status 137:\nx\n" in out
+    assert "the result of fn, a generator, cannot be copied to the process that called it" in out
 
 
 def test_it_starts_again(run):
@@ -187,8 +191,6 @@ def test_a_signal_ends_the_tasks_and_then_does_what_it_does(start, mark, number)
     ("arguments", "message"),
     [
         ({"workers": 0}, "at least one task must train"),
-        ({"workers": -1}, "--workers must be a number of tasks of at least 0, got -1"),
-        ({"max_restarts": -1}, "--max-restarts must be a number of at least 0, got -1"),
         ({"fn": 3}, "fn must be a function, got 3"),
         ({"args": (lambda: 0, (each for each in ()))}, "cannot pickle 'generator' object"),
     ],
@@ -196,16 +198,6 @@ def test_a_signal_ends_the_tasks_and_then_does_what_it_does(start, mark, number)
 def test_what_cannot_be_launched(arguments, message):
     with pytest.raises(LaunchError, match=message):
         launch(**{"fn": print, **arguments})
-
-
-def test_a_result_that_cannot_be_sent(run):
-    _, out, _ = run("""
-        try:
-            tfd.launch(lambda: (each for each in ()), workers=1)
-        except tfd.TaskError as error:
-            print(error)
-    """)
-    assert "the result of fn, a generator, cannot be copied to the process that called it" in out
 
 
 @pytest.mark.parametrize(

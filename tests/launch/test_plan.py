@@ -37,7 +37,6 @@ def cluster_of(task):
     [
         ({}, ["worker:0"], None, "one worker is the least"),
         ({"workers": 3}, ["worker:0", "worker:1", "worker:2"], None, "indices start at 0"),
-        ({"workers": 1, "chief": True}, ["chief:0", "worker:0"], None, "beside the workers"),
         ({"workers": 0, "chief": True}, ["chief:0"], None, "a chief trains too"),
         (
             {"workers": 2, "ps": 1},
@@ -67,9 +66,9 @@ def test_tasks(options, names, coordinator, reason):
 def test_every_task_gets_an_address_of_its_own():
     planned = plan(workers=2, ps=1)
     cluster = cluster_of(planned.tasks[0])
-    assert {job: len(addresses) for job, addresses in cluster.items()} == {
-        "chief": 1, "worker": 2, "ps": 1,
-    }  # fmt: skip
+    assert [(job, len(each)) for job, each in cluster.items()] == [
+        ("chief", 1), ("worker", 2), ("ps", 1),
+    ]  # fmt: skip
     addresses = [address for job in cluster.values() for address in job]
     assert len(set(addresses)) == 4
     assert all(re.fullmatch(r"127\.0\.0\.1:\d+", address) for address in addresses)
@@ -109,7 +108,6 @@ def test_bad_input_is_a_sentence_that_says_what_arrived_and_what_to_do(command, 
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("word", ["python", "python3"])
-def test_python_is_the_interpreter_in_use_where_none_is_on_path(word):
-    planned = plan([word, "x.py"], env={"PATH": ""}, which=lambda name, path=None: None)
+def test_python_is_the_interpreter_in_use_where_none_is_on_path():
+    planned = plan(["python3", "x.py"], env={"PATH": ""}, which=lambda name, path=None: None)
     assert planned.tasks[0].argv == (sys.executable, "x.py")

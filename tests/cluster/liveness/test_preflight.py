@@ -49,8 +49,8 @@ def outcomes(infos: list[TaskInfo], *delays: float, wait: float = 20.0) -> list[
         return list(pool.map(run, infos, waits))
 
 
-@pytest.mark.parametrize("delays", [(1.0, 0.0, 0.5), (0.0, 0.8, 0.1, 1.2)])
-def test_all_start_when_the_last_one_has_come(delays: tuple[float, ...]) -> None:
+def test_all_start_when_the_last_one_has_come() -> None:
+    delays = (0.5, 0.0, 1.0)  # worker:0, which leads, comes neither first nor last
     with cluster(chief=1, worker=2, ps=1, evaluator=1) as jobs:  # nobody waits for the evaluator
         begun = time.monotonic()
         assert outcomes([info(task, jobs) for task in tasks_of(jobs)], *delays) == [""] * 4
@@ -100,8 +100,6 @@ def other_address(jobs: Any) -> TaskInfo:
          "worker:1 has keras 3.14.0, and worker:0 has 3.15.1"),
         (lambda jobs: info("worker:1", {"worker": jobs["worker"][:2]}),
          "worker:1 was started with another cluster (worker:2 at nothing, not 127"),
-        (lambda jobs: TaskInfo("worker:1", jobs, {"tensorflow": "2.21.0"}, 0),
-         "worker:1 has keras none, and worker:0 has 3.15.1"),
         (lambda jobs: info("worker:1", jobs, gpus=2),
          "worker:1 has 2 GPU devices, and worker:0 has 0: collectives would hang"),
     ],

@@ -67,23 +67,10 @@ def test_the_states_of_a_task() -> None:
             assert states(never_seen, 7) == [EXPECTED] * 7
 
 
-def test_waits_are_reported_less_and_less_often(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_waits_are_reported_less_and_less_often() -> None:
     waits = reports.WaitReports()
-    assert [waited for waited in (9, 10, 19, 20, 39, 40, 200, 319, 320) if waits.due(waited)] == [
-        10,
-        20,
-        40,
-        200,
-        320,
-    ]
-    monkeypatch.setattr(reports, "FIRST_AFTER", 0.0)
-    TaskWatch("chief:0", "10.0.0.1:22", 60.0).report_wait("ps:0", "TF_CONFIG")
-    assert capsys.readouterr().err == (
-        "ps:0: waiting for chief:0 (10.0.0.1:22) for 0 s. Is it started, is its address right"
-        " in TF_CONFIG on every task, can this host reach it?\n"
-    )
+    times = (9, 10, 19, 20, 39, 40, 200, 319, 320)
+    assert [waited for waited in times if waits.due(waited)] == [10, 20, 40, 200, 320]
 
 
 def test_the_watcher_ends_its_process_and_reports_why() -> None:
