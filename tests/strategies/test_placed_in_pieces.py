@@ -182,7 +182,8 @@ def test_an_update_is_computed_once_where_the_piece_is(
     original = kind.update_step
 
     def noting(self: Any, gradient: Any, variable: Any, rate: Any) -> None:
-        seen.add((variable.shape[0], tf.zeros([]).device.removeprefix(FULL)))
+        rows = tf.convert_to_tensor(variable).shape[0]
+        seen.add((rows, tf.zeros([]).device.removeprefix(FULL)))
         original(self, gradient, variable, rate)
 
     monkeypatch.setattr(kind, "update_step", noting)

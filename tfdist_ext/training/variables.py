@@ -5,9 +5,9 @@ its conditions fail (a cond cannot contain a cross-replica call) and its assignm
 On the plain tf.Variables that lie behind the distributed ones, Keras's code runs as on one device
 (`LocalCopies`, `default_strategy_scope`).
 
-TensorFlow's ShardedVariable is no tf.Variable: Keras can neither differentiate by it, nor look up
-rows of it, nor update its shards, nor keep an optimizer's slots beside them. What is missing is
-here; a step on several replicas uses it through `ReplicaScope`.
+TensorFlow's ShardedVariable is no tf.Variable: Keras can neither compute its gradient, nor gather
+its rows, nor update its shards. `ShardedRead` and `UpdatesInPlace` add this for a step on the
+devices of one machine. Shards on parameter servers are variables that can do it themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.placement.live._tf_private import as_piece, partitioned, piece_number
+from tfdist_ext.placement.live._tf_private import as_piece, partitioned
 from tfdist_ext.placement.live.creating import beside_pieces, is_partitioned, pieces_of
 from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
 from tfdist_ext.strategies import StrategyTemplate
@@ -108,19 +108,17 @@ class LocalCopies(keras.StatelessScope):
 
     def _copy(self, variable: keras.Variable) -> tf.Variable:
         self._used[id(variable)] = variable
-        copy, piece = self._copy_of(variable), piece_number.get()
-        return copy if piece is None or not is_partitioned(copy) else copy.variables[piece]
+        return self._copy_of(variable)
 
 
 class UpdatesInPlace(kp.UpdatesVariables):
-    """Each update is computed where the variable is.
+    """Computes each update on the device of the variable.
 
-    One in pieces is updated piece by piece where the optimizer works row by row, else as a whole.
+    If the optimizer updates each row alone, each piece of a variable is updated on its own device.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer):
         self._by_row = updates_by_row(optimizer)
-        self._wholes: dict[int, tf.Variable] = {}  # id of a piece -> what it is a piece of
 
     def key_of(
         self,
@@ -128,9 +126,9 @@ class UpdatesInPlace(kp.UpdatesVariables):
         optimizer: keras.optimizers.Optimizer,
         variable: keras.Variable | tf.Variable,
     ) -> int | str:
-        """An optimizer's key of a variable; of a piece, that of the variable it belongs to."""
+        """An optimizer's key of a variable, which is that of all copies of the variable."""
         raw = kp.raw_value(variable) if isinstance(variable, keras.Variable) else variable
-        return original(optimizer, self._wholes.get(id(raw), raw))
+        return original(optimizer, raw)
 
     def update(
         self,
@@ -139,12 +137,11 @@ class UpdatesInPlace(kp.UpdatesVariables):
         args: Sequence[Any] = (),
         group: bool = True,
     ) -> None:
-        """Call `fn(variable, *args)` on the variable's device, or for each piece on that one's."""
+        """Call `fn(variable, *args)` on the variable's device, or once for each piece."""
         if is_partitioned(var) and self._by_row:
             for number, piece, mine in with_each_piece(var, args):
-                self._wholes[id(piece)] = var
                 with tf.device(piece.device), as_piece(number):
-                    fn(piece, *mine)
+                    fn(var, *mine)
             return
         with tf.device(device_of_update(var)):
             fn(var, *args)

@@ -110,7 +110,7 @@ def server_variable_class() -> Any:
         @property
         def _unique_id(self) -> str:
             """The key by which optimizers find slots, also while a piece is being updated."""
-            return str(self._variables[0]._unique_id)
+            return str(self._variables[0]._unique_id).replace("part_0", "sharded")
 
         def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
             return np.asarray(self.numpy(), dtype)
@@ -182,7 +182,7 @@ def partitioned_variable_class() -> Any:
         def __init__(self, pieces: Sequence[Any], name: str, path: str):
             super().__init__(list(pieces), name=name)
             self.path = path
-            self._plain = sharded([piece.get() for piece in pieces], name=name)
+            self._plain = partitioned([piece.get() for piece in pieces], name)
 
         def get(self) -> Any:
             """The same variable with plain pieces, outside of the strategy."""

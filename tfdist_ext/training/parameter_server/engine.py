@@ -21,7 +21,7 @@ from tfdist_ext.training.parameter_server.program import (
     ParameterServerPredictor,
     ParameterServerProgram,
 )
-from tfdist_ext.training.parameter_server.scope import WorkerScope, updates_on_servers
+from tfdist_ext.training.parameter_server.scope import WorkerScope, step_on_worker
 from tfdist_ext.training.parameter_server.worker_data import WorkerBatches, why_not_remote
 from tfdist_ext.training.programs import Engine, step_of
 from tfdist_ext.training.protocols import TaskStatus
@@ -118,7 +118,7 @@ class ParameterServerEngine(Engine[CoordinatorReduction]):
         )
 
     def finalize(self, model: keras.Model) -> None:
-        with default_strategy_scope(), updates_on_servers(WorkerScope([]), model):
+        with default_strategy_scope(), step_on_worker(WorkerScope([]), model):
             model.optimizer.finalize_variable_values(model.trainable_weights)
 
     def _make_program(

@@ -7,7 +7,6 @@ what the calls return, so each example counts once. Predictions are in input ord
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -25,7 +24,7 @@ from tfdist_ext.training.parameter_server.calls import (
     on_worker,
     unstacked,
 )
-from tfdist_ext.training.parameter_server.scope import WorkerScope, updates_on_servers
+from tfdist_ext.training.parameter_server.scope import WorkerScope, step_on_worker
 from tfdist_ext.training.parameter_server.worker_data import (
     StepValues,
     WorkerIterators,
@@ -43,14 +42,8 @@ from tfdist_ext.training.protocols import (
     Structure,
 )
 from tfdist_ext.training.steps.logs import is_carried, own_outputs, results
-from tfdist_ext.training.steps.replaced import (
-    StepRecord,
-    check_lookups,
-    functions_in_place,
-    step_targets,
-    substitutes,
-)
-from tfdist_ext.training.steps.scope import metrics_and_others, taken_by
+from tfdist_ext.training.steps.replaced import StepRecord, check_lookups
+from tfdist_ext.training.steps.scope import metrics_and_others
 from tfdist_ext.training.variables import optimizers_of
 
 __all__ = ["ParameterServerPredictor", "ParameterServerProgram"]
@@ -182,7 +175,7 @@ class ParameterServerProgram(StepProgram):
         if self._rate is not None:
             values.append((self._rate, rate))
         scope = WorkerScope(values, self._watched, self._counter, self._metrics)
-        with updates_on_servers(scope, self._model) as called:
+        with step_on_worker(scope, self._model) as called:
             returned = self._step(batch)
             logs = own_outputs(self._model, returned) if self._own_outputs else {}
         check_lookups(self._model, StepRecord(called, read_whole=scope.read_whole))
@@ -271,8 +264,7 @@ class ParameterServerPredictor:
     def _one_batch(self, batch: Structure) -> Structure:
         self._calls.peers.enters("compiling")
         scope = WorkerScope([], self._watched)
-        take = functools.partial(taken_by, scope.rows)
-        with scope, functions_in_place(step_targets()), substitutes({"take": take}):
+        with step_on_worker(scope, self._model):
             outputs = self._step(batch)
         scope.write_watched()
         return outputs

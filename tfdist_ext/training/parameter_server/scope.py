@@ -9,27 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist_ext.placement.live._tf_private import as_piece, piece_number
+from tfdist_ext.placement.live._tf_private import piece_number
 from tfdist_ext.placement.live.creating import is_partitioned, pieces_of
-from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.steps.context import current_graph
 from tfdist_ext.training.steps.logs import MetricVersions
 from tfdist_ext.training.steps.replaced import functions_in_place, step_targets, substitutes
 from tfdist_ext.training.steps.scope import Ids, metric_in_inner_graph, taken_by
 from tfdist_ext.training.variables import (
-    device_of_update,
+    UpdatesInPlace,
     optimizers_of,
     with_inner_optimizers,
 )
 
-__all__ = ["WorkerScope", "updates_on_servers"]
+__all__ = ["WorkerScope", "step_on_worker"]
 
 
 class WorkerScope(keras.StatelessScope):
@@ -139,8 +138,8 @@ class WorkerScope(keras.StatelessScope):
 
 
 @contextlib.contextmanager
-def updates_on_servers(scope: WorkerScope, model: keras.Model) -> Iterator[set[str]]:
-    """The scope of a step, in which the model's optimizers update variables on their servers.
+def step_on_worker(scope: WorkerScope, model: keras.Model) -> Iterator[set[str]]:
+    """The scope of a step that reads rows and updates variables on their servers.
 
     Yields:
         The keys of the replaced functions that are called.
@@ -152,34 +151,11 @@ def updates_on_servers(scope: WorkerScope, model: keras.Model) -> Iterator[set[s
         take = functools.partial(taken_by, scope.rows)
         stack.enter_context(substitutes({"take": take}, called))
         for optimizer in optimizers_of(model).values():
-            updates = _UpdatesOnServers(optimizer)
+            updates = UpdatesInPlace(optimizer)
             stack.enter_context(
                 kp.distribution_strategy_of(with_inner_optimizers(optimizer), updates)
             )
         yield called
-
-
-class _UpdatesOnServers(kp.UpdatesVariables):
-    """Runs the updates of a step on the server of the variable."""
-
-    def __init__(self, optimizer: keras.optimizers.Optimizer):
-        self._by_row = updates_by_row(optimizer)
-
-    def update(
-        self,
-        var: tf.Variable,
-        fn: Callable[..., object],
-        args: Sequence[Any] = (),
-        group: bool = True,
-    ) -> None:
-        """Call `fn(variable, *args)`, or once for each piece of the variable."""
-        if is_partitioned(var) and self._by_row:
-            for number, piece, mine in with_each_piece(var, args):
-                with tf.device(piece.device), as_piece(number):
-                    fn(var, *mine)
-            return
-        with tf.device(device_of_update(var)):
-            fn(var, *args)
 
 
 def _add_difference(raw: tf.Variable, after: tf.Tensor, before: tf.Tensor) -> None:
