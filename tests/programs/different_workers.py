@@ -1,6 +1,5 @@
 """One of two workers that differ in one thing at a time: what each is told, as JSON."""
 
-import copyreg
 import functools
 import json
 import os
@@ -31,10 +30,10 @@ def layers(activation="relu", last=None):
     ]
 
 
-def builder(parts=layers, optimizer=None, loss="binary_crossentropy", metrics=("accuracy",)):
+def builder(parts=layers, optimizer=None, metrics=("accuracy",)):
     def build():
         model = keras.Sequential(parts())
-        model.compile(optimizer() if optimizer else "sgd", loss, metrics=list(metrics))
+        model.compile(optimizer() if optimizer else "sgd", "mse", metrics=list(metrics))
         return model
 
     return build
@@ -74,7 +73,6 @@ def fit(x, y=None, **options):
 # Models.
 activation = "tanh" if rank else "relu"
 told("activation", distribute(lambda: layers(activation)))
-told("loss", distribute(loss="hinge" if rank else "mse"))
 told("optimizer", distribute(optimizer=lambda: keras.optimizers.SGD(momentum=rank / 2)))
 
 
@@ -140,7 +138,7 @@ def first_values():
     values["bfloat16"] = in_bfloat16.get_weights()[0].astype(float).tolist()
 
 
-told("first values", first_values)
+first_values()
 result["first_values"] = values
 
 # What may differ: automatic names, seeds, noise of floats, dicts in another order.
@@ -167,44 +165,17 @@ def fit_harmless():
 told("harmless", fit_harmless)
 
 
-class Scale(keras.layers.Layer):
-    calls = 0
-
-    def build(self, shape):
-        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
-
-    @functools.cached_property
-    def grid(self):
-        return np.arange(4)
-
-    def call(self, inputs):
-        return inputs * self.scale
-
-
 def read_by_the_chief():
-    """What saving, plotting and copying leave behind in the model and its classes."""
-    scaled = distribute(lambda: layers(last=Scale()))()
-    compiled_again = (("sgd", "mse"), ("adam", "mae"))
-    for optimizer, loss in compiled_again:
-        if rank == 0:
-            keras_model = scaled.keras_model
-            keras_model.get_config()
-            keras_model.save(Path(tempfile.mkdtemp()) / "model.keras")
-            keras.models.clone_model(keras_model)
-            keras_model.summary(print_fn=lambda *_, **__: None)
-            layer = keras_model.layers[-1]
-            layer.grid  # noqa: B018
-            copyreg._slotnames(Scale)
-            Scale.__annotations__["scale"] = object
-            Scale.__doc__ = "A scale."
-            Scale.calls += 1
-            keras_model.run_eagerly = True
-            keras_model.make_predict_function()
-            keras_model.run_eagerly = False
-        scaled.compile(optimizer, loss)
-        scaled.evaluate(X, X, batch_size=8, verbose=0)
-        scaled.fit(X, X, batch_size=8, verbose=0)
-        scaled.predict(X, batch_size=8, verbose=0)
+    """What the chief alone reads, saves and copies changes nothing in the model."""
+    fitted = distribute()()
+    if rank == 0:
+        keras_model = fitted.keras_model
+        keras_model.get_config()
+        keras_model.save(Path(tempfile.mkdtemp()) / "model.keras")
+        keras.models.clone_model(keras_model)
+        keras_model.summary(print_fn=lambda *_, **__: None)
+    fitted.compile("adam", "mae")
+    fitted.fit(X, Y, batch_size=8, verbose=0)
 
 
 told("read by the chief", read_by_the_chief)
@@ -212,12 +183,10 @@ told("read by the chief", read_by_the_chief)
 # Data and calls.
 model = distribute()()
 told("batches", fit(dataset(8 + rank)))
-told("batch_size", fit(X, Y, batch_size=8 + rank))
 told("steps", fit(X[: 48 - 8 * rank], Y[: 48 - 8 * rank], batch_size=8))
 told("validation", fit(X, Y, validation_data=(X, Y) if rank else None))
 told("x", fit(X + rank, Y))
 told("one row of x", fit(np.where(np.arange(48)[:, None] == 17, X + rank, X), Y))
-told("dataset x", fit(dataset().map(lambda x, y: (x + float(rank), y))))
 tf.random.set_seed(rank)
 told("unseeded shuffle", fit(shuffled()))
 told("shuffled validation", fit(X, Y, validation_data=shuffled()))
@@ -237,4 +206,4 @@ model.keras_model.compile("sgd", "mse")
 # Nothing that looks at the data moves its order, nor does what reads ahead.
 import shuffled_training  # noqa: E402
 
-result["orders"] = shuffled_training.losses(strategy, ["shuffled, batched", "infinite"])
+result["orders"] = shuffled_training.losses(strategy, ["shuffled, batched"])

@@ -25,6 +25,22 @@ def build(**compiling: Any) -> keras.Model:
     return model
 
 
+def build_with_state() -> keras.Model:
+    """A model with moving statistics and random numbers, whose state counts, too."""
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(8, activation="tanh"),
+            keras.layers.BatchNormalization(momentum=0.8),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(3),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+    return model
+
+
 def fingerprint(model: keras.Model) -> str:
     """Changes with any bit of any weight or optimizer variable."""
     variables = [*model.weights, *model.optimizer.variables]

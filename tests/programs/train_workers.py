@@ -50,19 +50,6 @@ by_xla.fit(x, y, batch_size=mlp.BATCH, epochs=3, verbose=0)
 result["weights_by_xla"] = mlp.flat(by_xla.keras_model)
 result["steps_by_xla"] = tfd.explain(by_xla).steps
 
-# Only the chief writes.
-mine = shared / f"written_by_{rank}"
-model.fit(
-    x,
-    y,
-    batch_size=mlp.BATCH,
-    epochs=2,
-    callbacks=[
-        keras.callbacks.ModelCheckpoint(mine / "checkpoint.keras"),
-        keras.callbacks.CSVLogger(str(mine) + ".csv"),
-        keras.callbacks.EarlyStopping("loss", patience=5, verbose=1),
-    ],
-)
 model.save(shared / "model.keras")
 result["saved_when_save_returns"] = (shared / "model.keras").exists()
 result["bits_saved"] = mlp.fingerprint(model.keras_model)
@@ -92,7 +79,7 @@ result["unknown_length_predict"] = len(model.predict(mlp.train_data_of_unknown_l
 # What would leave one worker waiting for ever, if it were not agreed on.
 before = int(model.keras_model.optimizer.iterations.numpy())
 by_steps = keras.callbacks.ModelCheckpoint(
-    mine / "{batch}.weights.h5", save_weights_only=True, save_freq=4
+    shared / f"{rank}" / "{batch}.weights.h5", save_weights_only=True, save_freq=4
 )
 model.fit(x, y, batch_size=mlp.BATCH, verbose=0, callbacks=[by_steps])
 result["checkpoint_by_steps"] = int(model.keras_model.optimizer.iterations.numpy()) - before

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import task_bodies
+from processes import is_alive
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.testing import TaskError, run_tasks, warm
@@ -25,7 +26,7 @@ def wait_until_dead(folder: Path, files: int) -> None:
     pids = [int(file.read_text()) for file in folder.glob("*.pid")]
     assert len(pids) == files
     deadline = time.monotonic() + 10
-    while any(map(task_bodies.is_alive, pids)):
+    while any(map(is_alive, pids)):
         assert time.monotonic() < deadline, "processes are left"
         time.sleep(0.05)
 
@@ -113,20 +114,18 @@ warm._PRELOADED = ()  # its tasks do not use TensorFlow
 def test_it():
     task_bodies.with_a_child({folder!r})
 """
-PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "--rootdir=."]
+PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "--rootdir=.", "-n", "1"]
 
 
-@pytest.mark.long("[SIGINT]", "[SIGTERM]", "pytest, SIGINT", "xdist")
+@pytest.mark.long("[SIGINT]", "xdist")
 @pytest.mark.parametrize(
     ("text", "options", "number"),
     [
         (BY_HAND, [], signal.SIGINT),
-        (BY_HAND, [], signal.SIGTERM),
         (BY_HAND, [], signal.SIGKILL),
-        (BY_PYTEST, PYTEST, signal.SIGINT),
-        (BY_PYTEST, [*PYTEST, "-n", "1"], signal.SIGKILL),
+        (BY_PYTEST, PYTEST, signal.SIGKILL),
     ],
-    ids=["SIGINT", "SIGTERM", "SIGKILL", "pytest, SIGINT", "xdist, SIGKILL"],
+    ids=["SIGINT", "SIGKILL", "xdist, SIGKILL"],
 )
 def test_nothing_is_left_when_the_caller_is_ended(
     text: str, options: list[str], number: int, tmp_path: Path

@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "programs"))
 
 ERRORS = {
     "activation": ["activation of layer 2 ('dense')", "got relu on worker 0 and tanh on worker 1"],
-    "loss": ["loss", "got mse on worker 0 and hinge on worker 1"],
     "optimizer": ["momentum of optimizer", "got 0.0 on worker 0 and 0.5 on worker 1"],
     "deferred size": ["units of layer 1 ('dense') must be", "got 8 on worker 0 and 9 on worker 1"],
     "variables of no layer": [
@@ -22,18 +21,13 @@ ERRORS = {
     "vocabulary": ["vocabulary of layer 2 ('string_lookup')", "got ['[UNK]', 'a', 'c', 'b']"],
     "normalization": ["mean of layer 2 ('normalization') must be the same on all workers"],
     "batches": ["batch size must be the same on all workers, got 8 on worker 0 and 9 on worker 1"],
-    "batch_size": ["batch_size must be the same on all workers, got 8 on worker 0 and 9 on"],
     "steps": ["batches in the data must be the same on all workers, got 6 on worker 0 and 5 on"],
     "validation": ["validation_data must be", "got none on worker 0 and given on worker 1"],
     "x": ["x must be the same on all workers, got [0.12573", "[1.12573", "from_dataset_fn"],
     "one row of x": ["x must be the same on all workers, got other values on worker 1"],
-    "dataset x": ["the first batch differs: x must be the same on all workers, got [0.12573"],
     "unseeded shuffle": ["the first batch differs: ", "y must be", "a seed for shuffle()"],
     "shuffled validation": ["the first batch differs: validation x must be the same"],
     "recompiled": ["loss must be the same on all workers, got mse on worker 0 and mae on worker"],
-}
-WARNINGS = {  # of the chief
-    "augmentation": ["the first batch differs: x must be", "if only an augmentation differs"],
 }
 NOTHING = ["harmless", "order of a dict", "read by the chief"]
 
@@ -51,15 +45,12 @@ def test_a_difference_is_an_error_on_every_worker(workers: list[dict[str, Any]],
             assert words in worker[what]
 
 
-@pytest.mark.parametrize("what", WARNINGS)
-def test_what_might_be_right_is_a_warning_on_the_chief(
-    workers: list[dict[str, Any]], what: str
-) -> None:
-    chief, other = workers
-    assert chief[what].startswith("warning: ")
-    for words in WARNINGS[what]:
-        assert words in chief[what]
-    assert other[what] == "nothing"
+def test_what_might_be_right_is_a_warning_on_the_chief(workers: list[dict[str, Any]]) -> None:
+    chief, other = (worker["augmentation"] for worker in workers)
+    assert chief.startswith("warning: ")
+    assert "the first batch differs: x must be" in chief
+    assert "if only an augmentation differs" in chief
+    assert other == "nothing"
 
 
 @pytest.mark.parametrize("what", NOTHING)
@@ -77,8 +68,8 @@ def test_new_variables_start_from_the_values_of_the_chief(workers: list[dict[str
 def test_a_seeded_shuffle_has_the_order_of_one_process(workers: list[dict[str, Any]]) -> None:
     import shuffled_training
 
-    one = shuffled_training.losses(None)  # Keras's own fit
+    one = shuffled_training.losses(None, ["shuffled, batched"])  # Keras's own fit
     for worker in workers:
-        assert len(worker["orders"]) == 3
+        assert len(worker["orders"]) == 2
         for name, losses in worker["orders"].items():
             assert losses == pytest.approx(one[name], rel=1e-5), name

@@ -129,32 +129,18 @@ def test_an_error_of_the_chief_is_known_to_all(workers: Workers) -> None:
 
 
 def test_one_process_takes_over_a_clusters_checkpoint(workers: Workers) -> None:
+    import mlp
     import tensorflow as tf
     from training_cases import mirrored
 
     import tfdist_ext as tfd
 
-    def build() -> keras.Model:
-        model = keras.Sequential(
-            [
-                keras.Input((6,)),
-                keras.layers.Dense(8, activation="tanh"),
-                keras.layers.BatchNormalization(),
-                keras.layers.Dropout(0.3),
-                keras.layers.Dense(3),
-            ]
-        )
-        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        return model
-
-    model = tfd.distribute(build, mirrored(4), synchronize_batch_norm=False)
+    model = tfd.distribute(mlp.build_with_state, mirrored(4), synchronize_batch_norm=False)
     model.restore_checkpoint(workers.shared / "one.safetensors")
     weights = np.concatenate([np.ravel(w) for w in model.keras_model.get_weights()])
     np.testing.assert_array_equal(weights, np.float32(workers.same("resumed")))
     assert int(model.keras_model.optimizer.iterations.numpy()) == 4 * 8
     loaded = tf.saved_model.load(workers.shared / "exported")
-    import mlp
-
     x, _ = mlp.data()
     np.testing.assert_allclose(loaded.serve(x[:10]), workers.same("predicted"), atol=1e-6)
 
@@ -178,18 +164,18 @@ def test_a_callback_that_writes_by_itself_writes_on_the_chief(workers: Workers) 
     import tensorflow as tf
 
     kinds = ("", ".keras", ".weights.h5")
-    expected = sorted(f"{epoch}{kind}" for epoch in range(4) for kind in kinds)
+    expected = sorted(f"{epoch}{kind}" for epoch in range(2) for kind in kinds)
     assert workers.same("own_written_when_fit_returns") == expected
     assert workers.same("writes_again")
     trained = np.float32(workers.same("weights_after_own_writes"))
     own = workers.shared / "own"
-    model = keras.models.load_model(own / "3.keras")
+    model = keras.models.load_model(own / "1.keras")
     np.testing.assert_array_equal(mlp.flat(model), trained)
     model.load_weights(own / "0.weights.h5")
     assert abs(mlp.flat(model) - trained).max() > 1e-3
-    model.load_weights(own / "3.weights.h5")
+    model.load_weights(own / "1.weights.h5")
     x, _ = mlp.data()
-    loaded = tf.saved_model.load(own / "3")
+    loaded = tf.saved_model.load(own / "1")
     np.testing.assert_allclose(loaded.serve(x[:10]), model.predict(x[:10], verbose=0), atol=1e-6)
 
 
