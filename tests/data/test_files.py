@@ -18,17 +18,6 @@ from tfdist_ext.data.files import assign, files_of
 Write = Callable[..., str]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "count", "shares"),
-    [
-        pytest.param([1, 9, 1, 1, 6], 2, [[1], [0, 2, 3, 4]], id="one large against the rest"),
-        pytest.param([0, 0, 0, 0], 2, [[0, 2], [1, 3]], id="empty ones are spread"),
-    ],
-)
-def test_shares(sizes: list[int], count: int, shares: list[list[int]]) -> None:
-    assert assign(sizes, count) == shares
-
-
 @given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 20))
 def test_shares_are_disjoint_complete_and_even(sizes: list[int], count: int) -> None:
     shares = assign(sizes, count)
@@ -136,8 +125,3 @@ def test_files_that_are_not_there(tmp_path: Path, pattern: Any, message: str) ->
         pattern = [p.format(tmp_path) if isinstance(p, str) else p for p in pattern]
     with pytest.raises(DataError, match=message):
         shard_files(pattern, Shard(0, 1))
-
-
-def test_a_shard_that_is_none() -> None:
-    with pytest.raises(DataError, match=r"shard must be a Shard\(index, count\)"):
-        shard_files("a", 0)  # type: ignore[arg-type]

@@ -39,23 +39,17 @@ def test_an_epoch_has_every_example_once(n: int, batch: int, seed: int, epoch: i
     np.testing.assert_array_equal(np.sort(epoch_of(order, epoch=epoch)), np.arange(n))
 
 
-@pytest.mark.parametrize("bits", [10, 11, 15, 16, 17])
-@pytest.mark.parametrize("more", [-1, 0, 1, 2])
-def test_an_epoch_has_every_example_once_around_powers_of_two(bits: int, more: int) -> None:
-    n = 2**bits + more
+@pytest.mark.parametrize("n", [1023, 1024, 1025, 2**16 + 1])
+def test_an_epoch_has_every_example_once_around_powers_of_two(n: int) -> None:
     found = examples(Order(n, n, seed=3), 0)
     np.testing.assert_array_equal(np.sort(found), np.arange(n))
 
 
 @pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("count", [2, 3, 4, 7, 16])
+@pytest.mark.parametrize("count", [3, 16])
 def test_the_order_does_not_depend_on_the_number_of_workers(seed: int | None, count: int) -> None:
-    order = Order(103, 10, seed)  # 10 does not divide by 3, 4, 7 and 16; the last batch has 3
+    order = Order(103, 10, seed)  # 10 does not divide by 3 and 16; the last batch has 3
     np.testing.assert_array_equal(epoch_of(order, count, 2), epoch_of(order, 1, 2))
-
-
-def test_without_a_seed_the_order_is_that_of_the_data() -> None:
-    np.testing.assert_array_equal(epoch_of(Order(25, 4), epoch=7), np.arange(25))
 
 
 def test_the_order_is_written_down() -> None:
@@ -100,7 +94,7 @@ def sigmas(a: np.ndarray, b: np.ndarray) -> float:
     return abs(np.corrcoef(a, b)[0, 1]) * np.sqrt(len(a))
 
 
-@pytest.mark.parametrize("n", [1000, 65536, 10**6, 10**12])
+@pytest.mark.parametrize("n", [1000, 10**6, 10**12])
 def test_the_order_looks_random(n: int) -> None:
     """With TensorFlow's own 4 rounds, these are 20 to 300 standard deviations."""
     sample = min(n, 100_000)

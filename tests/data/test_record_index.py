@@ -51,7 +51,7 @@ def test_a_record_of_this_test_is_tensorflows(write_records: Write, tmp_path: Pa
     assert Path(path).read_bytes() == b"".join(map(record, payloads))
 
 
-@pytest.mark.parametrize("at_once", [12, 13, 40, 1 << 20])
+@pytest.mark.parametrize("at_once", [12, 40])
 def test_scan_finds_all_offsets(monkeypatch: Any, at_once: int) -> None:
     monkeypatch.setattr(record_index, "_MANY", at_once)
     records = [record(b"x" * (n * 7 % 50)) for n in range(60)]

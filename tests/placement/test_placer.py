@@ -236,8 +236,3 @@ def test_the_host_is_no_owner() -> None:
 def test_rules_that_do_not_fit_the_devices(rules: Any, said: str) -> None:
     with pytest.raises(PlacementError, match=re.escape(said)):
         DevicePlacer(FOUR, rules)
-
-
-def test_rules_that_do_not_fit_the_model() -> None:
-    with pytest.raises(PlacementError, match=r"the rule 'tabel' \(owned\) matches no variable"):
-        DevicePlacer(FOUR, {"tabel": "owned"}).learn([spec("table", 4)])

@@ -12,15 +12,6 @@ import tensorflow as tf
 from tfdist_ext.strategies import StrategyTemplate
 
 
-class Mixed(StrategyTemplate):
-    """Every second variable, by its name, is kept once, on the last device."""
-
-    def create_variable(self, spec: Any, create: Any, beside: Any = None) -> Any:
-        if beside is None and sum(map(ord, spec.path)) % 2:
-            return create(self.devices[-1:])
-        return super().create_variable(spec, create, beside)
-
-
 class Shared(StrategyTemplate):
     """One copy of everything, on a device that has no replica."""
 

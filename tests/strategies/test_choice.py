@@ -23,7 +23,6 @@ def _cluster(task: str, *jobs: str) -> Described:
 WORKERS = _cluster("worker", "worker")
 SERVERS = _cluster("chief", "chief", "worker", "ps")
 EVALUATOR = _cluster("evaluator", "chief", "worker", "ps", "evaluator")
-EMPTY = Described({}, None, "TFConfigClusterResolver")
 
 
 @pytest.mark.parametrize(
@@ -32,12 +31,6 @@ EMPTY = Described({}, None, "TFConfigClusterResolver")
         ("auto", {"cluster": WORKERS}, "multi_worker_mirrored", "TF_CONFIG describes a cluster"),
         ("auto", {"cluster": SERVERS}, "parameter_server", "TF_CONFIG has ps tasks (chief, worker"),
         ("auto", {"cluster": WORKERS, "tpu": TPU}, "multi_worker_mirrored", "TF_CONFIG"),
-        (
-            "auto",
-            {"cluster": EMPTY},
-            "mirrored",
-            "Resolver was given, but describes",
-        ),
         ("auto", {"tpu": TPU}, "tpu", "names the TPU 't'"),
         ("auto", {"tpu": TPU, "asked_for": 2}, "mirrored", "devices= asks for 2"),
         ("auto", {"asked_for": 1}, "one_device", "devices= asks for 1"),
@@ -45,7 +38,6 @@ EMPTY = Described({}, None, "TFConfigClusterResolver")
         ("auto", {"devices": GPU}, "one_device", "one GPU on this machine"),
         ("auto", {}, "mirrored", "2 logical CPUs on this machine, no cluster"),
         ("auto", {"devices": CPU}, "default", "one CPU on this machine"),
-        ("auto", {"devices": [*CPU, "XLA_GPU:0", "XLA_GPU:1"]}, "default", "one CPU"),
         ("parameter_server", {"cluster": EVALUATOR}, "mirrored", "evaluator:0 works by itself"),
         ("multi_worker_mirrored", {"cluster": EVALUATOR, "tpu": TPU}, "tpu", "names the TPU"),
         ("placed", {"cluster": EVALUATOR}, "placed", "by name in the call"),
@@ -60,17 +52,6 @@ def test_the_most_specific_signal_wins(
     assert choice.name == chosen
     assert because in choice.because
     assert not any(line.startswith(f"{chosen}:") for line in choice.passed_over)
-
-
-def test_what_was_passed_over() -> None:
-    environment = Environment(lambda: GPU, others=("Slurm: SLURM_PROCID is not set",))
-    assert choose("auto", "the call", environment).passed_over == [
-        "multi_worker_mirrored, parameter_server: no cluster",
-        "tpu: no TPU is named",
-        "mirrored: one GPU only",
-        "Slurm: SLURM_PROCID is not set",
-    ]
-    assert choose("one_device", "flags", environment).because == "it was asked for by name in flags"
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,13 @@ def test_two_real_workers_sum_over_both(tfdist_cluster: Any) -> None:
     assert f"task         worker:{index}{chief}, in a cluster of 2 workers" in text
     assert "replicas     2 in sync, 1 of them on this task" in text
     assert "settings     communication = 'ring' from the call" in text
+    # Workers of a machine share its cores.
+    cores = os.cpu_count() or 1
+    bound = len(os.sched_getaffinity(0)) < cores
+    share = 0 if bound else max(1, cores // 2)  # 0: TensorFlow decides
+    assert tf.config.threading.get_intra_op_parallelism_threads() == share
+    said = f"threads      at most {share} in an operation on a CPU"
+    assert (said in text) == bool(share)
     # The environment that was used is not among those passed over.
     assert not any("TF_CONFIG:" in line for line in text)
     # A strategy of one machine, made in a worker, stays on that worker.
@@ -185,20 +192,6 @@ def test_the_wait_for_a_missing_peer_can_be_limited(
     waits = next(line for line in done.stderr.splitlines() if ": waiting for " in line)
     assert waits.startswith(f"{me}: waiting for {missing} (127.0.0.1:")
     assert "Is it started, is its address right in TF_CONFIG on every task" in waits
-
-
-def _threads() -> tuple[int, list[str]]:
-    lines = str(tfd.explain(tfd.create_strategy())).splitlines()
-    said = [line for line in lines if line.startswith("threads")]
-    return tf.config.threading.get_intra_op_parallelism_threads(), said
-
-
-def test_workers_of_a_machine_share_its_cores() -> None:
-    cores = os.cpu_count() or 1
-    bound = len(os.sched_getaffinity(0)) < cores
-    share = 0 if bound else max(1, cores // 2)  # 0: TensorFlow decides
-    said = [f"threads      at most {share} in an operation on a CPU"] if share else []
-    assert list(run_tasks(_threads, 2).values()) == [(share, said)] * 2
 
 
 def test_rules_of_a_settings_file_are_checked_before_the_wait(tmp_path: Path) -> None:

@@ -37,8 +37,6 @@ def test_what_it_says_is_there_as_attributes() -> None:
     assert explanation.replicas == 2
     assert explanation.devices == ("CPU:0", "CPU:1")
     assert "multi_worker_mirrored, parameter_server: no cluster" in explanation.considered
-    for each in (explanation.reason, *explanation.settings, *explanation.considered):
-        assert each in str(explanation)
     with pytest.raises(AttributeError):
         explanation.replicas = 3  # type: ignore[misc]
 

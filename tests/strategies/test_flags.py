@@ -23,9 +23,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> flags.FlagValues:
     ("arguments", "settings"),
     [
         ([], {}),
-        (["--strategy=mirrored"], {"name": "mirrored"}),
         (["--devices=2"], {"devices": 2}),
-        (["--devices=CPU:0,CPU:1"], {"devices": ["CPU:0", "CPU:1"]}),
         (["--devices=CPU:0"], {"devices": ["CPU:0"]}),
         (
             ["--logical_cpus=3", "--communication=ring"],

@@ -58,6 +58,7 @@ def test_the_servers_name_a_frozen_chief_and_end(tmp_path: Path) -> None:
         assert "has not answered for 6 s" in line
 
 
+@pytest.mark.long
 def test_a_worker_that_freezes_at_the_end_does_not_keep_the_others(tmp_path: Path) -> None:
     with tasks(
         "frozen_task.py", "exit", str(tmp_path / "c"), folder=tmp_path, workers=2, ps=1

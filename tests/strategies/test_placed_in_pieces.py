@@ -12,7 +12,6 @@ import tensorflow as tf
 
 import tfdist_ext as tfd
 from tfdist_ext.placement.live.creating import is_partitioned
-from tfdist_ext.placement.live.updates import with_each_piece
 from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
 from tfdist_ext.testing import StrategyConformance
 from tfdist_ext.training.steps import exact
@@ -318,22 +317,6 @@ def test_a_strategy_of_ones_own_cuts() -> None:
             tf.Variable(tf.zeros([2, 5]))
     assert pieces_of(mine, variable) == [("CPU:2", 3), ("CPU:3", 2), ("CPU:0", 2)]
     np.testing.assert_array_equal(variable.numpy(), TABLE)
-
-
-def test_a_gradient_whose_shape_is_not_known_is_cut() -> None:
-    """As that of a Dense layer after an LSTM; a learning rate is for all pieces."""
-    strategy = PlacedStrategy(2, {"table": "sharded"})
-    with strategy.scope():
-        table = tf.Variable(tf.zeros([3, 2]), name="table")
-
-    @tf.function(input_signature=[tf.TensorSpec(None), tf.TensorSpec([])])
-    def parts(gradient: tf.Tensor, rate: tf.Tensor) -> Any:
-        return [mine for _, _, mine in with_each_piece(table, [gradient, rate])]
-
-    (first, rate), (second, same) = parts(tf.reshape(tf.range(6.0), [3, 2]), tf.constant(0.5))
-    assert first.numpy().tolist() == [[0.0, 1.0], [2.0, 3.0]]
-    assert second.numpy().tolist() == [[4.0, 5.0]]
-    assert rate.numpy() == same.numpy() == 0.5
 
 
 @pytest.mark.long

@@ -120,13 +120,11 @@ def test_an_existing_model_and_a_rule_that_matches_nothing() -> None:
     assert plan.owner_of("hidden/kernel") is not None
     for ours, theirs in zip(model.keras_model.weights, original.weights, strict=True):
         np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
-    assert_equal(train(model, tested=False), train(eager(original), tested=False))
     with pytest.raises(tfd.PlacementError, match=r"hiden/kernel.* matches no variable"):
         tfd.distribute(build, PlacedStrategy(2, {"hiden/kernel": "owned"}))
 
 
-@pytest.mark.parametrize("rules", [{}, {".*dense/kernel": "sharded"}])
-def test_a_model_that_is_built_by_its_data(rules: Any) -> None:
+def test_a_model_that_is_built_by_its_data() -> None:
     """Its variables are not known before, and are owned or cut as they come."""
 
     def unbuilt() -> keras.Model:
@@ -138,10 +136,10 @@ def test_a_model_that_is_built_by_its_data(rules: Any) -> None:
 
     plain = eager(unbuilt())
     plain.fit(ROWS, LABELS, batch_size=12, epochs=1, shuffle=False, verbose=0)
-    model = tfd.distribute(unbuilt, PlacedStrategy(2, rules, owned_from=1))
+    model = tfd.distribute(unbuilt, PlacedStrategy(2, {".*dense/kernel": "sharded"}, owned_from=1))
     model.fit(ROWS, LABELS, batch_size=12, epochs=1, shuffle=False, verbose=0)
     assert model.strategy.placement_plan is None
     assert {model.strategy.owner(v.value) for v in model.keras_model.weights} == {0, 1}
-    assert is_partitioned(model.keras_model.layers[0].kernel.value) == bool(rules)
+    assert is_partitioned(model.keras_model.layers[0].kernel.value)
     for ours, theirs in zip(model.keras_model.weights, plain.weights, strict=True):
         np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=0, atol=1e-6)

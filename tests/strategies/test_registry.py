@@ -20,20 +20,6 @@ def _table_as_before() -> Iterator[None]:
     registry._TABLE.update(before)
 
 
-def test_every_strategy_of_tf_distribute_is_there() -> None:
-    known = tfd.available_strategies()
-    assert {
-        "default",
-        "one_device",
-        "mirrored",
-        "multi_worker_mirrored",
-        "central_storage",
-        "parameter_server",
-        "tpu",
-    } <= set(known)
-    assert all(description.strip() for description in known.values())
-
-
 def test_a_strategy_of_one_s_own_gets_its_options() -> None:
     made = []
 
@@ -133,7 +119,7 @@ def test_refused_registrations(name: Any, factory: Any, message: str) -> None:
     assert tfd.available_strategies() == before
 
 
-@pytest.mark.parametrize("name", ["mirored", "Mirrored", "", ["mirrored"]])
+@pytest.mark.parametrize("name", ["mirored", ["mirrored"]])
 def test_an_unknown_name_lists_the_known_ones(name: Any) -> None:
     with pytest.raises(tfd.StrategyError) as error:
         tfd.create_strategy(name)

@@ -27,22 +27,6 @@ def test_the_first_place_with_a_value_wins(layers: list[dict[str, Any]]) -> None
         assert found.place_of(key) == (f"layer {setters[0]}" if setters else None)
 
 
-def test_a_line_says_what_won_over_what() -> None:
-    settings = Settings()
-    settings.add("flags", {"n": 2, "o": object()})
-    settings.add("the file f", {"n": 3})
-    settings.add("the environment", {"n": 4})
-    line = "n = 2 from flags, over the file f (3) and the environment (4)"
-    assert list(settings.lines()) == [line, "o = object from flags"]
-    assert list(settings.lines(without=["flags"])) == []
-
-
-def test_the_table_of_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "f.toml"
-    file.write_text('[strategy]\nname = "mirrored"\ndevices = ["CPU:0"]\n[other]\nx = 1\n')
-    assert read_file(file) == {"name": "mirrored", "devices": ["CPU:0"]}
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

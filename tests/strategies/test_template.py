@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from template_cases import Mixed, Owned, ReadAsMean, build, train
+from template_cases import Owned, ReadAsMean, build, train
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies import StrategyTemplate
-from tfdist_ext.testing.conformance.strategy_case import local_values, replica_number, run
+from tfdist_ext.testing.conformance.strategy_case import replica_number, run
 
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 
@@ -36,17 +36,6 @@ def test_variables_whose_shape_is_not_known(strategy: StrategyTemplate) -> None:
     assert of_copies(strategy, made) == [[1, 2, 3]] * 3
 
 
-def test_reductions_to_a_place(strategy: StrategyTemplate) -> None:
-    made = variable(strategy, 0.0)
-    with strategy.scope():
-        here = strategy.extended.reduce_to(MEAN, strategy.run(replica_number), destinations="CPU:3")
-        assert float(here) == 2
-        assert here.device.endswith("CPU:3")
-        summed = strategy.extended.reduce_to(SUM, strategy.run(replica_number), made)
-        assert local_values(strategy, strategy.extended.reduce_to(MEAN, summed, made)) == [6, 6, 6]
-        assert int(strategy.reduce("SUM", strategy.run(lambda: tf.constant([1, 2])), 0)) == 9
-
-
 def test_a_neighbor_from_elsewhere(strategy: StrategyTemplate) -> None:
     stranger = variable(StrategyTemplate(2), 1.0)
     with pytest.raises(ValueError, match="created in this"), strategy.scope():
@@ -68,23 +57,6 @@ def test_one_replica() -> None:
     assert float(alone.reduce("SUM", total, axis=None)) == 2
     dataset = alone.experimental_distribute_dataset(tf.data.Dataset.range(3).batch(3))
     assert [batch.numpy().tolist() for batch in dataset] == [[0, 1, 2]]
-
-
-def test_where_keras_s_variables_are() -> None:
-    strategy = Mixed(3)
-    model = tfd.distribute(build, strategy).keras_model
-    assert {len(strategy.copies(v.value)) for v in model.trainable_weights} == {1, 3}
-
-
-def test_slots_lie_beside_their_variables() -> None:
-    strategy = Owned(3)
-    model = tfd.distribute(build, strategy).keras_model
-    kernel = model.layers[-1].kernel
-    index = [v.path for v in model.trainable_variables].index(kernel.path)
-    assert len(strategy.copies(kernel.value)) == 3
-    for slots in (model.optimizer._momentums, model.optimizer._velocities):
-        (slot,) = strategy.copies(slots[index].value)
-        assert slot.device.endswith("CPU:1")
 
 
 def test_updates_go_through_the_hook() -> None:

@@ -175,10 +175,6 @@ class Told(StrategyTemplate):
         return super().reduce_values(op, values, devices, what)
 
 
-class ToldAndOwned(Told, Owned):
-    """Updates are computed once: gradients are reduced to the owner's device."""
-
-
 class Average(keras.layers.Layer):
     def build(self, shape: Any) -> None:
         self.average = self.add_weight(shape=(), trainable=False, name="average")
@@ -195,8 +191,7 @@ class OwnReduction(keras.Sequential):
         return super().train_step(data)
 
 
-@pytest.mark.parametrize("cls", [Told, ToldAndOwned])
-def test_a_reduction_is_told_what_it_reduces(cls: Any) -> None:
+def test_a_reduction_is_told_what_it_reduces() -> None:
     def build() -> keras.Model:
         layers = [
             keras.layers.Embedding(5, 3, name="table"),
@@ -209,7 +204,7 @@ def test_a_reduction_is_told_what_it_reduces(cls: Any) -> None:
         model.compile("sgd", "mse")
         return model
 
-    strategy = cls(2)
+    strategy = Told(2)
     model = tfd.distribute(build, strategy)
     strategy.told.clear()
     model.fit(tf.zeros([7, 2], tf.int32), tf.zeros([7, 1]), batch_size=4, verbose=0)
@@ -287,22 +282,12 @@ def test_a_wrong_variable(answer: Any, message: str) -> None:
         tf.Variable([1.0, 2.0], name="v")
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (
-            lambda *_: None,
-            r"Wrong.read_variable must return a tensor of shape \(2,\) and float32 for 'v:0',"
-            " got None",
-        ),
-        (lambda self, v, copies: copies[0][:1], r"got <tf.Tensor: shape=\(1,\)"),
-    ],
-)
-def test_a_wrong_reading(answer: Any, message: str) -> None:
-    strategy = hook("read_variable", answer)
+def test_a_wrong_reading() -> None:
+    strategy = hook("read_variable", lambda *_: None)
     with strategy.scope():
         variable = tf.Variable([1.0, 2.0], name="v")
-    with pytest.raises(tfd.StrategyError, match=message):
+    said = r"Wrong.read_variable must return a tensor of shape \(2,\) and float32 for 'v:0', got N"
+    with pytest.raises(tfd.StrategyError, match=said):
         variable.numpy()
 
 
@@ -322,10 +307,6 @@ def test_a_wrong_update() -> None:
             lambda self, op, values, devices: [tf.reduce_sum(values[0])] * 2,
             r"values like those that it gets, as <tf.Tensor .*shape=\(3,\) dtype=float32>, got"
             r" <tf.Tensor .*shape=\(\) dtype=float32>",
-        ),
-        (
-            lambda self, op, values, devices: [tf.cast(v, tf.bfloat16) for v in values],
-            r"got <tf.Tensor .*shape=\(3,\) dtype=bfloat16>",
         ),
     ],
 )

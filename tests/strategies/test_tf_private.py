@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from tfdist_ext.strategies import StrategyTemplate
 from tfdist_ext.strategies import _tf_private as tp
-from tfdist_ext.strategies.template_extended import TemplateExtended
 
 
 @pytest.mark.parametrize("name", tp.NAMES.uses)
@@ -48,13 +47,6 @@ def test_fields_of_the_mirrored_strategy() -> None:
     for name in ("_devices", "_input_workers_devices", "experimental_enable_get_next_as_optional"):
         assert getattr(mirrored, name) == getattr(ours, name)
     assert isinstance(ours._communication_options, type(mirrored._communication_options))
-
-
-def test_what_the_public_base_lacks() -> None:
-    """FACTS of TensorFlow 2.21: if all of these are public one day, it may be the base."""
-    for name in ("call_for_each_replica", "broadcast_to", "read_var", "_use_merge_call"):
-        assert not hasattr(tf.distribute.StrategyExtended, name)
-        assert hasattr(tp.mirrored_class(TemplateExtended), name)
 
 
 def test_numbers_of_distributed_variables() -> None:

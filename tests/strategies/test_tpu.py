@@ -39,7 +39,6 @@ def test_a_server_that_is_silent_is_no_tpu(silent: str) -> None:
         ({}, ["TPU_NAME is not set and tpu= was not given", "Devices seen are CPU:0, CPU:1"]),
         ({"tpu": "local"}, ["no TPU found at 'local'", "TPUs not found", "Devices seen are CPU:0"]),
         ({"tpu": "grpc://127.0.0.1:1"}, ["no TPU server answers at 127.0.0.1:1"]),
-        ({"tpu": "grpc://nonsense"}, ["no TPU server answers at nonsense"]),
         ({"tpu": "127.0.0.1:8470"}, ["no TPU found at '127.0.0.1:8470'", "as 'grpc://host:port'"]),
         ({"tpu": "my-tpu"}, ["no TPU found at 'my-tpu'", "refused", "zone="]),
         ({"tpu": "my-tpu", "zone": "z", "project": "p"}, ["no TPU found at 'my-tpu'", "client"]),

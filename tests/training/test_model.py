@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,7 @@ from tfdist_ext.training.model import REFUSED
 
 def test_fit_evaluate_predict() -> None:
     plain, ours = assert_trains_as_keras(
-        classifier(),
-        X,
-        Y,
-        strategy=mirrored(4),
-        batch_size=16,
-        epochs=3,
-        validation_data=(X[:32], Y[:32]),
+        CLASSIFIER, X, Y, batch_size=16, epochs=3, validation_data=(X[:32], Y[:32])
     )
     assert steps_taken(ours) == steps_taken(plain) == 12
     np.testing.assert_allclose(
@@ -132,28 +127,19 @@ def steps_of(rows: list[float]) -> list[frozenset[float]]:
 IN_ORDER = [float(number) for number in range(24)]
 
 
-def test_shuffle_takes_every_row_once_in_an_order_of_each_epoch() -> None:
+def test_shuffle_takes_every_row_once_in_an_order_of_each_epoch_and_seed() -> None:
     passes = rows_seen(True)
     assert all(sorted(one) == IN_ORDER for one in passes)
     steps = [steps_of(one) for one in passes]
     assert steps_of(IN_ORDER) not in steps
     assert steps[0] != steps[1] != steps[2]
+    assert steps == [steps_of(one) for one in rows_seen(True)]  # under one seed
 
 
 def test_shuffle_of_each_batch() -> None:
     """As Keras's: the batches are those of the data's order, the rows within them are not."""
     assert all(steps_of(one) == steps_of(IN_ORDER) for one in rows_seen("batch"))
     assert_trains_as_keras(CLASSIFIER, X[:61], Y[:61], batch_size=16, epochs=2, shuffle="batch")
-
-
-def test_shuffled_training_repeats_itself_under_one_seed() -> None:
-    def once(seed: int) -> list[np.ndarray]:
-        keras.utils.set_random_seed(seed)
-        model = tfd.distribute(classifier(), mirrored())
-        model.fit(X, Y, batch_size=8, verbose=0)
-        return weights_of(model)
-
-    assert all((a == b).all() for a, b in zip(once(5), once(5), strict=True))
 
 
 ROOT = Path(__file__).parents[2]
@@ -244,35 +230,22 @@ def made_in_the_first_call() -> keras.Model:
 
 
 @pytest.mark.parametrize("build", [normalized, made_in_the_first_call])
-def test_batch_normalization_of_models_that_one_did_not_write(build: Any) -> None:
+def test_batch_normalization_is_as_on_one_device_or_a_warning(build: Any) -> None:
+    """One warning at `distribute`, or at `fit` if the layers are made in the first call."""
     data = X[:41], Y[:41]
     one_device, _ = plain_fit(build, *data, batch_size=16, epochs=2)
-    for synchronize in (True, False):
+    for synchronize in (True, None):
         keras.utils.set_random_seed(1)
-        ours = tfd.distribute(build, mirrored(), synchronize_batch_norm=synchronize)
-        ours.fit(*data, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ours = tfd.distribute(build, mirrored(), synchronize_batch_norm=synchronize)
+            for _ in range(2):
+                ours.fit(*data, batch_size=16, shuffle=False, verbose=0)
         pairs = zip(ours.get_weights(), one_device.get_weights(), strict=True)
         same = all(np.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
-        assert same == synchronize
-
-
-NOT_SYNCHRONIZED = "BatchNormalization is not synchronized in"
-
-
-@pytest.mark.parametrize(
-    ("build", "layers"), [(normalized, "2 layers"), (made_in_the_first_call, "1 layer")]
-)
-def test_batch_normalization_of_each_replica_is_a_warning(build: Any, layers: str) -> None:
-    """One warning at `distribute`, or at `fit` if the layers are made in the first call."""
-    with pytest.warns(UserWarning, match=f"{NOT_SYNCHRONIZED} {layers} .*each replica") as caught:
-        model = fit_twice(build)
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-    assert NOT_SYNCHRONIZED in str(tfd.explain(model))
-
-
-def fit_twice(build: Any) -> tfd.DistributedModel:
-    model = tfd.distribute(build, mirrored())
-    for _ in range(2):
-        model.fit(X[:16], Y[:16], batch_size=8, verbose=0)
-    return model
+        assert same == bool(synchronize)
+        said = [str(each.message) for each in caught if each.filename == __file__]
+        assert len(said) == (0 if synchronize else 1)
+        assert all("BatchNormalization is not synchronized in" in each for each in said)
+        assert any("each replica" in each for each in said) == (not synchronize)
+    assert "BatchNormalization is not synchronized in" in str(tfd.explain(ours))

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from training_cases import X, Y, classifier, distributed_fit
+from training_cases import CLASSIFIER, X, Y, distributed_fit
 
 from tfdist_ext.training.inputs import read
 
@@ -69,6 +69,6 @@ class FourBatches(keras.utils.PyDataset):
 def test_an_epoch_may_end_within_a_pass() -> None:
     """Epochs of 3 of the 4 batches: 3, then the one that is left, then 3 of the next pass."""
     data = FourBatches(workers=2)
-    ours, _ = distributed_fit(classifier(), data, shuffle=True, epochs=3, steps_per_epoch=3)
+    ours, _ = distributed_fit(CLASSIFIER, data, shuffle=True, epochs=3, steps_per_epoch=3)
     assert int(ours.keras_model.optimizer.iterations.numpy()) == 7
     assert data.noted == ["end", *["begin", "end"] * 3]

@@ -42,8 +42,8 @@ def test_the_callbacks_of_every_day(tmp_path: Path) -> None:
     # Labels of the validation are turned around, so that training soon makes it worse.
     arguments = {"batch_size": 16, "epochs": 9, "validation_data": (X[48:], 1 - Y[48:])}
     data = X[:48], Y[:48]
-    plain, expected = plain_fit(classifier(), *data, callbacks=callbacks("plain"), **arguments)
-    ours, history = distributed_fit(classifier(), *data, callbacks=callbacks("ours"), **arguments)
+    plain, expected = plain_fit(CLASSIFIER, *data, callbacks=callbacks("plain"), **arguments)
+    ours, history = distributed_fit(CLASSIFIER, *data, callbacks=callbacks("ours"), **arguments)
     assert_same_history(expected, history)
     assert len(history["loss"]) < 9  # stopped early
     assert_same_weights(plain, ours)  # the best ones, taken back
@@ -218,8 +218,8 @@ def test_a_callback_evaluates_and_predicts_on_the_strategy() -> None:
 
         return Looks()
 
-    plain, expected = plain_fit(classifier(), X, Y, callbacks=[looks("plain")], **FIT)
-    ours, history = distributed_fit(classifier(), X, Y, callbacks=[looks("ours")], **FIT)
+    plain, expected = plain_fit(CLASSIFIER, X, Y, callbacks=[looks("plain")], **FIT)
+    ours, history = distributed_fit(CLASSIFIER, X, Y, callbacks=[looks("ours")], **FIT)
     assert_same_history(expected, history)
     assert_same_weights(plain, ours)
     assert len(seen["ours"]) == 6

@@ -100,20 +100,14 @@ def test_a_model_that_is_not_compiled_takes_the_weights_alone(tmp_path: Path) ->
     np.testing.assert_equal(everything(model), before)
 
 
-def momentum() -> keras.optimizers.Optimizer:
-    return keras.optimizers.SGD(0.1, momentum=0.9)
-
-
 @pytest.mark.parametrize(
     ("build", "words"),
     [
         (dense(4), "another model or optimizer: only the checkpoint has model/dense_1/kernel"),
-        (dense(4, 4, 1), "another model or optimizer: the checkpoint lacks model/dense_2/kernel"),
         (dense(5, 1), r"kernel \(saved: float32 \(5, 4\), here: float32 \(5, 5"),
         (dense(4, 1, optimizer="adam"), "has the state of SGD, .* the model is Adam"),
-        (dense(4, 1, optimizer=momentum), "lacks optimizer/dense_kernel_momentum"),
     ],
-    ids=["fewer", "more", "other shapes", "other optimizer", "other slots"],
+    ids=["fewer", "other shapes", "other optimizer"],
 )
 def test_another_model_is_refused_and_left_alone(build: Any, words: str, tmp_path: Path) -> None:
     tfd.distribute(dense(4, 1), strategy_of("default")).save_checkpoint(tmp_path / "saved")
