@@ -109,9 +109,9 @@ def data_forms():
     one_batch = tfd.distribute(identity, strategy).predict(y[:5], verbose=0)
     result["predict in order"] = bool(np.array_equal(rows, y) and np.array_equal(one_batch, y[:5]))
 
-    by_schedule = keras.optimizers.schedules.PiecewiseConstantDecay([149], [1.0, 0.0])
+    by_schedule = keras.optimizers.schedules.PiecewiseConstantDecay([14], [1.0, 0.0])
     scheduled = tfd.distribute(counting(by_schedule), strategy)
-    scheduled.fit(x, y, batch_size=1, verbose=0)
+    scheduled.fit(x, y, batch_size=10, verbose=0)
     result["applied before the rate is 0"] = applied(scheduled)
     result["scheduled steps"] = steps(scheduled)
 
@@ -254,10 +254,10 @@ def renamed_logs():
 
 
 def interrupt():
-    x, y = numbers(400_000)
+    x, y = numbers(200_000)
     model = tfd.distribute(counting(), strategy)
     model.fit(x[:100], y[:100], batch_size=10, verbose=0)
-    threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     started = time.monotonic()
     try:
         model.fit(x, y, batch_size=10, verbose=0)
@@ -301,7 +301,7 @@ def lookups():
         data = tfd.data.from_dataset_fn(of_shard)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            fit = model.fit(data, validation_data=data, epochs=2, verbose=0).history
+            fit = model.fit(data, validation_data=data, verbose=0).history
         sums = [*fit["total"], *fit["val_total"]]
         here = [str(w.message) for w in caught if "cannot read" in str(w.message)]
         found[name] = {"sums": [float(sum) for sum in sums], "here": here}

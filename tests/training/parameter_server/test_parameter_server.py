@@ -82,8 +82,8 @@ def test_evaluate_and_predict(result: dict[str, Any]) -> None:
 
 
 def test_schedules_see_the_true_step(result: dict[str, Any]) -> None:
-    assert result["scheduled steps"] == 303
-    assert result["applied before the rate is 0"] == 150  # steps 0 to 149
+    assert result["scheduled steps"] == 31
+    assert result["applied before the rate is 0"] == 15  # steps 0 to 14
 
 
 def test_callbacks_see_each_step(result: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ def test_a_callback_reads_and_sets_the_learning_rate(result: dict[str, Any]) -> 
 
 
 def test_ctrl_c_and_errors_leave_a_cluster_that_works(result: dict[str, Any]) -> None:
-    assert 2 <= result["seconds until interrupted"] < 12
+    assert 1 <= result["seconds until interrupted"] < 12
     assert result["labels after"] == pytest.approx(49.5, rel=1e-6)
     assert "= 77 is not in [0, 5)" in result["bad ids"]
 
@@ -118,7 +118,7 @@ def test_workers_use_tables_and_variables_of_the_scope(result: dict[str, Any]) -
     expected = {"adapted, variable": 84 + 48, "table, Python": 36}
     for name, sum_of_ids in expected.items():
         found = result["lookups"][name]
-        assert found["sums"] == [sum_of_ids] * 4, name
+        assert found["sums"] == [sum_of_ids] * 2, name
         assert bool(found["here"]) == (name == "table, Python")
 
 
