@@ -25,7 +25,7 @@ def one_device() -> tuple[Any, dict[str, list[float]]]:
     model = example.build()
     loss = keras.losses.BinaryCrossentropy(from_logits=True)
     accuracy = keras.metrics.BinaryAccuracy("accuracy", threshold=0.0)
-    model.compile(example.optimizer(), loss, metrics=[accuracy])
+    model.compile(example.optimizer(), loss, metrics=[accuracy], run_eagerly=True)
     x, y = example.data()
     history = model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0).history
     return model, history
