@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import tfdist_ext as tfd
+from tfdist_ext.cluster.liveness.watching import ALIVE
 from tfdist_ext.launch.exit_codes import RESTART
 from tfdist_ext.strategies.resolvers import Described
 from tfdist_ext.strategies.serving import RoleEnded
@@ -159,7 +160,7 @@ def test_a_training_that_crashes_ends_it_with_138(
 
     def made_and_seen(self: Any, *args: Any) -> None:
         made(self, *args)
-        self.seen()
+        self.state = ALIVE
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluator.TaskWatch, "__init__", made_and_seen)
