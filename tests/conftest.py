@@ -22,8 +22,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Rooms whose files take long come first: were they the last, one core would wait for the other.
-LONG_ROOMS = ("training", "testing", "examples")
+# Files that take long run first, so that all cores are busy to the end.
+LONG_ROOMS = ("training", "testing", "examples", "test_docs.py", "strategies")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -46,7 +46,7 @@ class ShardedDataset(abc.ABC):
 
     @property
     def position(self) -> tuple[int, int]:
-        """The epoch, and the finished part of it: examples of ordered data, else batches."""
+        """The epoch and its finished part, in examples of ordered data or else in batches."""
         return self._epoch, self._done
 
     @property
