@@ -176,6 +176,7 @@ class Tasks:
         env = {**defaults, **self._env, **plan.env}
         try:
             process = self._start_process(self._argv(plan), env, output.write_end)
+            self._watchdog.add(process.pid)  # before anybody can see the task's output
         except (OSError, ValueError) as error:
             raise LaunchError(
                 f"{plan.name} could not be started: {plan.argv[0]!r}: {error}; "
@@ -183,7 +184,6 @@ class Tasks:
             ) from error
         finally:
             output.start()
-        self._watchdog.add(process.pid)
         return TaskProcess(plan, process, output, self._on_end)
 
     def _argv(self, plan: TaskPlan) -> tuple[str, ...]:
