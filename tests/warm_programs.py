@@ -7,6 +7,7 @@ each import of TensorFlow would take four seconds of a core.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import signal
@@ -58,7 +59,9 @@ class Program:
         return self._process.wait(timeout)
 
     def send_signal(self, number: int) -> None:
-        self._process.send_signal(number)
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

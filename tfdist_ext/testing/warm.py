@@ -64,12 +64,6 @@ class WarmProcess:
             time.sleep(0.001)  # its pipe is closed just before it is gone
         return status
 
-    def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
 
 def start(argv: Sequence[str], env: Mapping[str, str], output: int) -> WarmProcess:
     """Start a task that runs a function; for `run_plan`.
