@@ -28,7 +28,7 @@ _COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors look like all others: one sentence, and what to do."""
+    """A parser that prints an error as one sentence with advice, like all our errors."""
 
     def error(self, message: str) -> NoReturn:
         raise LaunchError(f"{message}. See {self.prog} --help.")

@@ -114,7 +114,7 @@ def _on(hosts: Hosts, host: int, names: Path, *words: str) -> list[str]:
 
 @contextlib.contextmanager
 def slurm(folder: Path) -> Iterator[Slurm]:
-    """A Slurm whose files are in this folder."""
+    """A Slurm cluster that keeps its files in this folder."""
     with namespaces.hosts(len(NODES) + 1) as hosts, _running(folder, hosts) as running:
         yield running
 

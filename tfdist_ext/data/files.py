@@ -33,7 +33,7 @@ def shard_files(patterns: Patterns, shard: Shard, *, check: bool = True) -> list
     Args:
         patterns: a path, a pattern (`*`, `?`, `[a-z]`) or a list of them, on any file system that
             `tf.io.gfile` opens. Every task must see the same files under the same names.
-        shard: the shard whose files are returned.
+        shard: selects the files to return.
         check: read the length fields of this shard's TFRecord files, so that a truncated file is
             an error now. The shard's files count as TFRecord files if one of them begins with a
             record or has "tfrecord" in its name.

@@ -64,7 +64,7 @@ def _task_name() -> str:
 
 
 def _is_at_work(answer: Path) -> bool:
-    """Whether the function still runs in a task whose process is alive."""
+    """Whether the task's process is alive and its function is still running."""
     if Path(f"{answer}{DONE}").exists():
         return False
     with contextlib.suppress(FileNotFoundError, ValueError):  # it has not started yet

@@ -305,7 +305,7 @@ class _Watchdog:
 
 
 def _state_and_group(pid: int) -> tuple[str, int]:
-    """The state of a process, as "T", and its group; ("", 0) where there is none or no /proc."""
+    """Returns the state of a process, such as "T", and its group; ("", 0) if /proc has neither."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

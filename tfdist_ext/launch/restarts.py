@@ -104,7 +104,7 @@ class Next:
     """What comes after an attempt.
 
     Attributes:
-        workers: the workers of the next start; None where there is none.
+        workers: the workers of the next start; None if the job is not started again.
         why: a sentence for a person; "" where there is nothing to say.
     """
 
@@ -198,7 +198,7 @@ def run_with_restarts(
                 return dataclasses.replace(result, exit_status=FAILED)
             if not history.ended(result):
                 return result
-            if stop.first is not None:  # it arrived between two starts
+            if stop.first is not None:  # the signal arrived between two starts
                 return dataclasses.replace(result, exit_status=stop.status)
     raise AssertionError("unreachable")
 

@@ -162,7 +162,7 @@ class _Run:
     def run(self) -> RunResult:
         """Start, watch, end."""
         self.stop.notify = self.events.append
-        if self.stop.first is not None:  # it arrived while nothing ran
+        if self.stop.first is not None:  # the signal arrived while no task ran
             self.events.append(self.stop.first)
         try:
             self.tasks.start(lambda task, code: self.events.append((task, code)))
@@ -227,7 +227,7 @@ class _Run:
                 deadline = min(deadline, time.monotonic() + self.limits.linger)
 
     def _is_replaced(self, task: TaskProcess) -> bool:
-        """Whether the run goes on without a task that has failed; it may have been restarted."""
+        """Whether the run continues after this task failed; restarts the task if possible."""
         if self.replaces is None:
             return False
         status = shell_status(task.returncode or 0)

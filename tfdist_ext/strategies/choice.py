@@ -16,7 +16,7 @@ from tfdist_ext.strategies.resolvers import Cluster, Described, describe, descri
 
 __all__ = ["CLUSTER_STRATEGIES", "Choice", "Environment", "choose", "describe_environment"]
 
-# The strategies that need a cluster, and whose cluster may have an evaluator.
+# Strategies that need a cluster. The cluster may have an evaluator.
 CLUSTER_STRATEGIES = ("multi_worker_mirrored", "parameter_server")
 
 

@@ -99,7 +99,8 @@ def parameter_server(
 class _Coordinator(tf.distribute.coordinator.ClusterCoordinator):
     """A coordinator that lets the process end while a worker is being replaced.
 
-    TensorFlow's own waits then for a lock, whose thread does not run any more when Python ends.
+    TensorFlow's own `__del__` waits for a lock. When Python ends, the thread that holds the lock
+    no longer runs.
     """
 
     def __del__(self) -> None:

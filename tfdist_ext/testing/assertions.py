@@ -30,8 +30,9 @@ def assert_same_on_all_replicas(
 
     Args:
         value: what `strategy.run` returned, a variable, or a structure of them.
-        strategy: the strategy of the value; None: the one whose scope is open. With several workers
-            it is required, and all workers must call this, because their values are gathered.
+        strategy: the strategy of the value; None: the strategy of the open scope. With several
+            workers it is required, and all workers must call this, because their values are
+            gathered.
         atol: the largest difference.
 
     Raises:

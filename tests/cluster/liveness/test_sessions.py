@@ -1,4 +1,4 @@
-"""The coordinator's sessions with its servers, whose port TensorFlow's server takes meanwhile."""
+"""The coordinator's sessions with servers stay open while TensorFlow's server takes the port."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class WaitReports:
         return True
 
     def report(self, me: str, names: str, source: str) -> None:
-        """Report, if due, that a task waits for others, whose addresses came from `source`."""
+        """Report, if due, that a task waits for other tasks; `source` gave their addresses."""
         waited = time.monotonic() - self._began
         if self.due(waited):
             say(
