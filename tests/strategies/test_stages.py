@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensorflow.core.framework.attr_value_pb2 import AttrValue
 
-from tfdist_ext.strategies.stages import (
-    MeetingPoint,
-    Stage,
-    Writes,
-    cut,
-    repeated,
-    same_for_all,
-    writes_of,
-)
+from tfdist_ext.strategies.stages import MeetingPoint, cut
 
 
 @dataclass
@@ -26,7 +16,6 @@ class _Node:
     name: str
     op: str = "Add"
     input: list[str] = field(default_factory=list)
-    attr: dict[str, Any] = field(default_factory=dict)
 
 
 _STEP = [
@@ -38,25 +27,6 @@ _STEP = [
     _Node("sum", "PlaceholderWithDefault", ["gradient"]),
     _Node("update", input=["w", "sum", "^loss"]),
 ]
-
-
-_READS_ONLY = Writes(set(), set())
-
-
-def test_reads_of_one_value_are_one_read() -> None:
-    reads = [
-        _Node("first", "ReadVariableOp", ["rate"]),
-        _Node("second", "ReadVariableOp", ["rate"]),
-        _Node("of another", "ReadVariableOp", ["count"]),
-        _Node("write", "AssignVariableOp", ["rate", "x", "^first", "^second"]),
-        _Node("after the write", "ReadVariableOp", ["rate", "^write"]),
-    ]
-    assert repeated(reads, {}) == {"second": "first"}
-
-
-def test_shapes_that_are_equal_are_asked_for_once() -> None:
-    nodes = [_Node(name, "Shape", [f"of {name}"]) for name in ("a", "b", "c", "not known")]
-    assert repeated(nodes, {"a": (-2, 3), "b": (-4, 3), "c": (-2, 3)}) == {"c": "a"}
 
 
 def test_what_was_made_later_and_is_needed_earlier_moves() -> None:
@@ -93,7 +63,7 @@ def test_what_a_step_returns_is_computed_as_soon_as_it_can_be() -> None:
 
 
 def test_what_is_brought_to_a_meeting_is_computed_as_soon_as_it_can_be() -> None:
-    """Statistics, summed after the update: the update itself takes nothing of a replica's own."""
+    """Statistics that are summed after the update do not wait for it."""
     nodes = [
         *_STEP,
         _Node("statistics", input=["forward"]),
@@ -106,68 +76,6 @@ def test_what_is_brought_to_a_meeting_is_computed_as_soon_as_it_can_be() -> None
     ]
     stages = cut(nodes, meetings, {"x", "w"}, ["loss:0"], {"update", "follow"})
     assert [stage.nodes[-1] for stage in stages] == ["statistics", "update", "follow"]
-    agreed = ["sum:0", "sum of statistics:0"]
-    reads = [_READS_ONLY] * 3
-    assert same_for_all(stages, agreed, {"w:0"}, reads) == [False, True, True]
-    assert same_for_all(stages, agreed, set(), reads) == [False, False, False]
-
-
-@pytest.mark.parametrize(
-    ("writes", "expected"),
-    [
-        ([set(), {"w:0"}, {"v:0"}], [False, True, True]),
-        # A replica writes its own value of a variable, which a stage reads that is before it in
-        # the next step; and so on.
-        ([{"v:0"}, {"w:0"}, set()], [False, True, False]),
-        ([{"w:0"}, {"v:0"}, set()], [False, False, False]),
-    ],
-)
-def test_what_replicas_write_by_themselves_is_not_the_same(
-    writes: list[set[str]], expected: list[bool]
-) -> None:
-    stages = [
-        Stage(("forward",), ("x:0", "w:0"), ("gradient:0",)),
-        Stage(("update",), ("sum:0", "w:0"), ()),
-        Stage(("follow",), ("v:0",), ()),
-    ]
-    whole = [Writes(each, set()) for each in writes]
-    other = [Writes(set(), each) for each in writes]
-    for mine in (whole, other):
-        assert same_for_all(stages, ["sum:0"], {"w:0", "v:0"}, mine) == expected
-
-
-@pytest.mark.parametrize(
-    ("nodes", "expected"),
-    [
-        (
-            [
-                _Node("write", "AssignVariableOp", ["b:0", "x"]),
-                _Node("other", "AssignSubVariableOp", ["a", "x", "^write"]),
-            ],
-            ({"a:0", "b:0"}, set()),
-        ),
-        (
-            [
-                _Node("rows", "ResourceScatterAdd", ["a", "ids", "x"]),
-                _Node("write", "AssignVariableOp", ["b", "x"]),
-            ],
-            ({"b:0"}, {"a:0"}),
-        ),
-        (
-            [
-                _Node(
-                    "in a function",
-                    "If",
-                    ["x", "a", "b"],
-                    {"_read_only_resource_inputs": AttrValue(list=AttrValue.ListValue(i=[1]))},
-                )
-            ],
-            (set(), {"b:0"}),
-        ),
-    ],
-)
-def test_what_is_written(nodes: list[_Node], expected: tuple[set[str], set[str]]) -> None:
-    assert writes_of(nodes, {"a:0", "b:0"}) == expected
 
 
 def test_what_is_needed_before_the_meeting_that_gives_it() -> None:

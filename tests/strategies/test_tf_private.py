@@ -80,33 +80,3 @@ def test_methods_of_copied_variables() -> None:
     shared = tp.shared_variable(StrategyTemplate(2), tf.Variable(1.0), tf.VariableAggregation.SUM)
     assert tp.container_of(shared.get()) is shared
     assert shared.get()._aggregating_container() is shared
-
-
-def test_shapes_in_symbols() -> None:
-    """Sizes that are not known, and are the same: the rows of a batch, through a model's layers."""
-
-    @tf.function(
-        input_signature=[
-            tf.TensorSpec([None, 4]),
-            tf.TensorSpec([None], tf.int64),
-            tf.TensorSpec([None]),
-            tf.TensorSpec(None),
-        ]
-    )
-    def shapes(x: tf.Tensor, y: tf.Tensor, other: tf.Tensor, any_: tf.Tensor) -> list[tf.Tensor]:
-        known = tf.math.in_top_k(y, tf.matmul(x, tf.ones([4, 3])), 2)
-        tensors = {"y": y, "known": known, "other": other, "any": any_}
-        found = [tf.shape(tensor, name=f"shape_{name}") for name, tensor in tensors.items()]
-        return [*found, tf.shape(known, tf.int64, name="shape_as_int64")]
-
-    graph = shapes.get_concrete_function().graph
-    ends = [each.op.name for each in graph.outputs]
-    found = {
-        name.removeprefix("shape_"): symbols
-        for name, symbols in tp.shapes_in_symbols(graph.as_graph_def(), ends).items()
-    }
-    assert found["known"] == found["y"] != found.get("other")
-    assert found["as_int64"][1:] == found["known"][1:]
-    assert found["as_int64"] != found["known"]
-    assert "any" not in found
-    assert tp.shapes_in_symbols(graph.as_graph_def(), ["no such node"]) == {}

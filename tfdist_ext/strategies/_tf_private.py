@@ -23,7 +23,6 @@ from tfdist_ext.placement.live._keras_private import optimizer_behind
 from tfdist_ext.placement.live._tf_private import as_piece, server_variable_class
 from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
 from tfdist_ext.private_names import PrivateNames
-from tfdist_ext.strategies.stages import READ_ONLY_INPUTS
 
 # What a replica has, or a reduction gives.
 Value: TypeAlias = "tf.Tensor | tf.IndexedSlices"
@@ -56,11 +55,8 @@ NAMES = PrivateNames(
         "eager.polymorphic_function.atomic_function.AtomicFunction": "functions that replicas call",
         "eager.polymorphic_function.atomic_function.make_call_op_in_graph": "the same",
         "eager.record.stop_recording": "initial values that tapes do not see",
-        "framework.ops.pack_eager_tensors": "functions that all replicas call",
-        "framework.ops.set_int_list_attr": "the same",
         "grappler.cluster.Cluster": "functions that replicas call, optimized once",
         "grappler.cluster.device_properties_pb2": "the same",
-        "grappler.item.Item": "the same",
         "grappler.tf_optimizer.OptimizeGraph": "the same",
     },
 )
@@ -460,9 +456,7 @@ def unchanged_by_calls(
     return made
 
 
-def call_in_graph(
-    function: Any, args: Sequence[tf.Tensor], ordered: Sequence[tf.Tensor] = ()
-) -> tf.Operation:
+def call_in_graph(function: Any, args: Sequence[tf.Tensor]) -> tf.Operation:
     """The call of a function with all of its inputs, captured ones too.
 
     Private because a concrete function captures variables once, and the operation
@@ -471,30 +465,11 @@ def call_in_graph(
 
     Args:
         function: from `unchanged_by_calls`; TensorFlow does not optimize it for each call.
-        ordered: those of the inputs for which no other call waits: the caller orders its calls.
     """
     call = NAMES("eager.polymorphic_function.atomic_function.make_call_op_in_graph")
     outputs = call(function, args, {"config_proto": _not_optimized(), "executor_type": ""})
     graph = tf.compat.v1.get_default_graph()
-    made = outputs[0].op if outputs else graph.get_operations()[-1]
-    if ordered:
-        known = {id(tensor) for tensor in ordered}
-        places = {place for place, arg in enumerate(args) if id(arg) in known}
-        places.update(made.get_attr(READ_ONLY_INPUTS))
-        NAMES("framework.ops.set_int_list_attr")(made, READ_ONLY_INPUTS, sorted(places))
-    return made
-
-
-def packed(handles: Sequence[tf.Tensor]) -> tf.Tensor:
-    """One handle that stands for all of these, in a graph: a device there has its own of them.
-
-    Private because TensorFlow has it for its TPUStrategy. A graph has one node then in the place of
-    one for each device, until it is placed.
-
-    Args:
-        handles: of the copies of a variable, each on a device of its own.
-    """
-    return NAMES("framework.ops.pack_eager_tensors")(handles)
+    return outputs[0].op if outputs else graph.get_operations()[-1]
 
 
 @functools.cache
@@ -531,36 +506,6 @@ def optimized(
         return NAMES("grappler.tf_optimizer.OptimizeGraph")(config, meta, False, b"step", cluster)
     finally:
         cluster.Shutdown()
-
-
-def shapes_in_symbols(
-    graph: tf.compat.v1.GraphDef, wanted: Sequence[str]
-) -> dict[str, tuple[int, ...]]:
-    """What each operation `Shape` of a graph gives: a negative number is a size that is not known.
-
-    The same number is the same size, wherever it is. An operation of which less is known is left
-    out, and so are all where TensorFlow cannot tell. Private because a `tf.TensorShape` does not
-    know which unknown sizes are equal.
-
-    Args:
-        wanted: names of the nodes at which the graph ends.
-    """
-    meta = tf.compat.v1.MetaGraphDef(graph_def=graph)
-    meta.collection_def["train_op"].node_list.value.extend(wanted)
-    item = NAMES("grappler.item.Item")
-    try:
-        tensors = item(meta).GetOpProperties()
-    except (ValueError, tf.errors.OpError):  # a graph that it cannot read
-        return {}
-    found = {}
-    for node in graph.node:
-        source, _, number = node.input[0].partition(":") if node.op == "Shape" else ("", "", "")
-        if source in tensors:
-            shape = tensors[source][int(number or 0)].shape
-            sizes = tuple(dim.size for dim in shape.dim)
-            if not shape.unknown_rank and -1 not in sizes:
-                found[node.name] = (node.attr["out_type"].type, *sizes)
-    return found
 
 
 @contextlib.contextmanager

@@ -1,17 +1,14 @@
 """One step for all replicas of a worker: traced once, and called on the variables of each.
 
-A trace for each replica makes the first step take so many times longer, and TensorFlow optimizes a
-graph that is so many times larger. The steps of replicas differ in the variables that they use
-and in what they get. So a step becomes functions that take both as arguments and are not inlined;
-between them, where replicas meet, the sums are in the graph around them.
-
-What all CPUs of a process would compute alike, as the update of weights, the first one computes.
-The others take the values, which are not even copied.
+With a trace for each replica, the time of the first step and the size of its graph grow with the
+number of replicas. The steps of replicas differ only in their variables and in their inputs. So a
+step is traced once and becomes functions that take both as arguments and are not inlined. The sums
+over replicas are in the graph around these functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
@@ -19,42 +16,16 @@ import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies import _tf_private as tp
-from tfdist_ext.strategies.reductions import tells_what_it_reduces
-from tfdist_ext.strategies.stages import (
-    MeetingPoint,
-    Node,
-    Stage,
-    Writes,
-    cut,
-    repeated,
-    same_for_all,
-    source_of,
-    tensor_name,
-    writes_of,
-)
-from tfdist_ext.strategies.traced_replica import (
-    Meeting,
-    NotSharedError,
-    TracedReplica,
-)
+from tfdist_ext.strategies.stages import MeetingPoint, Stage, cut, source_of, tensor_name
+from tfdist_ext.strategies.traced_replica import Meeting, NotSharedError, TracedReplica
 
 __all__ = ["SharedStep", "kind_of"]
-
-# Elements of a variable, on average, from which passing its update on is faster than computing it
-# on each replica; on two, twice as many.
-_WORTH_PASSING_ON = 8192
-
 
 # The tensors of one replica, by their names in the trace.
 Tensors: TypeAlias = dict[str, tf.Tensor]
 
-
-# By id of a captured handle, those of all local replicas, or one that stands for all of them.
+# By the id of a captured handle, the handles of the copies, one for each local replica.
 Handles: TypeAlias = dict[int, list[tf.Tensor]]
-
-
-# The shape that an operation `Shape` gives, by its name: see `shapes_in_symbols`.
-Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 
 class SharedStep:
@@ -125,8 +96,7 @@ class SharedStep:
         outside = {tensor.op.name for tensor in graph.inputs}
         ordered = {op.name for op in graph.get_operations() if op.op_def.is_stateful}
         stages = cut(definition.node, points, outside, self._returned, ordered - outside)
-        variables = [*self._read_copies(), *copies()]
-        self._handles = _handles(variables)
+        self._handles = _handles([*self._read_copies(), *copies()])
         self._check_known()
         self._check_devices()
         self.compiled, self.not_compiled = 0, list[str]()
@@ -137,21 +107,14 @@ class SharedStep:
         reasons = [self._why_no_xla(stage) if jit_compile else None for stage in stages]
         by_xla = [jit_compile and why is None for why in reasons]
 
-        ends = [*(tensor.op for tensor in self._trace.outputs), *graph.control_outputs]
-        shapes = tp.shapes_in_symbols(definition, [operation.name for operation in ends])
-
         def optimized(stage: Stage, compiled: bool) -> tf.compat.v1.GraphDef:
-            return _optimized(stage, graph, definition, shapes, devices[0], compiled)
+            return _optimized(stage, graph, definition, devices[0], compiled)
 
         with ThreadPoolExecutor() as pool:  # TensorFlow's optimizer releases the GIL
             graphs = list(pool.map(optimized, stages, by_xla))
-        self._packed: list[tf.Tensor] = []
-        if not self._assigned_around():
-            self._pack()
-        by_the_first = self._by_the_first(stages, nodes, variables)
-        made = zip(stages, graphs, by_xla, by_the_first, reasons, strict=True)
-        for stage, stage_nodes, compiled, passed_on, why in made:
-            function = _StageFunction(stage, stage_nodes, graph, self._sources, compiled, passed_on)
+        made = zip(stages, graphs, by_xla, reasons, strict=True)
+        for stage, stage_nodes, compiled, why in made:
+            function = _StageFunction(stage, stage_nodes, graph, self._sources, compiled)
             self._functions.append(function)
             if function.computes:
                 self.compiled += compiled
@@ -164,22 +127,14 @@ class SharedStep:
             given = dict(zip(self._given, [number, *_leaves(mine)], strict=True))
             known.append({**self._sources, **given})
         meetings = [None, *self._replica.meetings]
-        calls: list[list[tf.Operation]] = [[] for _ in known]
         for meeting, function in zip(meetings, self._functions, strict=True):
             if meeting is not None:
                 self._hold(meeting, known)
             if not function.computes:
                 continue
-            outputs: Tensors = {}
             for replica, tensors in enumerate(known):
-                with tf.device(self._devices[replica]), tf.control_dependencies(calls[replica]):
-                    if replica and function.is_same_for_all:
-                        call = function.pass_on(outputs, replica, self._handles, self._packed)
-                    else:
-                        call, outputs = function(tensors, replica, self._handles, self._packed)
-                if self._packed and call is not None:
-                    calls[replica] = [call]
-                tensors.update(outputs)
+                with tf.device(self._devices[replica]):
+                    tensors.update(function(tensors, replica, self._handles))
         return [
             _packed(self._result, [tensors[name] for name in self._returned]) for tensors in known
         ]
@@ -203,69 +158,6 @@ class SharedStep:
         for variable in self._trace.graph.variables:
             container = self._strategy.extended.value_container(variable)
             yield self._strategy.experimental_local_results(container)
-
-    def _assigned_around(self) -> bool:
-        """Whether the graph around the functions may assign to a variable that they use."""
-        assigns = any(meeting.assigns for meeting in self._replica.meetings)
-        return assigns or tells_what_it_reduces(self._strategy)
-
-    def _pack(self) -> None:
-        """Let one handle stand for those of a variable's copies, where each replica has one.
-
-        An assignment by the handle of a copy is not ordered with calls that take the one.
-        """
-        devices = [tp.full_name(device) for device in self._devices]
-        on_cpus = all(tf.DeviceSpec.from_string(each).device_type == "CPU" for each in devices)
-        if len(set(devices)) < max(2, len(devices)) or not on_cpus:  # on GPUs it is untested
-            return
-        for key in map(id, self._sources.values()):
-            copies = self._handles.get(key, [])
-            if [handle.device for handle in copies] == devices:
-                self._handles[key] = [tp.packed(copies)]
-                self._packed += self._handles[key]
-
-    def _by_the_first(
-        self,
-        stages: Sequence[Stage],
-        nodes: Mapping[str, Node],
-        variables: Iterable[Sequence[tf.Variable]],
-    ) -> list[dict[str, tf.Variable] | None]:
-        """Of each stage that the first replica computes for all, the variables that it writes.
-
-        They are by the names of their handles in the trace. None of a stage that each replica
-        computes. So it does where it takes something of its own, where not all rows of a variable
-        are written, which are fewer to compute than to pass on, and where variables are small.
-        """
-        if not self._packed:
-            return [None] * len(stages)
-        packed = {id(handle) for handle in self._packed}
-        container = self._strategy.extended.value_container
-        equal = {
-            id(first.handle): first
-            for first, *_ in variables
-            if id(self._handles[id(first.handle)][0]) in packed and tp.is_mirrored(container(first))
-        }
-        handles = {name for name, each in self._sources.items() if each.dtype == tf.resource}
-        writes = [writes_of((nodes[name] for name in stage.nodes), handles) for stage in stages]
-        results = [meeting.results for meeting in self._replica.meetings]
-        agreed = [leaf.name for leaf in _leaves(results)]
-        given = [
-            name
-            for name, source in self._sources.items()
-            if name not in handles or id(source) in equal
-        ]
-        return [
-            {name: equal[id(self._sources[name])] for name in sorted(mine.whole)}
-            if alike and self._is_worth_passing_on(mine, equal)
-            else None
-            for alike, mine in zip(same_for_all(stages, agreed, given, writes), writes, strict=True)
-        ]
-
-    def _is_worth_passing_on(self, writes: Writes, equal: dict[int, tf.Variable]) -> bool:
-        written = [equal[id(self._sources[name])] for name in writes.whole]
-        elements = sum(variable.shape.num_elements() or 0 for variable in written)
-        enough = _WORTH_PASSING_ON * (2 if len(self._devices) == 2 else 1)
-        return not writes.other and elements >= enough * len(written)
 
     def _why_no_xla(self, stage: Stage) -> str | None:
         """Why XLA cannot compile a stage; None where nothing is known against it."""
@@ -303,68 +195,17 @@ class SharedStep:
                     )
 
 
-class _ReplicaFunction:
-    """A function that is not inlined, and that replicas call with copies of what it captures.
-
-    Args:
-        function: of a list of tensors, to be traced.
-        specs: of these tensors.
-        nodes: of which it is made.
-        jit_compile: XLA compiles it.
-    """
-
-    def __init__(
-        self,
-        function: Callable[[list[tf.Tensor]], list[tf.Tensor]],
-        specs: list[tf.TensorSpec],
-        nodes: tf.compat.v1.GraphDef,
-        *,
-        jit_compile: bool = False,
-    ):
-        # What is inlined for each replica would be optimized for each.
-        traced = tf.function(
-            function,
-            autograph=False,
-            jit_compile=jit_compile or None,
-            experimental_attributes={"_noinline": True},
-        )
-        # Kept: functions that it calls are there as long as it is.
-        self._known = traced.get_concrete_function(specs)
-        self._function = tp.unchanged_by_calls(self._known, nodes)
-
-    def __call__(
-        self,
-        tensors: Iterable[tf.Tensor],
-        replica: int,
-        handles: Handles,
-        ordered: Sequence[tf.Tensor],
-    ) -> tf.Operation:
-        """The call.
-
-        Args:
-            ordered: handles for which no other call waits.
-        """
-        args = list(tensors)
-        for source in self._known.captured_inputs:
-            copies = handles.get(id(source))
-            args.append(copies[replica % len(copies)] if copies else source)
-        return tp.call_in_graph(self._function, args, ordered)
-
-
 class _StageFunction:
-    """A stage of a step as a function that replicas call.
+    """A stage of a step as a function that each replica calls.
 
     Args:
         nodes: of the stage, optimized.
         graph: of the trace.
         sources: what the trace has captured, by the name that it has there.
         jit_compile: XLA compiles it.
-        passed_on: the variables to which it assigns, by the names of their handles, where the first
-            replica computes for all; else None.
 
     Attributes:
         computes: whether there is anything to do.
-        is_same_for_all: whether the first replica computes for all.
     """
 
     def __init__(
@@ -374,20 +215,15 @@ class _StageFunction:
         graph: tf.Graph,
         sources: Tensors,
         jit_compile: bool,
-        passed_on: dict[str, tf.Variable] | None,
     ):
         self.computes = bool(nodes.node)
-        self.is_same_for_all = passed_on is not None
         if not self.computes:
             return
-        written = passed_on or {}
         taken = [graph.get_tensor_by_name(name) for name in stage.inputs if name not in sources]
         self._taken = [tensor.name for tensor in taken]
-        self._written = [f"{name} assigned" for name in written]
-        self._outputs = [*stage.outputs, *self._written]
+        self._outputs = stage.outputs
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in taken]
-        given = [graph.get_tensor_by_name(name) for name in stage.outputs]
-        self._shapes = [each.shape for each in (*given, *written.values())]
+        self._shapes = [graph.get_tensor_by_name(name).shape for name in stage.outputs]
         used = {tensor_name(name) for node in nodes.node for name in node.input}
 
         def run(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -397,46 +233,35 @@ class _StageFunction:
                 if name in sources and name in used:
                     inputs[name] = inner.capture(sources[name])
             mine = {name: tensor for name, tensor in inputs.items() if name in used}
-            outputs = tf.graph_util.import_graph_def(nodes, mine, list(stage.outputs), name="")
-            for name, variable in written.items():
-                value = tf.raw_ops.ReadVariableOp(resource=inputs[name], dtype=variable.dtype)
-                outputs.append(value)
-            return outputs
+            return tf.graph_util.import_graph_def(nodes, mine, list(stage.outputs), name="")
 
-        def assign(values: list[tf.Tensor]) -> list[tf.Tensor]:
-            inner = tf.compat.v1.get_default_graph()
-            for name, value in zip(written, values, strict=True):
-                tf.raw_ops.AssignVariableOp(resource=inner.capture(sources[name]), value=value)
-            return []
+        # TensorFlow would optimize an inlined function again for each replica.
+        traced = tf.function(
+            run,
+            autograph=False,
+            jit_compile=jit_compile or None,
+            experimental_attributes={"_noinline": True},
+        )
+        # Kept, because the functions that it calls live as long as it does.
+        self._known = traced.get_concrete_function(specs)
+        self._function = tp.unchanged_by_calls(self._known, nodes)
 
-        self._function = _ReplicaFunction(run, specs, nodes, jit_compile=jit_compile)
-        if written:
-            values = [tf.TensorSpec(each.shape, each.dtype) for each in written.values()]
-            self._assign = _ReplicaFunction(assign, values, tf.compat.v1.GraphDef())
-
-    def __call__(
-        self, tensors: Tensors, replica: int, handles: Handles, ordered: Sequence[tf.Tensor]
-    ) -> tuple[tf.Operation, Tensors]:
-        """Call it with the tensors and the variables of a replica: (the call, its outputs)."""
-        call = self._function((tensors[name] for name in self._taken), replica, handles, ordered)
+    def __call__(self, tensors: Tensors, replica: int, handles: Handles) -> Tensors:
+        """The outputs of the stage on one replica, by name."""
+        args = [tensors[name] for name in self._taken]
+        for source in self._known.captured_inputs:
+            copies = handles.get(id(source))
+            args.append(copies[replica % len(copies)] if copies else source)
+        call = tp.call_in_graph(self._function, args)
         for output, shape in zip(call.outputs, self._shapes, strict=True):
             output.set_shape(shape)
-        return call, dict(zip(self._outputs, call.outputs, strict=True))
-
-    def pass_on(
-        self, outputs: Tensors, replica: int, handles: Handles, ordered: Sequence[tf.Tensor]
-    ) -> tf.Operation | None:
-        """Assign what the first replica has, its outputs, to the copies of another: the call."""
-        if not self._written:
-            return None
-        return self._assign((outputs[name] for name in self._written), replica, handles, ordered)
+        return dict(zip(self._outputs, call.outputs, strict=True))
 
 
 def _optimized(
     stage: Stage,
     graph: tf.Graph,
     definition: tf.compat.v1.GraphDef,
-    shapes: Shapes,
     device: str,
     jit_compile: bool,
 ) -> tf.compat.v1.GraphDef:
@@ -448,7 +273,7 @@ def _optimized(
         NotSharedError: TensorFlow cannot optimize it alone.
     """
     marks = {name: f"input_of_stage_{number}" for number, name in enumerate(stage.inputs)}
-    nodes = _nodes_of(stage, definition, shapes, marks, device)
+    nodes = _nodes_of(stage, definition, marks, device)
     names = {node.name for node in nodes.node}
     effects = [op.name for op in graph.control_outputs if op.name in names]
     if not stage.outputs and not effects:
@@ -482,7 +307,6 @@ def _optimized(
 def _nodes_of(
     stage: Stage,
     definition: tf.compat.v1.GraphDef,
-    shapes: Shapes,
     marks: dict[str, str],
     device: str,
 ) -> tf.compat.v1.GraphDef:
@@ -492,11 +316,9 @@ def _nodes_of(
         marks: nodes for its inputs.
     """
     mine = set(stage.nodes)
-    inside = mine - {name.split(":")[0] for name in stage.outputs}
-    first = repeated((node for node in definition.node if node.name in inside), shapes)
     found = tf.compat.v1.GraphDef(versions=definition.versions, library=definition.library)
     for node in definition.node:
-        if node.name not in mine or node.name in first:
+        if node.name not in mine:
             continue
         copy = found.node.add()
         copy.CopyFrom(node)
@@ -507,10 +329,9 @@ def _nodes_of(
             if name.startswith("^"):
                 # What it waits for outside of the stage is done before the stage.
                 if name[1:] in mine:
-                    copy.input.append("^" + first.get(name[1:], name[1:]))
+                    copy.input.append(name)
             else:
-                name = marks.get(tensor_name(name), name)
-                copy.input.append(first.get(name.removesuffix(":0"), name))
+                copy.input.append(marks.get(tensor_name(name), name))
     return found
 
 

@@ -11,29 +11,18 @@ on through the meeting.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 __all__ = [
-    "READ_ONLY_INPUTS",
     "MeetingPoint",
     "Node",
     "Stage",
-    "Writes",
     "cut",
-    "repeated",
-    "same_for_all",
     "source_of",
     "tensor_name",
-    "writes_of",
 ]
-
-# Operations on a variable's handle that read it, and those that assign to all of it.
-_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
-_ASSIGNS = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
-# The attribute that says which inputs of an operation on functions are only read, by their places.
-READ_ONLY_INPUTS = "_read_only_resource_inputs"
 
 
 class Node(Protocol):
@@ -43,7 +32,6 @@ class Node(Protocol):
         name: its name, once in a graph.
         op: its type.
         input: "name" or "name:number" of each tensor that it takes, "^name" of nodes to wait for.
-        attr: its attributes, by name.
     """
 
     @property
@@ -52,8 +40,6 @@ class Node(Protocol):
     def op(self) -> str: ...
     @property
     def input(self) -> Sequence[str]: ...
-    @property
-    def attr(self) -> Mapping[str, Any]: ...
 
 
 class MeetingPoint(NamedTuple):
@@ -155,64 +141,6 @@ def cut(
     ]
 
 
-class Writes(NamedTuple):
-    """The variables that nodes write, by their handles as "name:number".
-
-    Attributes:
-        whole: to which they assign.
-        other: of which they may write some rows, or in an inner graph.
-    """
-
-    whole: set[str]
-    other: set[str]
-
-
-def writes_of(nodes: Iterable[Node], handles: Set[str]) -> Writes:
-    """What nodes write of the variables with these handles."""
-    found = Writes(set(), set())
-    for node in nodes:
-        reads = node.attr[READ_ONLY_INPUTS].list.i if READ_ONLY_INPUTS in node.attr else ()
-        taken = {tensor_name(name) for i, name in enumerate(node.input) if i not in reads}
-        if node.op in _ASSIGNS:
-            found.whole.update(taken & handles)
-        elif node.op not in _READS:
-            found.other.update(taken & handles)
-    return found
-
-
-def same_for_all(
-    stages: Sequence[Stage],
-    agreed: Iterable[str],
-    captured: Iterable[str],
-    writes: Sequence[Writes],
-) -> list[bool]:
-    """Which stages compute the same on each replica: from what replicas have agreed on alone.
-
-    Args:
-        agreed: the tensors that a replica gets at meetings, as "name:number".
-        captured: those that all replicas are given alike, and handles of variables, of which they
-            have equal copies when a step begins.
-        writes: of each stage.
-    """
-    given, differ = {*agreed, *captured}, set[str]()
-    while True:
-        same, found = given - differ, []
-        for stage in stages:
-            found.append(same.issuperset(stage.inputs))
-            if found[-1]:
-                same.update(stage.outputs)
-        more = set[str]().union(
-            *(
-                each.whole | each.other
-                for each, alike in zip(writes, found, strict=True)
-                if not alike
-            )
-        )
-        if more <= differ:
-            return found
-        differ |= more
-
-
 def _with_inputs(by_name: Mapping[str, Node], names: Iterable[str]) -> set[str]:
     """Nodes, and all that they depend on."""
     found: set[str] = set()
@@ -247,26 +175,6 @@ def source_of(tensor: str, nodes: Mapping[str, Node]) -> str:
     while (node := nodes[_node_of(tensor)]).op == "Identity":
         tensor = tensor_name(next(name for name in node.input if not name.startswith("^")))
     return tensor
-
-
-def repeated(nodes: Iterable[Node], shapes: Mapping[str, Hashable]) -> dict[str, str]:
-    """The nodes that give what an earlier one gave: name -> name of the first.
-
-    They are reads of one variable, and shapes that are the same. What waits for nothing reads what
-    was there before; a write waits for reads before it, and is waited for by those after it.
-
-    Args:
-        shapes: the shape that a node `Shape` gives, by the name of the node.
-    """
-    first: dict[Hashable, str] = {}
-    found: dict[str, str] = {}
-    for node in nodes:
-        gives = shapes.get(node.name)
-        if node.op == "ReadVariableOp" and len(node.input) == 1:
-            gives = node.input[0]
-        if gives is not None and (name := first.setdefault(gives, node.name)) != node.name:
-            found[node.name] = name
-    return found
 
 
 def _needed_by(stage_of: dict[str, int], by_name: Mapping[str, Node], name: str) -> None:

@@ -50,13 +50,11 @@ class Meeting(NamedTuple):
         results: marks that stand for what it gets, in the rest of the trace.
         hold: called once with values per replica, in cross-replica context; it gives the results,
             each per replica or one for all.
-        assigns: it may assign to variables, too.
     """
 
     values: Any
     results: list[Value]
     hold: Callable[[Any], list[Any]]
-    assigns: bool
 
 
 class TracedReplica(tf.distribute.ReplicaContext):
@@ -92,15 +90,10 @@ class TracedReplica(tf.distribute.ReplicaContext):
         self.refuse("it calls all_gather of its replica context")
 
     def meet(
-        self,
-        values: Any,
-        marks: list[Value],
-        hold: Callable[[Any], list[Any]],
-        *,
-        assigns: bool = False,
+        self, values: Any, marks: list[Value], hold: Callable[[Any], list[Any]]
     ) -> list[Value]:
         """Note a meeting; the marks, which the rest of the step takes for its results."""
-        self.meetings.append(Meeting(values, marks, hold, assigns))
+        self.meetings.append(Meeting(values, marks, hold))
         return marks
 
     def refuse(self, why: str) -> NoReturn:
@@ -207,7 +200,7 @@ def once_for_all(
     def time_of(of_all: Any) -> list[Any]:
         return [tf.cast(function(of_all)[1], tf.float64)]
 
-    return None, context.meet(values, [mark], time_of, assigns=True)[0]
+    return None, context.meet(values, [mark], time_of)[0]
 
 
 def _mark_of_sum(value: Value) -> Value:

@@ -22,7 +22,6 @@ from training_cases import (
 )
 
 import tfdist_ext as tfd
-from tfdist_ext.strategies import _tf_private as tp
 
 FIT = {"batch_size": 22, "epochs": 2}  # 64 rows: the last batch is uneven
 CALLS: list[str] = []
@@ -78,61 +77,6 @@ class InACond(layers.Dense):
         return tf.cond(mean > -9.0, follow, lambda: outputs)
 
 
-def test_one_handle_stands_for_the_copies_of_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = []
-    pack = tp.packed
-    monkeypatch.setattr(tp, "packed", lambda handles: packed.append(handles) or pack(handles))
-    build = of_layers(statistics, lambda: InACond(3))
-    _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), **FIT)
-    assert tfd.explain(ours).steps == (ONE_TRACE,)
-    assert packed
-    assert all(len({handle.device for handle in handles}) == 3 for handles in packed)
-
-
-UPDATES: list[None] = []
-
-
-class NotingAdam(keras.optimizers.Adam):
-    """Notes the updates of variables that are computed, in a step that is compiled."""
-
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        def note(value: np.ndarray) -> np.ndarray:
-            UPDATES.append(None)
-            return value
-
-        noted = tf.numpy_function(note, [gradient], gradient.dtype)
-        super().update_step(tf.ensure_shape(noted, gradient.shape), variable, learning_rate)
-
-
-@pytest.mark.parametrize(
-    ("layer", "width", "computed"),
-    [
-        ([], 256, 1),
-        # Replicas have values of their own of a variable that it writes, until they meet.
-        ([lambda: InACond(320)], 320, 3),
-    ],
-)
-def test_the_first_cpu_computes_large_updates_for_all(
-    layer: Any, width: int, computed: int
-) -> None:
-    strategy = mirrored(3)
-
-    def build() -> keras.Model:
-        first, *others = [layers.Dense(width, "tanh") for _ in range(2)]
-        between = [make() for make in layer]
-        model = stack(first, *between, *others, layers.Dense(1, "sigmoid"))
-        return compiled(model, NotingAdam(), "binary_crossentropy", metrics=["accuracy"])
-
-    UPDATES.clear()
-    plain, ours = assert_trains_as_keras(build, X, Y, strategy=strategy, eager=False, **FIT)
-    assert tfd.explain(ours).steps == (ONE_TRACE,)
-    by_keras = int(plain.optimizer.iterations) * len(plain.trainable_variables)
-    assert len(UPDATES) == by_keras + computed * by_keras
-    for variable in (*ours.variables, *ours.optimizer.variables):
-        first, *others = strategy.experimental_local_results(variable.value)
-        assert all(np.array_equal(first, other) for other in others), variable.path
-
-
 class InTable(layers.Layer):
     """Looks numbers up in a table of TensorFlow's, which all replicas share."""
 
@@ -165,8 +109,8 @@ class InALoop(layers.Layer):
 
 @pytest.mark.parametrize(
     "between",
-    [[InTable, InPython], [statistics, InALoop, statistics]],
-    ids=["table and Python", "loop between sums over replicas"],
+    [[InTable, InPython], [statistics, InALoop, statistics], [statistics, lambda: InACond(3)]],
+    ids=["table and Python", "loop between sums over replicas", "variable written in a cond"],
 )
 def test_layers_of_all_kinds(between: Any) -> None:
     build = of_layers(*between)
