@@ -150,7 +150,6 @@ class Named(keras.Model):
             "first_row": tf.cast(inputs["row"][0], tf.float32),
             "rows_of_first": tf.shape(inputs["row"])[0],
             "mean_row": self.rows.result(),
-            "root": keras.ops.sqrt(self.rows.result()),
         }
 
 

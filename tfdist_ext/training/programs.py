@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import keras
@@ -31,7 +31,14 @@ from tfdist_ext.training.protocols import (
     StepFunction,
     Structure,
 )
-from tfdist_ext.training.steps.logs import DerivedLogs, MetricVersions, has_own_outputs
+from tfdist_ext.training.steps.logs import (
+    MetricLogs,
+    StepScope,
+    computed_from_metrics,
+    has_own_outputs,
+    metric_logs,
+    own_outputs,
+)
 from tfdist_ext.training.steps.scope import metrics_and_others
 from tfdist_ext.training.steps.step_timer import NullStepTimer, StepTimer
 from tfdist_ext.training.variables import check_built
@@ -126,8 +133,8 @@ class StepProgram(ABC):
         self._own_outputs = has_own_outputs(model, kind)
         self._metrics, self._others = metrics_and_others(model)
         self._updated: set[int] = set()  # ids of metric variables that the step writes
-        self._derived: DerivedLogs | None = None  # of steps in a graph
-        self._mixed: set[str] = set()  # names of logs that were warned of
+        self._metric_logs: MetricLogs = {}
+        self._warned_of: set[str] = set()  # names of logs
         self.paces: dict[int, StepsPerExecutionTuner] = {}
 
     @property
@@ -154,28 +161,37 @@ class StepProgram(ABC):
         """The metrics over this task's own rows; only for steps that have a timer."""
         raise NotImplementedError
 
-    def _derive_logs(
-        self,
-        logs: dict[str, tf.Tensor],
-        versions: MetricVersions,
-        final: Mapping[str, int],
-        has_mean: Callable[[tf.Tensor], bool],
-        *,
-        warns: bool = True,
-    ) -> DerivedLogs:
-        """How a traced step's logs come out of the metrics' states; see `DerivedLogs`."""
-        self._derived = DerivedLogs(logs, versions, dict(final), has_mean)
-        new = [name for name in self._derived.mixed if name not in self._mixed]
-        self._mixed.update(new)
-        if new and warns:
+    def _other_outputs(
+        self, returned: Structure, scope: StepScope, before: Sequence[tf.Tensor], *, warns: bool
+    ) -> dict[str, tf.Tensor]:
+        """What an overridden step returned, by name, other than metrics' results.
+
+        To be called in the scope of the step: a metric's result may be a variable.
+
+        Args:
+            before: the states of the metrics before the step.
+            warns: a number that is computed from a metric gets a warning.
+        """
+        if not self._own_outputs:
+            return {}
+        logs = own_outputs(self._model, returned)
+        self._metric_logs = known = metric_logs(logs, scope)
+        others = {n: tf.convert_to_tensor(value) for n, value in logs.items() if n not in known}
+        if warns:
+            self._warn_of(computed_from_metrics(others, known, scope, before))
+        return others
+
+    def _warn_of(self, names: Sequence[str]) -> None:
+        new = [name for name in names if name not in self._warned_of]
+        self._warned_of.update(new)
+        if new:
             warn(
                 f"{type(self._model).__name__}.{self._kind}_step returns"
-                f" {', '.join(map(repr, new))}, computed from a metric's result() and from numbers"
-                " of single examples, or from a variable in its own tf.function. The log is the"
-                " value over the replicas' own rows. To log the value over all examples, reduce the"
-                " numbers to one, or return them and the metric's result under separate keys."
+                f" {', '.join(map(repr, new))}, computed from a metric. Only a metric's result() is"
+                " logged over all examples; any other number is the mean over the replicas of what"
+                " each computed from its own rows. Return the result() of a metric that computes"
+                " this value from its own state."
             )
-        return self._derived
 
 
 class PredictProgram(Protocol):

@@ -8,7 +8,7 @@ what the calls return, so each example counts once. Predictions are in input ord
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import keras
 import numpy as np
@@ -41,7 +41,7 @@ from tfdist_ext.training.protocols import (
     StepFunction,
     Structure,
 )
-from tfdist_ext.training.steps.logs import is_carried, own_outputs, results
+from tfdist_ext.training.steps.logs import results
 from tfdist_ext.training.steps.replaced import StepRecord, check_lookups
 from tfdist_ext.training.steps.scope import metrics_and_others
 from tfdist_ext.training.variables import optimizers_of
@@ -73,7 +73,7 @@ class ParameterServerProgram(StepProgram):
             if other is not model.optimizer
         ]
         self._counted = 0  # how often a step counts itself
-        self._logs_in_graph: Any = None
+        self._output_specs: dict[str, tf.TensorSpec] = {}
         self._functions: Functions = {}
         self._start = self._reset_values()
         self.reset(resume=True)
@@ -174,27 +174,16 @@ class ParameterServerProgram(StepProgram):
             values.append((self._counter, tf.cast(step, self._counter.dtype)))
         if self._rate is not None:
             values.append((self._rate, rate))
-        scope = WorkerScope(values, self._watched, self._counter, self._metrics)
+        scope = WorkerScope(values, self._watched, self._counter)
         with step_on_worker(scope, self._model) as called:
-            returned = self._step(batch)
-            logs = own_outputs(self._model, returned) if self._own_outputs else {}
+            outputs = self._other_outputs(self._step(batch), scope, states, warns=True)
         check_lookups(self._model, StepRecord(called, read_whole=scope.read_whole))
-        outputs = self._carried(logs, scope) if self._own_outputs else {}
+        self._output_specs = {n: tf.TensorSpec(v.shape, v.dtype) for n, v in outputs.items()}
         scope.write_watched()
         self._counted = scope.counted
         self._updated |= scope.updated
         states = [scope.get_current_value(variable) for variable in self._metrics]
         return states, outputs
-
-    def _carried(self, logs: dict[str, tf.Tensor], scope: WorkerScope) -> dict[str, tf.Tensor]:
-        """The values of a step from which the logs are computed in the end."""
-        numbers = {id(variable): number for number, variable in enumerate(self._metrics)}
-        final = {scope.get_current_value(v).name: numbers[id(v)] for v in self._metrics}
-        # Before its step a worker has counted only its own call.
-        final |= {name: numbers[id(v)] for name, v in scope.first_versions.items()}
-        derived = self._derive_logs(logs, scope.versions, final, is_carried)
-        self._logs_in_graph = tf.function(derived.compute, autograph=False)
-        return {str(i): value for i, (value, _) in enumerate(derived.returned)}
 
     def _add(self, states: Sequence[np.ndarray]) -> None:
         """Add the metrics' states of steps that began with `_start` to those of the epoch."""
@@ -205,16 +194,12 @@ class ParameterServerProgram(StepProgram):
                 self._totals[i] = states[i]
 
     def _logs(self, values: list[tf.Tensor], outputs: dict[str, np.ndarray]) -> Logs:
-        of_metrics: set[str] = set()
-        if self._derived is not None:
-            carried = [
-                # Zeros if no worker had a batch left.
-                outputs.get(str(i), tf.zeros([n or 0 for n in value.shape], value.dtype))
-                for i, (value, _) in enumerate(self._derived.returned)
-            ]
-            outputs, of_metrics = self._logs_in_graph(values, carried), self._derived.names
+        carried = {  # zeros if no worker had a batch left
+            name: outputs.get(name, tf.zeros([n or 0 for n in spec.shape], spec.dtype))
+            for name, spec in self._output_specs.items()
+        }
         with keras.StatelessScope(zip(self._metrics, values, strict=True)):
-            found = results(self._model, outputs, of_metrics, self._updated)
+            found = results(self._model, carried, self._metric_logs, self._updated)
         logs = {name: value.numpy() for name, value in sorted(found.items())}
         return {name: float(v) if v.ndim == 0 else v for name, v in logs.items()}
 

@@ -19,7 +19,7 @@ from tfdist_ext.placement.live._tf_private import piece_number
 from tfdist_ext.placement.live.creating import is_partitioned, pieces_of
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.steps.context import current_graph
-from tfdist_ext.training.steps.logs import MetricVersions
+from tfdist_ext.training.steps.logs import StepScope, metrics_of, recorded_results
 from tfdist_ext.training.steps.replaced import functions_in_place, step_targets, substitutes
 from tfdist_ext.training.steps.scope import Ids, metric_in_inner_graph, taken_by
 from tfdist_ext.training.variables import (
@@ -31,7 +31,7 @@ from tfdist_ext.training.variables import (
 __all__ = ["WorkerScope", "step_on_worker"]
 
 
-class WorkerScope(keras.StatelessScope):
+class WorkerScope(StepScope):
     """Scope of one step.
 
     Args:
@@ -40,7 +40,6 @@ class WorkerScope(keras.StatelessScope):
         watched: variables that the step may write (moving statistics, seeds). What the step adds
             to them is added on the server at the end of the step.
         counter: the variable of `values` that counts steps. The scope counts its writes.
-        metrics: the variables of `values` that belong to metrics.
 
     Attributes:
         updated: ids of the given values that were written.
@@ -52,15 +51,8 @@ class WorkerScope(keras.StatelessScope):
         values: Iterable[tuple[keras.Variable, tf.Tensor]],
         watched: Sequence[keras.Variable] = (),
         counter: keras.Variable | None = None,
-        metrics: Sequence[keras.Variable] = (),
     ):
-        super().__init__(values, collect_losses=True, initialize_variables=False)
-        self._metrics = {id(variable) for variable in metrics}
-        self.versions = MetricVersions()
-        for variable in metrics:
-            value = self.state_mapping[id(variable)]
-            self.state_mapping[id(variable)] = self.versions.add(variable, value)
-        self.first_versions = dict(self.versions.variables)
+        super().__init__(values)
         self._counter = counter
         self.counted = 0
         self._values = set(self.state_mapping)
@@ -96,8 +88,6 @@ class WorkerScope(keras.StatelessScope):
             self.get_current_value(variable)  # reads the value before the step
         if self._in_step() and (key in self._values or key in self._watched):
             self.updated |= {key} & self._values
-            if key in self._metrics:
-                value = self.versions.add(variable, value)
             super().add_update((variable, value))
         elif key not in self._values:
             self._write(variable, value)
@@ -147,6 +137,7 @@ def step_on_worker(scope: WorkerScope, model: keras.Model) -> Iterator[set[str]]
     called: set[str] = set()
     with contextlib.ExitStack() as stack:
         stack.enter_context(scope)
+        stack.enter_context(recorded_results(metrics_of(model)))
         stack.enter_context(functions_in_place(step_targets()))
         take = functools.partial(taken_by, scope.rows)
         stack.enter_context(substitutes({"take": take}, called))

@@ -41,8 +41,8 @@ __all__ = [
     "Gradient",
     "PreparedReduction",
     "RowTrace",
-    "copied_node",
     "finished",
+    "follows_from",
     "may_compare_rows",
     "places_rows",
     "prepare_reduction",
@@ -272,6 +272,19 @@ def _before_casts(tensor: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
+def follows_from(value: tf.Tensor, sources: Sequence[tf.Tensor]) -> bool:
+    """Whether a value of a graph is computed from any of these tensors of the graph."""
+    wanted, waiting, seen = set(map(_key, sources)), [value], set[_Key]()
+    while waiting:
+        tensor = waiting.pop()
+        if _key(tensor) in wanted:
+            return True
+        if _key(tensor) not in seen:
+            seen.add(_key(tensor))
+            waiting += tensor.op.inputs
+    return False
+
+
 class _Slice:
     """The operations that lead to tensors, across the graphs in which they are.
 
@@ -321,7 +334,7 @@ class _Slice:
 
     def node(self, op: tf.Operation) -> tf.compat.v1.NodeDef:
         """An operation as it is in the scratch graph."""
-        return copied_node(op, self._name(op), map(self.name, op.inputs))
+        return _copied_node(op, self._name(op), map(self.name, op.inputs))
 
     def free_primes(self, begin: int) -> tuple[int, int]:
         """Two primes that divide no known size."""
@@ -338,7 +351,7 @@ class _Slice:
         return f"graph_{number}/{op.name}"
 
 
-def copied_node(op: tf.Operation, name: str, inputs: Iterable[str]) -> tf.compat.v1.NodeDef:
+def _copied_node(op: tf.Operation, name: str, inputs: Iterable[str]) -> tf.compat.v1.NodeDef:
     """An operation for another graph, on no device and without private attributes."""
     node = tf.compat.v1.NodeDef()
     node.CopyFrom(op.node_def)

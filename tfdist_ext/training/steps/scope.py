@@ -7,7 +7,7 @@ written once. What is written inside a `cond` or a loop of a layer's own cannot 
 value. It goes to the replica's own copy of the variable (`LocalVariables`): it is unlike the
 others' until the step ends, and the mean over all rows is written to all of them.
 
-Metrics may be reset in a step, and read in an eager one, over all replicas (`metric_methods`).
+Metrics may be reset in a step (`resetting_metrics`).
 
 Keras turns a table into a tensor before it takes rows of it, and so sends all of it to the device
 of each replica. Where replicas share one copy, rows are gathered where the table is
@@ -29,15 +29,13 @@ from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies.reductions import tells_what_it_reduces
 from tfdist_ext.strategies.traced_replica import copy_number, is_traced_once, replica_number
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.context import (
     StepContext,
     current_graph,
     current_step,
     outside_of_inner_graphs,
-    running_step,
 )
-from tfdist_ext.training.steps.logs import MetricVersions, metric_variables, metrics_of
+from tfdist_ext.training.steps.logs import StepScope, metric_variables, metrics_of
 from tfdist_ext.training.steps.replaced import StepRecord, redirect_methods, substitutes
 from tfdist_ext.training.variables import (
     ShardedRead,
@@ -54,11 +52,10 @@ __all__ = [
     "assign_each",
     "assign_written",
     "contribution",
-    "contribution_of_part",
     "metric_in_inner_graph",
-    "metric_methods",
     "metric_variables_on_one_copy",
     "metrics_and_others",
+    "resetting_metrics",
     "rows_of_shared",
     "shared_by_replicas",
     "taken_by",
@@ -69,7 +66,7 @@ __all__ = [
 Ids: TypeAlias = tf.Tensor | tf.RaggedTensor | tf.SparseTensor
 
 
-class ReplicaScope(keras.StatelessScope):
+class ReplicaScope(StepScope):
     """Holds the metrics' state and collects writes to the model's other variables.
 
     Args:
@@ -86,17 +83,12 @@ class ReplicaScope(keras.StatelessScope):
         own: LocalVariables | None = None,
     ):
         metrics = list(metrics)
-        super().__init__(metrics, collect_losses=True, initialize_variables=False)
+        super().__init__(metrics)
         self._metrics = {id(variable): variable for variable, _ in metrics}
         self._others = list(watched)
-        self.versions = MetricVersions()
-        for variable, _ in metrics:
-            key = id(variable)
-            self.state_mapping[key] = self.versions.add(variable, self.state_mapping[key])
         self.without_rows = dict(self.state_mapping)  # what the states are if this part is empty
         self.resetting = False
         self.has_reset = False  # in this step
-        self.results: list[tf.Tensor] = []  # what metrics returned in eager steps
         self._watched = {id(variable): number for number, variable in enumerate(watched)}
         self.own = own or LocalVariables(tf.distribute.get_strategy(), 1)
         self._apart: set[int] = set()  # watched variables whose value is in a variable beside them
@@ -120,7 +112,7 @@ class ReplicaScope(keras.StatelessScope):
             if self.resetting:
                 self.has_reset = True
                 value = self.without_rows[key] = _on_first_replica(variable, value)
-            super().add_update((variable, self.versions.add(variable, value)))
+            super().add_update((variable, value))
             return
         if key in self._watched and self._in_inner_graph():
             self._move_to_own(variable)
@@ -453,30 +445,13 @@ def metric_variables_on_one_copy() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def metric_methods(metrics: Iterable[keras.metrics.Metric], *, eager: bool) -> Iterator[None]:
-    """Scope in which a step may reset metrics and, if it is eager, reads them over all replicas.
-
-    A reset counts on replicas without rows too, and its value once. The results that a step
-    returns are known from its graph where it has one (see `DerivedLogs`); in an eager step
-    `result()` itself is computed from the states of all replicas.
-    """
+def resetting_metrics(metrics: Iterable[keras.metrics.Metric]) -> Iterator[None]:
+    """Scope in which a step may reset metrics: on all replicas, and to a value that counts once."""
     with contextlib.ExitStack() as stack:
         for metric in metrics:
-            methods = {"reset_state": _resetting(metric.reset_state)}
-            if eager:
-                methods["result"] = _result_over_all(metric, metric.result)
-            stack.enter_context(redirect_methods(metric, **methods))
+            reset = _resetting(metric.reset_state)
+            stack.enter_context(redirect_methods(metric, reset_state=reset))
         yield
-
-
-def contribution_of_part(
-    here: StepContext, variable: keras.Variable, value: tf.Tensor, without_rows: tf.Tensor
-) -> tf.Tensor:
-    """The contribution of a replica's metric state to that over all replicas, in its context."""
-    if variable.aggregation == "sum":
-        value = here.where_nonempty(value, without_rows)
-    number = replica_number()
-    return contribution(variable, value, here.replicas, tf.equal(number, 0))
 
 
 def _resetting(original: Callable[..., None]) -> Callable[..., Any]:
@@ -491,47 +466,6 @@ def _resetting(original: Callable[..., None]) -> Callable[..., Any]:
             scope.resetting = before
 
     return reset_state
-
-
-def _result_over_all(
-    metric: keras.metrics.Metric, original: Callable[..., Structure]
-) -> Callable[..., Structure]:
-    def result(*args: Any, **kwargs: Any) -> Structure:
-        here, scope = current_step(), kp.stateless_scope()
-        if not isinstance(scope, ReplicaScope):
-            return original(*args, **kwargs)
-        if here is None or here.replicas == 1:
-            value = original(*args, **kwargs)
-        else:
-            if current_graph() is not None:
-                raise TrainingError(
-                    f"result() of the metric {metric.name!r} must be called directly in an eager"
-                    " step, got a call inside a tf.function, where replicas cannot combine their"
-                    " states. Move the call, or compile the model without run_eagerly=True."
-                )
-            with running_step(None), ReplicaScope(_over_all(here, scope, metric.variables)):
-                value = original(*args, **kwargs)
-        scope.results += keras.tree.flatten(value)
-        return value
-
-    return result
-
-
-def _over_all(
-    here: StepContext, scope: ReplicaScope, variables: list[keras.Variable]
-) -> list[tuple[keras.Variable, tf.Tensor]]:
-    """(variable, state over all replicas) of each variable of a metric."""
-    known = [variable for variable in variables if id(variable) in scope.without_rows]
-    states = [scope.get_current_value(variable) for variable in known]
-    contributions = [
-        contribution_of_part(here, variable, state, scope.without_rows[id(variable)])
-        for variable, state in zip(known, states, strict=True)
-    ]
-    reduced = here.synchronize(here.all_reduce, contributions)
-    return [
-        (variable, tf.cast(value, state.dtype))
-        for variable, value, state in zip(known, reduced, states, strict=True)
-    ]
 
 
 def rows_of_shared(

@@ -33,12 +33,11 @@ from tfdist_ext.training.protocols import (
 from tfdist_ext.training.steps import exact
 from tfdist_ext.training.steps.context import StepContext, running_step
 from tfdist_ext.training.steps.logs import (
-    flat,
-    is_carried,
     metrics_of,
     names_of_updated,
-    own_outputs,
+    recorded_results,
     results,
+    results_of,
 )
 from tfdist_ext.training.steps.random_numbers import Seeds
 from tfdist_ext.training.steps.replaced import (
@@ -55,9 +54,8 @@ from tfdist_ext.training.steps.scope import (
     ReplicaScope,
     assign_each,
     assign_written,
-    contribution_of_part,
-    metric_methods,
     metrics_and_others,
+    resetting_metrics,
     rows_of_shared,
 )
 from tfdist_ext.training.steps.step_timer import NullStepTimer
@@ -133,7 +131,6 @@ class SynchronousProgram(StepProgram):
             with default_strategy_scope(), tf.device("CPU:0"):
                 self._read = tf.Variable(0, trainable=False, dtype=tf.int64)
         self._forget_traces()
-        self._of_metrics: set[str] = set()  # names of logs, of eager steps
         self._stacked = StackedStates(self._metrics)
         self._states: States = []  # stacked
         self._passed = False  # the check of what a step has called
@@ -231,12 +228,11 @@ class SynchronousProgram(StepProgram):
             for variable, *of_replicas in zip(self._metrics, *states, strict=True)
         ]
         with ReplicaScope(zip(self._metrics, values, strict=True)):
-            logs = results(self._model, {}, set(), set())
+            logs = results(self._model, {}, {}, set())
             if self._own_outputs:
                 updated = names_of_updated(self._model, self._updated)
                 logs = {name: value for name, value in logs.items() if name in updated}
-        if self._derived is not None:
-            logs.update(tf.function(self._derived.of_states, autograph=False)(values))
+                logs |= results_of(self._metric_logs)
         return {name: float(value) for name, value in logs.items() if value.shape.rank == 0}
 
     def _in_graph(self, next_step: NextStep) -> tf.types.experimental.PolymorphicFunction:
@@ -300,10 +296,10 @@ class SynchronousProgram(StepProgram):
 
     def _one_step(self, batch: Parts, states: States, rows: tf.Tensor | None = None) -> Carried:
         """One global batch, in cross-replica context."""
-        eager = bool(self._own_outputs and self._model.run_eagerly)
         with (
             functions_in_place(self._replaced),
-            metric_methods(self._metric_objects, eager=eager),
+            resetting_metrics(self._metric_objects),
+            recorded_results(self._metric_objects),
         ):
             each = self._replicas(batch, states, rows)
         assign_written(self._strategy, self._others, each[0][1])
@@ -345,7 +341,10 @@ class SynchronousProgram(StepProgram):
             ReplicaScope(zip(self._metrics, before, strict=True), self._others, self._own) as scope,
         ):
             returned = self._step(part[-1])
-            outputs = self._carried(returned, scope, here) if self._own_outputs else {}
+            warns = self.reduction.replicas > 1
+            outputs = self._other_outputs(returned, scope, before, warns=warns)
+            if here is not None:
+                outputs = {name: here.contribution(value) for name, value in outputs.items()}
         if here is not None and not (self._passed and tf.executing_eagerly()):
             record = scope.record(here.called)
             check_passed(self._model, self._kind, record)
@@ -361,36 +360,6 @@ class SynchronousProgram(StepProgram):
         notes = () if timer is None else timer.notes(new)
         return new, written, outputs, notes
 
-    def _carried(self, returned: Any, scope: ReplicaScope, here: StepContext | None) -> Outputs:
-        """A replica's contribution to the values from which the logs are computed in the end."""
-
-        def has_mean(value: tf.Tensor) -> bool:
-            if not is_carried(value):
-                return False
-            return here is None or here.replicas == 1 or not here.has_rows(value)
-
-        logs = own_outputs(self._model, returned)
-        values = {name: (value, None) for name, value in logs.items()}
-        if tf.executing_eagerly():
-            results = {id(value) for value in scope.results}
-            self._of_metrics = {n for n, value in flat(returned).items() if id(value) in results}
-        else:
-            states = enumerate(self._metrics)
-            final = {scope.get_current_value(variable).name: i for i, variable in states}
-            warns = self.reduction.replicas > 1
-            derived = self._derive_logs(logs, scope.versions, final, has_mean, warns=warns)
-            values = {str(i): value for i, value in enumerate(derived.returned)}
-        carried = {}
-        for name, (value, variable) in values.items():
-            if here and variable is not None:
-                # Float64, as what is no float is not summed.
-                without_rows = tf.cast(scope.without_rows[id(variable)], value.dtype)
-                value = contribution_of_part(here, variable, value, without_rows)
-                carried[name] = tf.cast(value, tf.float64)
-            else:
-                carried[name] = here.contribution(value) if here else value
-        return carried
-
     def _logs(self, values: Sequence[tf.Tensor], last: Outputs) -> dict[str, tf.Tensor]:
         """The logs.
 
@@ -398,12 +367,8 @@ class SynchronousProgram(StepProgram):
             values: the metrics' states, over all replicas.
             last: the values that the last step carried, over all replicas.
         """
-        logs, of_metrics = last, self._of_metrics
-        if self._derived is not None and not tf.executing_eagerly():
-            carried = [last[str(i)] for i in range(len(self._derived.returned))]
-            logs, of_metrics = self._derived.compute(values, carried), self._derived.names
         with ReplicaScope(zip(self._metrics, values, strict=True)):
-            return results(self._model, logs, of_metrics, self._updated)
+            return results(self._model, last, self._metric_logs, self._updated)
 
     def _empty_outputs(self, iterator: BatchIterator, states: States) -> Outputs:
         """Zeros of the structure that an overridden step returns, so that a loop can carry it."""
