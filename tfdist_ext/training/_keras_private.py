@@ -235,11 +235,6 @@ REPLACED = (
         "tensorflow:gather",
     ),
     *_replaced(
-        "variable_key",
-        "finds the slots of a shard, which are those of its variable",
-        "keras:optimizers.Optimizer._var_key",
-    ),
-    *_replaced(
         "write_variable",
         "what a replica writes to a tf.Variable of the user's becomes the mean over all rows",
         *(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -18,14 +16,9 @@ NAMES = PrivateNames(
     TrainingError,
     {
         "distribute.mirrored_strategy.MirroredExtended": "variables of several workers",
-        "eager.context.context": "the other workers, and the graphs of eager functions",
-        "eager.context.get_function_def": "the graphs of functions that eager code calls",
+        "eager.context.context": "the other workers",
         "eager.record.could_possibly_record": "gradients of the global batch",
         "eager.tape.variable_accessed": "gradients of variables in shards",
-        "framework.function_def_to_graph.function_def_to_graph": "the graphs of functions",
-        "framework.op_callbacks.add_op_callback": "what eager code computed a tensor from",
-        "framework.op_callbacks.remove_op_callback": "what eager code computed a tensor from",
-        "framework.op_def_registry.get": "which operations are stateful",
     },
 )
 
@@ -149,87 +142,3 @@ def is_recording() -> bool:
     Private because a tape knows of itself alone.
     """
     return NAMES("eager.record.could_possibly_record")()
-
-
-@functools.cache
-def is_stateful(kind: str) -> bool:
-    """Whether operations of a type are stateful; not so what is no operation, but a function.
-
-    Private because an operation that was run eagerly is not kept.
-    """
-    definition = NAMES("framework.op_def_registry.get")(kind)
-    return definition is not None and definition.is_stateful
-
-
-def function_graph(graph: tf.Graph | None, name: str) -> tf.Graph | None:
-    """The graph of a function that is called in a graph, or eagerly where that is None.
-
-    Private because public names give functions to call, not those that are called by others. None
-    where it is not known.
-    """
-    if graph is None:
-        return _eager_function_graph(name)
-    while graph is not None:
-        found = graph._get_function(name)
-        if found is not None:
-            return getattr(found, "graph", None)
-        graph = getattr(graph, "outer_graph", None)
-    return None
-
-
-@functools.lru_cache(100)
-def _eager_function_graph(name: str) -> tf.Graph | None:
-    if not _context().has_function(name):
-        return None
-    with tf.Graph().as_default():
-        to_graph = NAMES("framework.function_def_to_graph.function_def_to_graph")
-        return to_graph(NAMES("eager.context.get_function_def")(name))
-
-
-@contextlib.contextmanager
-def recorded_operations() -> Iterator[None]:
-    """Scope in which threads can record, entered in the thread that runs them.
-
-    A thread that stops recording would otherwise end it for the others.
-    """
-
-    def nothing(*_: object, **__: object) -> None:
-        pass
-
-    NAMES("framework.op_callbacks.add_op_callback")(nothing)
-    try:
-        yield
-    finally:
-        NAMES("framework.op_callbacks.remove_op_callback")(nothing)
-
-
-@contextlib.contextmanager
-def recording_operations(note: Callable[..., None]) -> Iterator[None]:
-    """Scope that calls `note(type, inputs, attributes, outputs)` for what this thread runs eagerly.
-
-    Private because an eager tensor does not know what it was computed from.
-    """
-
-    def called(
-        kind: str,
-        inputs: Sequence[tf.Tensor],
-        attributes: Any,
-        outputs: Sequence[tf.Tensor],
-        *_: object,
-        graph: tf.Graph | None = None,
-        **__: object,
-    ) -> None:
-        if graph is None:
-            kind = tf.compat.as_str(kind)
-            attributes = attributes or ()
-            if NAMES("framework.op_def_registry.get")(kind) is None:  # a function
-                kind, attributes = "PartitionedCall", ("f", SimpleNamespace(name=kind))
-            named = dict(zip(attributes[::2], attributes[1::2], strict=True))
-            note(kind, tuple(inputs), named, tuple(outputs))
-
-    ctx = _context()
-    ctx.add_op_callback(called)
-    try:
-        yield
-    finally:
-        ctx.remove_op_callback(called)

@@ -120,16 +120,6 @@ class UpdatesInPlace(kp.UpdatesVariables):
     def __init__(self, optimizer: keras.optimizers.Optimizer):
         self._by_row = updates_by_row(optimizer)
 
-    def key_of(
-        self,
-        original: Callable[..., int | str],
-        optimizer: keras.optimizers.Optimizer,
-        variable: keras.Variable | tf.Variable,
-    ) -> int | str:
-        """An optimizer's key of a variable, which is that of all copies of the variable."""
-        raw = kp.raw_value(variable) if isinstance(variable, keras.Variable) else variable
-        return original(optimizer, raw)
-
     def update(
         self,
         var: tf.Variable,

@@ -31,7 +31,6 @@ from tfdist_ext.training.steps.replaced import (
     StepRecord,
     check_lookups,
     functions_in_place,
-    requiring,
     step_targets,
     substitutes,
 )
@@ -284,14 +283,6 @@ def test_lookups_past_take() -> None:
     check_lookups(model, StepRecord(set()))
     with pytest.raises(tfd.TfDistError, match=r"must call keras\S+\.take"):
         check_lookups(model, StepRecord(set(), read_whole=table))
-
-
-def test_slots_past_the_key() -> None:
-    said = r"must call keras.optimizers.Optimizer._var_key"
-    with pytest.raises(tfd.TfDistError, match=said), requiring("variable_key", set()):
-        raise KeyError(1)
-    with pytest.raises(KeyError), requiring("variable_key", {"variable_key"}):
-        raise KeyError(1)
 
 
 def test_collectives_past_their_keys() -> None:

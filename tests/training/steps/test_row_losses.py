@@ -138,17 +138,20 @@ class Columns(Step):
         return (data[0] - self(data[0])) ** 2
 
 
-@pytest.mark.parametrize("model", [Columns, TwoMeans])
-def test_batches_of_a_known_size(model: type[Step]) -> None:
-    """The size of a part, 8, is known in the graph then, and no dimension is unknown."""
+@pytest.mark.parametrize("model", [Columns, TwoMeans, Flat])
+def test_batches_of_one_size(model: type[Step]) -> None:
     dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16, drop_remainder=True)
     assert_trains_as_keras(lambda: compiled(model(), RATE), dataset, epochs=2)
 
 
 def test_what_may_or_may_not_be_rows_is_refused_with_a_sentence() -> None:
-    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16, drop_remainder=True)
+    """An eager step knows only the size, which is a multiple of the part's rows."""
+
+    def build() -> keras.Model:
+        return compiled(Flat(), run_eagerly=True)
+
     with pytest.raises(tfd.TrainingError, match=r"shape \(40,\), .* Sum it up first"):
-        distributed_fit(lambda: compiled(Flat()), dataset)
+        distributed_fit(build, X[:16], Y[:16], batch_size=16)
 
 
 class AddsLosses(keras.layers.Layer):

@@ -1,4 +1,4 @@
-"""What depends on a replica's rows, told from the graph of a step."""
+"""What is the same on all replicas, and what has rows of the batch, told from a step's graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist_ext.training.steps.rows import BATCH, CONSTANT, DISTINCT, BatchDependence
+from tfdist_ext.training.steps import rows
+from tfdist_ext.training.steps.rows import EqualTensors
 
 
 @functools.cache
@@ -19,95 +20,126 @@ def variable() -> tf.Variable:
     return tf.Variable([2, 0, 1])
 
 
-def kinds(make: Callable[[Any], Any], shape: Any = (None, None), size: Any = None) -> list[str]:
-    found: list[str] = []
+def traced(function: Callable[[Any], Any], shape: Any = (None, None)) -> Any:
+    """What a function returns for a batch of a graph."""
+    found = []
     variable()  # not in the graph
-
-    @tf.function
-    def trace(x: Any) -> None:
-        indices = tf.reshape(make(x), [-1])
-        found.extend(kind for _, kind in BatchDependence(x, size).parts_of(indices))
-
+    trace = tf.function(lambda x: found.append(function(x)))
     trace.get_concrete_function(tf.TensorSpec(shape, tf.int32))
-    return found
+    return found[0]
 
 
-def turns(x: Any, number: Any) -> Any:
-    return tf.while_loop(lambda i, _: i < number, lambda i, t: (i + 1, t + 1), (0, variable() + 0))[
-        1
-    ]
-
-
-SAME = {
+EQUAL = {
     "length": lambda x: tf.range(tf.shape(x)[1]),
+    "last size": lambda x: tf.range(tf.shape(x)[-1]),
+    "unstacked": lambda x: tf.range(tf.unstack(tf.shape(x))[1]),
     "rest of shape": lambda x: tf.zeros(tf.shape(x)[1:], tf.int32),
-    "taken of shape": lambda x: tf.range(tf.gather(tf.shape(x), 1)),
     "Keras": lambda x: keras.ops.expand_dims(keras.ops.arange(keras.ops.shape(x)[1]), 0),
     "variable": lambda x: variable() + 0,
     "by seed": lambda x: tf.random.stateless_uniform([4], [1, 2], 0, 9, tf.int32),
-    "in a function": lambda x: tf.function(lambda y: (tf.range(tf.shape(y)[1]), y))(x)[0],
-    "in a branch": lambda x: tf.cond(
-        variable()[0] > 1, lambda: variable() + 1, lambda: variable() + 0
-    ),
-    "in a loop": lambda x: turns(x, tf.shape(x)[1]),
     "beside others": lambda x: tf.identity_n([tf.range(3), x])[0],
 }
 OF_ROWS = {
     "computed": lambda x: tf.where(x < 0, x + 9, x),
-    "rows": lambda x: tf.range(tf.shape(x)[0]),
+    "number of rows": lambda x: tf.range(tf.shape(x)[0]),
+    "first of two sizes": lambda x: tf.shape(x)[-2],
     "its shape": lambda x: tf.zeros(tf.shape(x), tf.int32),
     "tiled": lambda x: tf.tile(tf.range(4)[None], [tf.shape(x)[0], 1]),
     "stateful random": lambda x: tf.random.uniform([4], 0, 9, tf.int32),
     "Python": lambda x: tf.py_function(lambda: np.arange(3), [], tf.int64),
     "in a function": lambda x: tf.function(lambda y: (tf.range(tf.shape(y)[1]), y))(x)[1],
     "branch": lambda x: tf.cond(x[0, 0] > 1, lambda: variable() + 1, lambda: variable() + 0),
-    "in a branch": lambda x: tf.cond(variable()[0] > 1, lambda: x + 1, lambda: x + 0),
-    "turns": lambda x: turns(x, tf.shape(x)[0]),
     "beside others": lambda x: tf.identity_n([tf.range(3), x])[1],
 }
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_constant(name: str) -> None:
-    assert kinds(SAME[name]) == [CONSTANT]
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_on_all_replicas(name: str) -> None:
+    assert traced(lambda x: EqualTensors(x).has(EQUAL[name](x)))
 
 
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_of_rows(name: str) -> None:
-    assert kinds(OF_ROWS[name]) == [BATCH]
+    assert not traced(lambda x: EqualTensors(x).has(OF_ROWS[name](x)))
 
 
-def test_distinct_and_concatenated() -> None:
-    assert kinds(lambda x: tf.unique(tf.reshape(x, [-1]))[0]) == [DISTINCT]
+def test_a_batch_of_known_size_is_no_constant() -> None:
+    """Token types made by `zeros_like` have one entry for each row."""
 
-    def several(x: Any) -> Any:
-        distinct = tf.unique(tf.reshape(x, [-1]))[0]
-        return tf.concat([tf.concat([tf.range(3), x[:, 0]], 0), distinct], 0)
+    def types(x: Any) -> bool:
+        x = rows.with_unknown_rows(x)
+        assert x.shape.as_list() == [None, 6]
+        return EqualTensors(x).has(keras.ops.zeros_like(x))
 
-    assert kinds(several) == [CONSTANT, BATCH, DISTINCT]
-
-
-def test_parts_of_known_size() -> None:
-    """A constant made with the size has each index for each row."""
-    of_four = {"shape": (4, 6), "size": 4}
-    tiled = lambda x: keras.ops.tile(keras.ops.arange(6)[None], (x.shape[0], 1))  # noqa: E731
-    assert kinds(tiled, **of_four) == [BATCH]
-    assert kinds(lambda x: keras.ops.zeros(x.shape, "int32"), **of_four) == [BATCH]
-    assert kinds(lambda x: tf.range(8), **of_four) == [CONSTANT]
-    assert kinds(lambda x: tf.constant([0, 1, 0, 1, 2, 2, 0, 1]), **of_four) == [CONSTANT]
+    assert not traced(types, (4, 6))
 
 
-def test_what_is_equal_stays_equal() -> None:
-    variable()
-
-    @tf.function
-    def trace(x: Any) -> None:
-        dependence = BatchDependence(x)
+def test_sums_are_equal() -> None:
+    def step(x: Any) -> None:
+        equal = EqualTensors(x)
         total = tf.reduce_sum(x)
-        assert not dependence.is_equal(total)
+        assert not equal.has(total)
         total = tf.reduce_sum(x) + 0
-        dependence.set_equal([total])
-        assert dependence.is_equal(total * 2 + variable())
-        assert not dependence.is_equal(total * x[0])
+        equal.add([total])
+        assert equal.has(total * 2 + variable())
+        assert not equal.has(total * x[0])
 
-    trace.get_concrete_function(tf.TensorSpec([None, 3], tf.int32))
+    traced(step)
+
+
+def test_lookups_of_one_table() -> None:
+    def kinds(x: Any) -> list[str]:
+        distinct = tf.unique(tf.reshape(x, [-1]))[0]
+        indices = tf.concat([tf.concat([tf.range(3), x[:, 0]], 0), distinct], 0)
+        slices = tf.IndexedSlices(tf.ones([tf.size(indices), 2]), indices, tf.constant([9, 2]))
+        return [lookup.kind for lookup in rows.lookups_of(slices, EqualTensors(x))]
+
+    assert traced(kinds) == ["equal", "rows", "distinct"]
+
+
+def test_equal_lookups_are_summed() -> None:
+    """Two replicas with positions 0, 1 and 0, 1, 2; the shorter ones are padded."""
+    values, indices = tf.range(1.0, 7.0)[:, None], [0, 1, 0, 0, 1, 2]
+    total = rows.merged("equal", tf.IndexedSlices(values, tf.constant(indices)), 2)
+    dense = tf.scatter_nd(total.indices[:, None], total.values[:, 0], [3])
+    assert dense.numpy().tolist() == [8, 7, 6]
+    assert total.values[:, 0].numpy().tolist() == [5, 7, 3, 6]
+
+
+BLOCKS = {
+    "rows": (lambda x: x, 1),
+    "two blocks": (lambda x: tf.concat([x, 2 * x], 0), 2),
+    "a layer after": (lambda x: tf.matmul(tf.concat([x, x, x], 0), x, transpose_b=True), 3),
+    "drawn as many": (lambda x: tf.zeros([2 * tf.shape(x)[0], 3]), 1),
+    "sum of sizes": (lambda x: tf.zeros([tf.shape(x)[0] + tf.shape(x)[0], 3]), 2),
+    "columns": (lambda x: tf.concat([x, x], 1), 1),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_rows(name: str) -> None:
+    function, blocks = BLOCKS[name]
+    assert traced(lambda x: rows.blocks_of_rows(tf.shape(function(x)))) == blocks
+
+
+HAVE_ROWS = {
+    "batch": lambda x: x,
+    "numbers": lambda x: keras.ops.arange(keras.ops.shape(x)[0]),
+    "computed": lambda x: tf.cast(x, tf.float32) * 2.0,
+    "columns": lambda x: x[:, 1:],
+    "flattened": lambda x: tf.reshape(x, [-1, 3, 2]),
+}
+HAVE_OTHERS = {
+    "tokens": lambda x: tf.reshape(x, [-1]),
+    "repeated": lambda x: tf.tile(x, [2, 1]),
+    "two blocks": lambda x: tf.concat([x, x], 0),
+    "some": lambda x: tf.boolean_mask(x, x[:, 0] > 0),
+    "all but one": lambda x: x[1:],
+    "length": lambda x: tf.range(tf.shape(x)[1]),
+}
+
+
+@pytest.mark.parametrize("name", {**HAVE_ROWS, **HAVE_OTHERS})
+def test_has_rows_of(name: str) -> None:
+    function = {**HAVE_ROWS, **HAVE_OTHERS}[name]
+    assert traced(lambda x: rows.has_rows_of(function(x), x), (None, 6)) == (name in HAVE_ROWS)

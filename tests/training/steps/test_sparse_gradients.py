@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from training_cases import RNG, compiled, mirrored, plain_fit, strategy_of, weights_of
 
@@ -28,16 +29,12 @@ class Lookups(keras.layers.Layer):
     RELATIVE = np.abs(np.arange(LENGTH)[:, None] - np.arange(LENGTH)[None])
 
     def build(self, shape: Any) -> None:
-        names = ["length", "constant", "both", "types", "tiled", "inner", "random", "fixed"]
+        names = ["length", "constant", "both", "types", "tiled", "random", "fixed"]
         self.tables = {
             name: self.add_weight(shape=(8, 3), name=name, initializer="random_normal")
             for name in names
         }
         self.seed = keras.random.SeedGenerator(7)
-
-    @tf.function
-    def inside(self, x: Any, table: Any) -> Any:
-        return tf.gather(table, tf.range(tf.shape(x)[1]))
 
     def call(self, x: Any) -> Any:
         ops, tables = keras.ops, self.tables
@@ -49,7 +46,6 @@ class Lookups(keras.layers.Layer):
             ops.take(tables["both"], x, axis=0) + ops.take(tables["both"], positions, axis=0),
             ops.take(tables["types"], ops.zeros_like(x), axis=0),
             ops.take(tables["tiled"], ops.tile(positions[None], (rows, 1)), axis=0),
-            self.inside(x, tf.convert_to_tensor(tables["inner"])),
             tf.gather(tables["random"], keras.random.randint((4,), 0, 8, seed=self.seed)),
             ops.take(tables["fixed"], np.array([0, 5, 5, 1]), axis=0),
         ]
@@ -99,8 +95,28 @@ class Clipping(keras.Model):
         return {"norm": norm}
 
 
-def test_an_eager_step_that_clips_slices_by_hand() -> None:
-    assert_same_tables(lambda: lookups(Clipping, run_eagerly=True), mirrored(2), **FIT)
+def words(kind: Any = keras.Model, **settings: Any) -> keras.Model:
+    tokens = keras.Input((None,), dtype="int32")
+    summed = keras.ops.mean(keras.layers.Embedding(8, 3)(tokens), axis=1)
+    return with_adam(kind(tokens, keras.layers.Dense(1)(summed)), **settings)
+
+
+@pytest.mark.parametrize(("build", "eager"), [(lookups, False), (words, True)])
+def test_a_step_that_clips_slices_by_hand(build: Any, eager: bool) -> None:
+    assert_same_tables(lambda: build(Clipping, run_eagerly=eager), mirrored(2), **FIT)
+
+
+def test_token_types_of_batches_of_one_size() -> None:
+    """`zeros_like` of ids of a known shape is no constant: there is one for each row."""
+
+    def build() -> keras.Model:
+        tokens = keras.Input((LENGTH,), dtype="int32")
+        types = keras.layers.Embedding(2, 3)(keras.ops.zeros_like(tokens))
+        rows = keras.ops.tanh(keras.layers.Embedding(8, 3)(tokens) + types)
+        return with_adam(keras.Model(tokens, keras.layers.Dense(1)(keras.ops.mean(rows, axis=1))))
+
+    data = tf.data.Dataset.from_tensor_slices((TOKENS, Y)).batch(8, drop_remainder=True)
+    assert_same_tables(build, mirrored(2), (data,), epochs=2)
 
 
 def test_a_dense_layer_on_sparse_inputs() -> None:

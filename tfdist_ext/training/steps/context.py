@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import numbers
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -33,17 +33,20 @@ from tfdist_ext.training._tf_private import gathered_values, is_recording
 from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.replaced import not_called, substitutes
 from tfdist_ext.training.steps.rows import (
-    PLACING,
-    SCATTERING,
-    BatchDependence,
+    EqualTensors,
     Gradient,
-    RowTrace,
-    finished,
-    may_compare_rows,
-    may_place_rows,
+    Lookup,
+    blocks_of_rows,
+    first_size,
+    has_rows_of,
+    joined,
+    lookups_of,
+    merged,
+    operations_before,
     places_rows,
-    prepare_reduction,
     sums_in_loss,
+    unknown_sizes,
+    with_unknown_rows,
 )
 from tfdist_ext.training.steps.step_timer import ReplicaTimer
 from tfdist_ext.user_frames import filter_traceback, warn
@@ -118,20 +121,17 @@ class StepContext:
         self._batch_fraction = tf.cast(self.rows, tf.float64) / tf.cast(self.of, tf.float64)
         self.rows = tf.cast(self.rows, tf.int64)
         self.rows_read = tf.maximum(self.rows, 1)
-        leaves = [leaf for leaf in tf.nest.flatten(self.batch) if leaf is not None]
-        self._batch = [leaf for leaf in leaves if tf.is_symbolic_tensor(leaf)]
-        self._size = leaves[0].shape[0]
-        self._gathered: list[tf.Tensor] = []  # results of all_rows
-        self._summed: list[tf.Tensor] = []  # other values that are the same on all replicas
+        self._graph = current_graph()
+        if self.replicas > 1 and self._graph is not None and not _on_tpu():
+            self.batch = with_unknown_rows(self.batch)
+        self._size = next(x for x in tf.nest.flatten(self.batch) if x is not None).shape[0]
+        self._has_gathered = False  # by all_rows
         self._place: tuple[tf.Tensor, tf.Tensor] | None = None
-        self._counts: tf.Tensor | None = None  # rows of each part
-        self._of_row: dict[str, int] = {}  # name of the indices of slices -> how many for a row
         self.asked_batch_size = False
         self._row_numbers: list[tf.Tensor] = []
         self._is_batch: tf.Tensor | None = None  # of a shape with a number, while it is drawn
-        self._graph = current_graph()
-        self.dependence = BatchDependence(self.batch, self._size)
-        self.dependence.set_equal(self.of)
+        self._equal = EqualTensors(self.batch)
+        self._equal.add(self.of)
         # Id of a sum -> the sum, this part's own share in it.
         self._own_gradients: dict[int, tuple[Gradient, Gradient]] = {}
 
@@ -166,47 +166,28 @@ class StepContext:
         It is the same on all replicas.
         """
         sizes = _sizes(value)
-        if not self._gathered or not sizes:
+        if not self._has_gathered or not sizes:
             return False
         if tf.is_symbolic_tensor(value):
-            if None not in sizes:
-                return False
-            trace = self.trace([value])
-            return trace is not None and not trace.is_of_part(trace.targets[0])
+            return None in sizes and self._equal.has(value)
         of_all, of_part = int(self.place()[1]), int(self.rows_read)
         return of_all > of_part and sizes[0] is not None and sizes[0] % of_all == 0
-
-    def trace(self, targets: Sequence[tf.Tensor], primes_from: int = 0) -> RowTrace | None:
-        """The places of this part's rows in tensors of a graph; None where unknown."""
-        if not self._batch or not all(map(tf.is_symbolic_tensor, targets)):
-            return None
-        try:
-            return RowTrace(targets, self._batch, self._gathered, self._summed, primes_from)
-        except ValueError:  # a shape that cannot be with these numbers of rows
-            return None
 
     def check_written(
         self, variable: keras.Variable | tf.Variable, value: Any, *, is_metric: bool = False
     ) -> None:
         """Raise TrainingError if rows of this part are written into a variable's rows.
 
-        A metric may add them to its rows: it is summed over replicas.
+        A metric may add them to its rows, because it is summed over replicas.
         """
         if not self._is_traced_first() or not tf.is_symbolic_tensor(value):
             return
-        if self._size is None and not may_place_rows(value):
-            return
-        trace = self.trace([value])
-        if trace is None or trace.crosses_replicas:
-            return
-        kinds = PLACING if is_metric else PLACING | SCATTERING
-        op = places_rows(trace.targets[0], trace.is_of_part, lambda op: op.type in kinds)
-        if op is not None:
-            raise self._rows_written(variable, op.type)
+        if (how := places_rows(value, self._equal, is_metric=is_metric)) is not None:
+            raise self._rows_written(variable, how)
 
     def check_places(self, variable: tf.Variable, places: Any, how: str) -> None:
         """Raise TrainingError if the places that are written follow from this part's rows."""
-        if not self.dependence.is_equal(places):
+        if tf.is_symbolic_tensor(places) and not self._equal.has(places):
             raise self._rows_written(variable, how)
 
     def _rows_written(self, variable: keras.Variable | tf.Variable, how: str) -> TrainingError:
@@ -220,7 +201,8 @@ class StepContext:
 
     def check_equal(self, variable: tf.Variable, values: Any) -> None:
         """Raise TrainingError if a variable that has no mean gets a value of this part's rows."""
-        if not variable.dtype.is_floating and not self.dependence.is_equal(values):
+        values = [each for each in tf.nest.flatten(values) if tf.is_symbolic_tensor(each)]
+        if not variable.dtype.is_floating and not self._equal.has(values):
             raise TrainingError(
                 f"What is assigned to the variable {variable.name!r} ({variable.dtype.name}) must"
                 f" be the same on all {self.replicas} replicas, but it depends on the rows of this"
@@ -240,24 +222,30 @@ class StepContext:
 
     def _is_traced_first(self) -> bool:
         """Whether this is the worker's first replica, in a graph: what it does, all do."""
-        on_tpu = isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy)
-        if self.replicas == 1 or not self._batch or on_tpu:
+        if self.replicas == 1 or self._graph is None or _on_tpu():
             return False
         return copy_number() % self.local_replicas == 0
 
     def warn_of_rows_compared(self, targets: Sequence[tf.Tensor]) -> None:
-        """Warn if a loss compares this part's rows with each other."""
+        """Warn if a loss compares this part's rows with each other.
+
+        Such an operation makes a second dimension of unknown size from two tensors of the part.
+        """
         tensors = [target for target in targets if tf.is_symbolic_tensor(target)]
-        first = bool(tensors) and self._is_traced_first()
-        trace = self.trace(tensors) if first and may_compare_rows(tensors, self._batch) else None
-        if trace is not None and (op := trace.compares_rows()) is not None:
-            warn(
-                "the loss compares rows of the batch with each other (in-batch negatives:"
-                f" {op.type} {op.name.split('/', 1)[1]!r}). On {self.replicas} replicas each"
-                " compares the rows of its own part only, which is another loss than on one"
-                " device. Take one side from tfd.all_rows: logits ="
-                " tf.matmul(queries, tfd.all_rows(candidates), transpose_b=True)."
-            )
+        for op in operations_before(tensors) if self._is_traced_first() else ():
+            if op.type not in _COMPARING or unknown_sizes(op.outputs[0]) != 2:
+                continue
+            sizes = [unknown_sizes(each) for each in op.inputs]
+            own = [n for x, n in zip(op.inputs, sizes, strict=True) if not self._equal.has(x)]
+            if max(sizes) == 1 and own == [1, 1]:
+                warn(
+                    "the loss compares rows of the batch with each other (in-batch negatives:"
+                    f" {op.type} {op.name!r}). On {self.replicas} replicas each compares the rows"
+                    " of its own part only, which is another loss than on one device. Take one side"
+                    " from tfd.all_rows: logits = tf.matmul(queries, tfd.all_rows(candidates),"
+                    " transpose_b=True)."
+                )
+                return
 
     def warn_of_sums(self, targets: Sequence[tf.Tensor]) -> None:
         """Warn if a loss of one number is a sum over this part's rows, or a ratio of two."""
@@ -265,8 +253,7 @@ class StepContext:
             return  # a known size may be the constant that a mean divides by
         numbers = [each for each in targets if tf.is_symbolic_tensor(each) and not each.shape.rank]
         for summed, is_ratio in (found for each in numbers for found in sums_in_loss(each)):
-            trace = self.trace([summed])
-            if trace is None or not trace.is_of_part(trace.targets[0]):
+            if not unknown_sizes(summed) or self._equal.has(summed):
                 continue
             what = (
                 "divides one sum over rows by another, as a masked mean does. Each of"
@@ -327,13 +314,26 @@ class StepContext:
         what = [STATISTIC] * len(values) if what is None else what
         for value, each in zip(values, what, strict=True):
             _set_shape(value, each)
-        parts = [prepare_reduction(value, self.dependence) for value in values]
-        of_parts = [each for part, each in zip(parts, what, strict=True) for _ in part.values]
-        reduced = self._all_reduce([value for part in parts for value in part.values], of_parts)
-        summed = finished(parts, reduced)
-        self.dependence.set_equal(summed)
-        self._summed += [each for each in summed if tf.is_symbolic_tensor(each)]
+        lookups = list(map(self.lookups, values))
+        of_each = [each for of_one, each in zip(lookups, what, strict=True) for _ in of_one]
+        reduced = self._all_reduce([each.value for of_one in lookups for each in of_one], of_each)
+        summed = self.merged(lookups, reduced)
+        self._equal.add(summed)
         return summed
+
+    def lookups(self, gradient: Gradient) -> list[Lookup]:
+        """A gradient, or the slices of each lookup in it; to be summed one by one."""
+        return lookups_of(gradient, self._equal)
+
+    def merged(
+        self, lookups: Sequence[Sequence[Lookup]], sums: Iterable[Gradient]
+    ) -> list[Gradient]:
+        """The gradients of which these are the lookups, from the sums over all replicas."""
+        rest = iter(sums)
+        return [
+            joined([merged(each.kind, next(rest), self.replicas) for each in of_one])
+            for of_one in lookups
+        ]
 
     def _all_reduce(self, values: Sequence[Gradient], what: Sequence[Reduced]) -> list[Gradient]:
         summed: list[Gradient] = [None] * len(values)
@@ -361,16 +361,6 @@ class StepContext:
             return "elements", value.dtype.name
         return "fixed", "slices" if slices else f"shape {known}"
 
-    def _slices_of_row(self, slices: tf.IndexedSlices) -> int:
-        """How many slices there are for each row of the part; 0 where that is unknown."""
-        name = slices.indices.name
-        if name not in self._of_row:
-            # With one number of rows alone, 11 * 12 slices could be so many of each row.
-            traces = [self.trace([slices.indices], primes_from=begin) for begin in (0, 2)]
-            found = {None if trace is None else trace.entries_of_row() for trace in traces}
-            self._of_row[name] = found.pop() or 0 if len(found) == 1 else 0
-        return self._of_row[name]
-
     def _sum_of_elements(
         self, values: Sequence[tf.Tensor], what: Sequence[Reduced]
     ) -> list[tf.Tensor]:
@@ -396,16 +386,8 @@ class StepContext:
 
     def _most_slices(self, values: Sequence[tf.IndexedSlices]) -> list[tf.Tensor]:
         """The most slices that any replica has of each (int64)."""
-        of_row = list(map(self._slices_of_row, values))
-        most: dict[int, tf.Tensor] = {}
-        if any(of_row):  # a part of 0 rows has read one
-            rows = tf.maximum(tf.reduce_max(self._rows_of_replicas()), 1)
-            most = {place: rows * number for place, number in enumerate(of_row) if number}
-        if others := [place for place, number in enumerate(of_row) if not number]:
-            counts = tf.stack([tf.size(values[place].indices, tf.int64) for place in others])
-            of_all = tf.reduce_max(self._of_replicas(counts), axis=0)
-            most |= dict(zip(others, tf.unstack(of_all, len(others)), strict=True))
-        return [most[place] for place in range(len(values))]
+        counts = tf.stack([tf.size(value.indices, tf.int64) for value in values])
+        return tf.unstack(tf.reduce_max(self._of_replicas(counts), axis=0), len(values))
 
     @contextlib.contextmanager
     def _keys_of_size(self, size: tf.Tensor) -> Iterator[None]:
@@ -459,7 +441,7 @@ class StepContext:
 
     def is_equal(self, gradient: Gradient) -> bool:
         """Whether a gradient is the same on every replica, as of the global batch."""
-        return self.replicas > 1 and self.dependence.is_equal(gradient)
+        return self.replicas > 1 and self._equal.has(gradient)
 
     def own_gradient(self, gradient: Gradient) -> Gradient:
         """This part's share in a gradient of the global batch."""
@@ -499,7 +481,9 @@ class StepContext:
 
             return sum_up([tf.identity(value) for value in parts]), gradient
 
-        return list(summed(*values))
+        totals = list(summed(*values))
+        self._equal.add(totals)
+        return totals
 
     def all_rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The rows of all replicas, for each dense tensor of this part's rows; differentiable.
@@ -525,7 +509,7 @@ class StepContext:
             rows = tf.cast(total, tensor.dtype)
             rows.set_shape([None, *tensor.shape[1:]])
             gathered.append(rows)
-        self._gathered += gathered
+        self._has_gathered = True
         return gathered
 
     def _totals(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -549,19 +533,8 @@ class StepContext:
         return self._place
 
     def _counted_place(self, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        counts, others = self._rows_of_replicas(), tf.range(self.replicas)
+        counts, others = self._of_replicas(self.rows[tf.newaxis])[:, 0], tf.range(self.replicas)
         return tf.reduce_sum(tf.where(others < number, counts, 0)), tf.reduce_sum(counts)
-
-    def _rows_of_replicas(self) -> tf.Tensor:
-        """Rows of each part (int64), over all workers."""
-        if self._counts is None:
-            if self.cut_evenly:
-                of, numbers = tf.cast(self.of, tf.int64), tf.range(self.replicas, dtype=tf.int64)
-                low, high = bounds(of, numbers, self.replicas)
-                self._counts = high - low
-            else:
-                self._counts = self._of_replicas(self.rows[tf.newaxis])[:, 0]
-        return self._counts
 
     def _of_replicas(self, numbers: tf.Tensor) -> tf.Tensor:
         """The numbers (int64, a vector) of each replica, one below the other."""
@@ -577,17 +550,16 @@ class StepContext:
         """
         if self.replicas == 1 or known.rank == 0:
             return 0
-        if known.rank is None or known[0] is None:
-            return self.dependence.blocks_of_rows(shape)
-        if self._size is None or known[0] % self._size:
+        if tf.is_symbolic_tensor(shape) and (known.rank is None or known[0] is None):
+            return 0 if self._equal.has(first_size(shape)) else blocks_of_rows(shape)
+        # In an eager step all sizes are numbers. A multiple is several entries of each row.
+        if self._size is None or known[0] % self._size or tuple(known) in self.weight_shapes:
             return 0
-        # In an eager step sizes are numbers, and where all batches are of one size.
-        if known[0] == self._size:
-            return 1
-        if tuple(known) in self.weight_shapes:
-            return 0
-        like = self.dependence.joined_rows(known[0])
-        return 0 if like is None else self.dependence.blocks_in(like)
+        return 1 if self._size > 1 or known[0] == 1 else 0
+
+    def has_all_own_rows(self, x: tf.Tensor) -> bool:
+        """Whether a tensor has one entry for each row of this part, and no others."""
+        return has_rows_of(x, self.batch) if x.shape[0] is None else x.shape[0] == self._size
 
     def is_batch_size(self, size: tf.Tensor, blocks: int = 1) -> tf.Tensor:
         """Whether a first dimension has this part's rows, when the step runs."""
@@ -604,8 +576,6 @@ class StepContext:
         first, *rest = shape
         is_batch = tf.cast(self.of, tf.int64) == first
         mine = tf.cast(tf.where(is_batch, self.rows_read, int(first)), tf.int32)
-        if tf.executing_eagerly():
-            mine = int(mine)
         self._is_batch = is_batch
         try:
             yield [mine, *rest]
@@ -615,15 +585,13 @@ class StepContext:
     def _may_be_batch(self, shape: Any) -> bool:
         if self.replicas == 1 or not isinstance(shape, list | tuple | tf.TensorShape) or not shape:
             return False
+        if self._graph is None:  # all sizes are numbers
+            return False
         if not isinstance(shape[0], numbers.Integral) or shape[0] < 2:
             return False
         first = int(shape[0])
         self.asked_batch_size = True
-        if self.batch_size not in (None, first) or tuple(shape) in self.weight_shapes:
-            return False
-        if self._size is None:
-            return True
-        return first != self._size and self.dependence.joined_rows(first) is None
+        return self.batch_size in (None, first) and tuple(shape) not in self.weight_shapes
 
     def note_row_numbers(self, indices: tf.Tensor) -> None:
         """Note that these are numbers of rows in the global batch, for `rows_at`."""
@@ -688,6 +656,13 @@ def _sizes(value: Any) -> list[int | None]:
     return value.shape.as_list()
 
 
+# Operations by which losses compare rows with each other.
+_COMPARING = {
+    *("BatchMatMulV2", "Einsum", "Equal", "Greater", "GreaterEqual", "Less", "LessEqual"),
+    *("MatMul", "NotEqual", "SquaredDifference", "Sub"),
+}
+
+
 # How it is summed, by what the size follows from.
 _SUMS: dict[str, Callable[..., Sequence[Gradient]]] = {
     "fixed": lambda here, values, what: sum_up(values, what),
@@ -712,6 +687,10 @@ def reduced_for(kind: Kind, variable: keras.Variable | tf.Variable) -> Reduced:
     path = getattr(variable, "path", "")
     raw = kp.raw_value(variable) if isinstance(variable, keras.Variable) else variable
     return Reduced(kind=kind, variable=raw, path=path or raw.name.removesuffix(":0"))
+
+
+def _on_tpu() -> bool:
+    return isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy)
 
 
 def current_step() -> StepContext | None:

@@ -40,10 +40,9 @@ from tfdist_ext.training.steps.replaced import (
     Target,
     not_called,
     own_targets,
-    requiring,
     substitutes,
 )
-from tfdist_ext.training.steps.rows import Gradient, PreparedReduction, finished, prepare_reduction
+from tfdist_ext.training.steps.rows import Gradient
 from tfdist_ext.training.steps.scope import ReplicaScope, shared_by_replicas
 from tfdist_ext.training.steps.step_timer import timestamp_after
 from tfdist_ext.training.variables import (
@@ -263,33 +262,8 @@ def _with_sums(
     optimizers = with_inner_optimizers(optimizer)
     touched = [*variables, *(v for each in optimizers for v in each.variables)]
     if here.local_replicas > 1 and is_updated_once(touched, strategy, here.local_replicas):
-        parts = [prepare_reduction(gradient, here.dependence) for gradient in weighted]
-
-        called: set[str] = set()
-
-        def apply_once(
-            values: tuple[list[list[Gradient]], list[Gradient]],
-        ) -> tuple[Any, tf.Tensor]:
-            owned = [variables[i] for i in apart]
-            summed = _on_owners(parts, values[0], owned, strategy)
-            summed += [strategy.experimental_local_results(each)[0] for each in values[1]]
-            copies = LocalCopies(lambda variable: owner_copy(variable, strategy), optimizers)
-            updates = UpdatesInPlace(optimizer)
-            with (
-                running_step(None),
-                default_strategy_scope(optimizers, updates),
-                copies,
-                substitutes({"variable_key": updates.key_of}, called),
-                requiring("variable_key", called),
-            ):
-                result = apply_to(summed)
-            broadcast_from_owner([*touched, *copies.used], strategy)
-            return result, tf.constant(0.0) if here.timer is None else timestamp_after(summed)
-
-        here.check_graph()
-        meet = functools.partial(once_for_all, apply_once)
-        mine = [each.values for each in parts], [grads[i] for i in equal]
-        return here.synchronize(meet, mine)[0]
+        owned, known = [variables[i] for i in apart], [grads[i] for i in equal]
+        return _update_once(here, optimizer, weighted, known, owned, touched, apply_to)
     what = [reduced_for("gradient", variables[i]) for i in apart]
     summed = here.synchronize(lambda gradients: here.all_reduce(gradients, what), weighted)
     number = copy_number()
@@ -298,20 +272,54 @@ def _with_sums(
         return apply_to([*summed, *(grads[i] for i in equal)])
 
 
-def _on_owners(
-    parts: Sequence[PreparedReduction],
+def _update_once(
+    here: StepContext,
+    optimizer: keras.optimizers.Optimizer,
+    weighted: Sequence[Gradient],
+    known: Sequence[Gradient],
+    variables: Sequence[keras.Variable],
+    touched: Sequence[keras.Variable],
+    apply: Callable[[list[Gradient]], Any],
+) -> Any:
+    """Update each variable on its owner, for all replicas of this worker.
+
+    Args:
+        weighted: this replica's shares in gradients.
+        known: gradients that are summed already.
+        variables: those of `weighted`.
+        touched: the variables that the update may write.
+        apply: of the gradients of the global batch, `weighted` and then `known`.
+    """
+    strategy = tf.distribute.get_strategy()
+    optimizers = with_inner_optimizers(optimizer)
+    lookups = list(map(here.lookups, weighted))
+
+    def update(values: tuple[list[list[Gradient]], list[Gradient]]) -> tuple[Any, tf.Tensor]:
+        summed = here.merged(lookups, _sums_on_owners(values[0], variables, strategy))
+        summed += [strategy.experimental_local_results(each)[0] for each in values[1]]
+        copies = LocalCopies(lambda variable: owner_copy(variable, strategy), optimizers)
+        scope = default_strategy_scope(optimizers, UpdatesInPlace(optimizer))
+        with running_step(None), scope, copies:
+            result = apply(summed)
+        broadcast_from_owner([*touched, *copies.used], strategy)
+        return result, tf.constant(0.0) if here.timer is None else timestamp_after(summed)
+
+    here.check_graph()
+    mine = [[each.value for each in of_one] for of_one in lookups], list(known)
+    return here.synchronize(functools.partial(once_for_all, update), mine)[0]
+
+
+def _sums_on_owners(
     values: Sequence[Sequence[Gradient]],
     variables: Sequence[keras.Variable],
     strategy: tf.distribute.Strategy,
 ) -> list[Gradient]:
-    """The sum over replicas of each gradient, on the device that computes its update alone."""
+    """The sums over replicas of gradients' lookups, on the devices that compute the updates."""
     devices = [device_of_update(owner_copy(variable, strategy)) for variable in variables]
     of_all = list(zip(values, devices, variables, strict=True))
     pairs = [(value, device) for of_one, device, _ in of_all for value in of_one]
     what = [reduced_for("gradient", variable) for of_one, _, variable in of_all for _ in of_one]
-    if not pairs:
-        return []
-    return finished(parts, batch_reduce_to(strategy, tf.distribute.ReduceOp.SUM, pairs, what))
+    return batch_reduce_to(strategy, tf.distribute.ReduceOp.SUM, pairs, what) if pairs else []
 
 
 def _update_mean(

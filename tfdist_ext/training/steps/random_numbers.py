@@ -257,20 +257,24 @@ def _shuffled(
     finds these rows.
     """
     x = keras.ops.convert_to_tensor(x)
-    if axis != 0 or not here.blocks_of_rows(tf.shape(x), x.shape):
+    if axis != 0 or here.replicas == 1 or not here.has_all_own_rows(x):
         return original(x, axis, seed)
-    if x.shape[0] is None:
-        trace = here.trace([x])
-        if trace is None or not trace.begins_with_rows():
-            return original(x, axis, seed)
     before, of_all = here.place()
-    numbers = here.dependence.are_row_numbers(x)
+    numbers = _are_row_numbers(x)
     whole = tf.range(tf.cast(of_all, x.dtype)) if numbers else here.all_rows([x])[0]
     mine = original(whole, 0, seed)[before : before + here.rows_read]
     mine.set_shape(x.shape)
     if numbers:
         here.note_row_numbers(mine)
     return mine
+
+
+def _are_row_numbers(x: tf.Tensor) -> bool:
+    if not tf.is_symbolic_tensor(x):
+        return x.shape.rank == 1 and np.array_equal(x, np.arange(x.shape[0]))
+    while x.op.type in ("Cast", "Identity"):
+        x = x.op.inputs[0]
+    return x.op.type == "Range" and tf.get_static_value(x.op.inputs[0]) == 0
 
 
 # The replacements of functions that draw random numbers, by key, each to be called with the step's

@@ -42,7 +42,6 @@ __all__ = [
     "not_called",
     "own_targets",
     "redirect_methods",
-    "requiring",
     "step_targets",
     "substitute_of",
     "substitutes",
@@ -295,17 +294,6 @@ def not_called(key: str) -> TrainingError:
         " not. This release takes another way, and the training would be wrong: install versions"
         " that docs/compatibility.md lists as tested, or a newer tfdist_ext."
     )
-
-
-@contextlib.contextmanager
-def requiring(key: str, called: Set[str]) -> Iterator[None]:
-    """Scope in which a KeyError means that the function of a key was not called."""
-    try:
-        yield
-    except KeyError as error:
-        if key in called:
-            raise
-        raise not_called(key) from error
 
 
 def _expected(model: keras.Model, kind: str, step: StepRecord) -> Iterator[tuple[str, ...]]:

@@ -20,7 +20,6 @@ import tensorflow as tf
 
 from tfdist_ext.cluster.liveness.reports import FIRST_AFTER, LONGEST_PAUSE, say
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training._tf_private import recorded_operations
 from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.programs import StepProgram
 from tfdist_ext.training.protocols import (
@@ -290,8 +289,7 @@ class SynchronousProgram(StepProgram):
                 break
             done += 1
             if rows is None or rows > 0:
-                with recorded_operations():
-                    states, outputs = self._one_step(batch, states, rows)
+                states, outputs = self._one_step(batch, states, rows)
         return self._finish((states, outputs), tf.constant(done), tf.constant(report))
 
     def _one_step(self, batch: Parts, states: States, rows: tf.Tensor | None = None) -> Carried:
@@ -337,10 +335,9 @@ class SynchronousProgram(StepProgram):
         with (
             tf.name_scope(""),  # a summary's tag would begin with "while/"
             running_step(here),
-            _recording(here, self._model),
             ReplicaScope(zip(self._metrics, before, strict=True), self._others, self._own) as scope,
         ):
-            returned = self._step(part[-1])
+            returned = self._step(part[-1] if here is None else here.batch)
             warns = self.reduction.replicas > 1
             outputs = self._other_outputs(returned, scope, before, warns=warns)
             if here is not None:
@@ -488,7 +485,7 @@ class Predictor:
 
     def _run(self, outputs: Any, *args: Any) -> Structure:
         if self._model.run_eagerly:
-            with recorded_operations(), _drawing(self._seeds, eager=True):
+            with _drawing(self._seeds, eager=True):
                 return outputs(*args)
         if outputs not in self._traced:
             outputs.get_concrete_function(*args)  # tells whether it draws without a seed
@@ -535,12 +532,11 @@ class Predictor:
             )
         with (
             running_step(here),
-            _recording(here, self._model),
             ReplicaScope(
                 zip(self._metrics, before, strict=True), self._watched, self._own
             ) as scope,
         ):
-            outputs = self._step(part[-1])
+            outputs = self._step(part[-1] if here is None else here.batch)
         if here is not None:
             check_lookups(self._model, scope.record(here.called))
         scope.forget_losses(self._model)
@@ -557,15 +553,6 @@ class Predictor:
         if isinstance(parts[0], tf.SparseTensor):
             return tf.sparse.concat(axis=0, sp_inputs=list(parts))
         return tf.concat(parts, axis=0)
-
-
-def _recording(
-    here: StepContext | None, model: keras.Model
-) -> contextlib.AbstractContextManager[None]:
-    """Scope of a step; if it is eager, what is run is recorded."""
-    if here is None or not model.run_eagerly:
-        return contextlib.nullcontext()
-    return here.dependence.recording()
 
 
 @contextlib.contextmanager
