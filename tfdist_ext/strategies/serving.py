@@ -91,6 +91,7 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
                 task_index=described.task.index,
                 protocol=resolver.rpc_layer or "grpc",
             )
+        assert endpoint is not None  # else the port was in use, and the server has failed
         result = _result_of_coordinator(described, endpoint, WAIT if wait is None else wait)
         del server  # it serves as long as there is a reference
     finally:
@@ -114,8 +115,7 @@ class Servers:
             if address and task.startswith(("ps:", "worker:"))
         }
         self._sessions = Sessions(servers)
-        watcher = Watcher(self._me, servers, SERVER_SILENT)
-        self.heartbeat = watcher.heartbeat
+        self._watcher = Watcher(self._me, servers, SERVER_SILENT)
 
     def send_result_at_exit(self) -> None:
         """Make this process send its result at the exit, before TensorFlow ends."""
@@ -136,8 +136,8 @@ class Servers:
             exit_within(_END)  # TensorFlow may wait for them without a limit
 
 
-def _result_of_coordinator(described: Described, endpoint: Endpoint | None, wait: float) -> str:
-    """DONE, FAILED or STALLED; "" where the coordinator has crashed or is frozen."""
+def _result_of_coordinator(described: Described, endpoint: Endpoint, wait: float) -> str:
+    """DONE, FAILED or STALLED; "" if the coordinator has crashed or is frozen."""
     me, driver = str(described.task), driver_of(described)
     if driver is None:
         say(
@@ -150,18 +150,14 @@ def _result_of_coordinator(described: Described, endpoint: Endpoint | None, wait
     say(f"{me}: serving at {described.address}; the coordinator is {coordinator}")
     deadline = time.monotonic() + wait
     while coordinator.state != GONE and not coordinator.failure:
-        result = ""
-        if endpoint is None:
-            time.sleep(_LOOK_EVERY)
-        else:
-            result = str(endpoint.next_word(_LOOK_EVERY).get("result", ""))
+        result = str(endpoint.next_word(_LOOK_EVERY).get("result", ""))
         if result == STALLED:
             show_stacks()  # this task may know why
         if result:
             _wait_until_gone(coordinator)
             say(f"{me}: the coordinator, {coordinator}, {_WORDS[result]}")
             return result
-        if endpoint is not None and endpoint.had_session and coordinator.state == EXPECTED:
+        if endpoint.had_session and coordinator.state == EXPECTED:
             coordinator.state = ALIVE
         coordinator.look()
         coordinator.report_wait(me, described.source)

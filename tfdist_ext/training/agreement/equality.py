@@ -27,7 +27,8 @@ from tfdist_ext.data.pipelines import PY_FUNCTIONS, operations_of
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.agreement.model_description import describe_array, describe_model
-from tfdist_ext.training.protocols import Reduction, Structure
+from tfdist_ext.training.agreement.single_task import Reduction
+from tfdist_ext.training.protocols import Structure
 from tfdist_ext.user_frames import warn
 
 Value = Any  # what JSON holds; floats are equal up to noise, as of another processor
@@ -136,14 +137,14 @@ def _short(value: Value) -> str:
 
 
 def check_equal_calls(reduction: Reduction, call: str, arguments: Mapping[str, Any]) -> None:
-    """Compare what decides how many steps there are and what they do; every worker must call.
+    """Compares what decides how many steps a call has and what they do; every worker must call.
 
     Args:
         call: the method, as "fit".
-        arguments: name -> value; of data only what kind it is, of paths only that there is one.
+        arguments: name -> value; of data only the kind, of paths only whether there is one.
 
     Raises:
-        TrainingError: on every worker, where one's arguments are not the first worker's.
+        TrainingError: as `check_equal_across_workers`.
     """
     advice = (
         f"give every worker the same data and the same arguments of {call}(), as one device"
@@ -206,8 +207,10 @@ def first_batch_comparison(
         difference = difference_between_workers(reduction, described)
         if difference is None:
             return
-        decides = any(name in difference.values for name in _decisive(described, names))
-        random = not decides and reduction.any_worker(_is_random(dataset))
+        decides = any(_is_decisive(name, described, names) for name in difference.values)
+        # Each worker decides from its own batch and pipeline; all of them must agree.
+        decides = reduction.any_worker(decides)
+        random = reduction.any_worker(_is_random(dataset))
         message = (
             f"the first batch differs: {difference}: each worker takes its own part of the same"
             " global batches, so some examples would be used twice and others never. Give every"
@@ -215,7 +218,7 @@ def first_batch_comparison(
             " keras.utils.set_random_seed() on every worker before the data is made); or let each"
             " worker read its own examples with tfd.data.from_dataset_fn()."
         )
-        if not random:
+        if decides or not random:
             raise TrainingError(message)
         if reduction.is_chief:
             warn(
@@ -234,31 +237,26 @@ def _described(batch: Structure, names: str) -> dict[str, Value]:
     parts = keras.utils.unpack_x_y_sample_weight(batch)
     for part, structure in zip(("x", "y", "sample_weight"), parts, strict=True):
         for path, leaf in keras.tree.flatten_with_path(structure):
-            name = names + part + "".join(f"[{key!r}]" for key in path)
             if leaf is None or isinstance(leaf, tf.experimental.Optional):
                 continue
-            tensors = tf.nest.flatten(leaf, expand_composites=True)
-            for number, tensor in enumerate(tensors):
-                suffix = f" ({number + 1} of {len(tensors)} tensors)" if len(tensors) > 1 else ""
+            for number, tensor in enumerate(tf.nest.flatten(leaf, expand_composites=True)):
+                suffix = f" (tensor {number})" if number else ""  # of a ragged or sparse one
+                name = names + part + "".join(f"[{key!r}]" for key in path) + suffix
                 found = describe_array(tensor)
                 if part == "x" and found["shape"]:
                     values.setdefault(f"{names}batch size", found["shape"][0])
-                values[f"shape of {name}{suffix}"] = found["shape"]
-                values[f"dtype of {name}{suffix}"] = found["dtype"]
-                values[f"{name}{suffix}"] = found["content"]
+                values[f"shape of {name}"] = found["shape"]
+                values[f"dtype of {name}"] = found["dtype"]
+                values[name] = found["content"]
     return values
 
 
-def _decisive(described: Mapping[str, Value], names: str) -> list[str]:
-    """What no augmentation changes: how many rows, and labels of one integer or text a row."""
-    labels = [
-        name
-        for name, value in described.items()
-        if name.startswith(f"{names}y")
-        and "checksum" in value
-        and np.prod(described[f"shape of {name}"][1:]) == 1
-    ]
-    return [f"{names}batch size", f"{names}data", *labels]
+def _is_decisive(name: str, described: Mapping[str, Value], names: str) -> bool:
+    """Whether no augmentation changes this: how many rows, and one integer or text label a row."""
+    if name in (f"{names}batch size", f"{names}data"):
+        return True
+    is_label = name.startswith(f"{names}y") and "checksum" in described.get(name, ())
+    return is_label and math.prod(described[f"shape of {name}"][1:]) == 1
 
 
 def _is_random(dataset: tf.data.Dataset) -> bool:
@@ -279,8 +277,9 @@ def _as_json(value: object) -> Value:
         return value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    # Datasets have classes of many names.
-    return "a tf.data.Dataset" if isinstance(value, tf.data.Dataset) else type(value).__name__
+    if isinstance(value, tf.data.Dataset):  # its classes have many names
+        return "a tf.data.Dataset"
+    return str(getattr(value, "__qualname__", type(value).__name__))
 
 
 def check_equal_models(

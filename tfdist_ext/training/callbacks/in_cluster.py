@@ -18,8 +18,9 @@ import keras
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.callbacks.worker_tensorboard import check_tensorboard
-from tfdist_ext.training.protocols import Callbacks, Reduction, TrainedModel
+from tfdist_ext.training.protocols import Callbacks, TrainedModel
 from tfdist_ext.training.state.chief import broadcast_state
 from tfdist_ext.training.steps.replaced import (
     Target,

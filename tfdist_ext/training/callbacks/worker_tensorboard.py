@@ -12,7 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.protocols import Logs, Reduction
+from tfdist_ext.training.agreement.single_task import Reduction
+from tfdist_ext.training.protocols import Logs
 from tfdist_ext.training.steps.step_timer import NO_ROWS, StepTimer
 from tfdist_ext.user_frames import filter_traceback
 
