@@ -24,13 +24,13 @@ from tfdist_ext.cluster.liveness.watching import (
     exit_within,
 )
 from tfdist_ext.cluster.liveness.wire import Endpoint
-from tfdist_ext.errors import StrategyError
 from tfdist_ext.launch.exit_codes import RESTART
-from tfdist_ext.strategies.cluster_start import WAIT, run_preflight, start_failures_in_words
+from tfdist_ext.strategies.cluster_start import run_preflight, start_failures_in_words
 from tfdist_ext.strategies.resolvers import Cluster, Described, describe, resolver_of
 
 _SESSION = 5.0  # seconds for the coordinator to open its session
 _LOOK_EVERY = 0.5  # seconds
+_START = 120.0  # seconds for the coordinator, which was in the preflight, to start its server
 _LEAVE = 5.0  # seconds for the coordinator to be gone after its result
 # Seconds for a server to take the result: it may be dead or frozen. A server that does not take a
 # success in time, because it is busy with the end of a pipeline, ends as after a crash.
@@ -92,7 +92,7 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
                 protocol=resolver.rpc_layer or "grpc",
             )
         assert endpoint is not None  # else the port was in use, and the server has failed
-        result = _result_of_coordinator(described, endpoint, WAIT if wait is None else wait)
+        result = _result_of_coordinator(described, endpoint)
         del server  # it serves as long as there is a reference
     finally:
         if endpoint is not None:
@@ -136,7 +136,7 @@ class Servers:
             exit_within(_END)  # TensorFlow may wait for them without a limit
 
 
-def _result_of_coordinator(described: Described, endpoint: Endpoint, wait: float) -> str:
+def _result_of_coordinator(described: Described, endpoint: Endpoint) -> str:
     """DONE, FAILED or STALLED; "" if the coordinator has crashed or is frozen."""
     me, driver = str(described.task), driver_of(described)
     if driver is None:
@@ -148,8 +148,10 @@ def _result_of_coordinator(described: Described, endpoint: Endpoint, wait: float
             time.sleep(_LOOK_EVERY)
     coordinator = TaskWatch(*driver, COORDINATOR_SILENT)
     say(f"{me}: serving at {described.address}; the coordinator is {coordinator}")
-    deadline = time.monotonic() + wait
+    deadline = time.monotonic() + _START
     while coordinator.state != GONE and not coordinator.failure:
+        if coordinator.state == EXPECTED and time.monotonic() >= deadline:
+            break
         result = str(endpoint.next_word(_LOOK_EVERY).get("result", ""))
         if result == STALLED:
             show_stacks()  # this task may know why
@@ -160,15 +162,6 @@ def _result_of_coordinator(described: Described, endpoint: Endpoint, wait: float
         if endpoint.had_session and coordinator.state == EXPECTED:
             coordinator.state = ALIVE
         coordinator.look()
-        coordinator.report_wait(me, described.source)
-        if coordinator.state == EXPECTED and time.monotonic() >= deadline:
-            failure = StrategyError(
-                f"the coordinator must be there within {wait:g} s (wait), got no answer from"
-                f" {coordinator}. Start it, correct its address on every task, or allow more"
-                " seconds."
-            )
-            failure.missing = str(coordinator)
-            raise failure
     if coordinator.failure:
         say(f"{me}: {coordinator.failure} It coordinates this job, which ends.")
         exit_within(_END)

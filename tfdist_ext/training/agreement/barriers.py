@@ -46,7 +46,6 @@ PATIENCE = 2.0  # seconds in a barrier before a task looks where the others are
 LEAVE_LIMIT = 30.0  # seconds to wait for a task whose script has ended, or ends
 _LOOK_EVERY = 0.3
 _CAUSE = 6.0  # seconds to learn why a collective has failed
-_SLOW = 10.0  # seconds in a phase, at most, after which a task publishes how much it has read
 _DEAF = 15.0  # seconds beyond its limit after which a task that publishes nothing has stalled
 # Looks in a row that must find the same: an answer may be lost, and values change meanwhile. A look
 # at a silent task takes a second more. TensorFlow gives a task up after 10 seconds.
@@ -92,7 +91,7 @@ class Position:
         since: seconds since 1970; 0 if the task has not published a position.
         phase: the phase of the training, between two barriers.
         limit: seconds that the phase may take; 0 if there is no watchdog.
-        batches: batches read by the current execution, if it takes long.
+        batches: batches read by the current execution, inside a barrier.
         left: whether the thread that made the calls has ended.
     """
 
@@ -102,7 +101,7 @@ class Position:
     since: float = 0.0
     phase: str = ""
     limit: float = 0.0
-    batches: int | None = None
+    batches: int = 0
     left: bool = False
 
     def is_at(self, other: Position) -> bool:
@@ -253,8 +252,8 @@ class PeerMonitor(TaskStatus):
         end = End(kind, task, text, self._completed)
         if self._leader_answers():
             with contextlib.suppress(tf.errors.OpError):
-                if not tp.insert_value(f"{_PREFIX}end", json.dumps(asdict(end))):
-                    end = _stored_end(1.0) or end
+                tp.insert_value(f"{_PREFIX}end", json.dumps(asdict(end)))  # the first one stays
+                end = _stored_end(1.0) or end
         self._learn(end)
 
     def _learn(self, end: End) -> None:
@@ -314,11 +313,10 @@ class PeerMonitor(TaskStatus):
             self._wait_for_signal()
 
     def _publish(self, position: Position) -> None:
-        position = replace(position, left=not self._thread.is_alive())
-        if (phases := self._phases) is not None:
-            position = replace(position, phase=phases.name, limit=phases.limit)
-            if position.inside and phases.waited >= min(_SLOW, phases.limit / 2):
-                position = replace(position, batches=int(self._batches_read()))
+        batches = int(self._batches_read()) if position.inside else 0
+        position = replace(position, left=not self._thread.is_alive(), batches=batches)
+        if self._phases is not None:
+            position = replace(position, phase=self._phases.name, limit=self._phases.limit)
         if position != self._published:
             with contextlib.suppress(tf.errors.OpError):
                 tp.replace_value(f"{_PREFIX}position/{self._me}", json.dumps(asdict(position)))
@@ -361,13 +359,8 @@ class PeerMonitor(TaskStatus):
             self._decide("stalled", self._me, f"{self._me} has stalled: {self._phases}")
         elif self._me == self._leader:
             everyone = {self._me: self._published or position} | _positions_of(self._others)
-            batches = {
-                task: each.batches
-                for task, each in everyone.items()
-                if each.is_at(position) and each.batches is not None
-            }
-            if len(batches) == len(everyone):  # a task that is late watches itself
-                task, text = who_stalls(batches)
+            if all(each.is_at(position) for each in everyone.values()):  # a late one watches itself
+                task, text = who_stalls({task: each.batches for task, each in everyone.items()})
                 seconds = f"no step is done for {self._phases.waited:.0f} s (see --stall-timeout)"
                 self._decide("stalled", task, f"{text}: {seconds}")
 
