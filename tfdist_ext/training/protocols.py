@@ -10,20 +10,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-__all__ = [
-    "BatchIterator",
-    "Callbacks",
-    "Epoch",
-    "Execution",
-    "Logs",
-    "Specs",
-    "StepFunction",
-    "StepListener",
-    "Structure",
-    "TrainedModel",
-]
-
-
 # Tensors, in tuples, lists and dicts, as models take and return them. A tensor may be ragged or
 # sparse, or a variable; None stands where one is left out.
 Structure: TypeAlias = "tf.Tensor | Sequence[Structure] | Mapping[str, Structure] | None"

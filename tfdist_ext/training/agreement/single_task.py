@@ -17,8 +17,6 @@ import tensorflow as tf
 from tfdist_ext.training.agreement.stalls import Phases
 from tfdist_ext.training.agreement.termination import Termination
 
-__all__ = ["Reduction", "TaskStatus", "on_every_worker"]
-
 
 class TaskStatus:
     """What a task is doing, for its watchdog and for the other tasks.
