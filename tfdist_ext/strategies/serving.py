@@ -6,21 +6,18 @@ result, or is gone or frozen. The coordinator ends the job when one of its serve
 
 from __future__ import annotations
 
-import atexit
-import sys
 import time
 from typing import NoReturn
 
 import tensorflow as tf
 
 from tfdist_ext.cluster.liveness.reports import say, show_stacks
-from tfdist_ext.cluster.liveness.sessions import DONE, FAILED, STALLED, Sessions
+from tfdist_ext.cluster.liveness.sessions import DONE, FAILED, STALLED
 from tfdist_ext.cluster.liveness.watching import (
     ALIVE,
     EXPECTED,
     GONE,
     TaskWatch,
-    Watcher,
     exit_within,
 )
 from tfdist_ext.cluster.liveness.wire import Endpoint
@@ -32,12 +29,9 @@ _SESSION = 5.0  # seconds for the coordinator to open its session
 _LOOK_EVERY = 0.5  # seconds
 _START = 120.0  # seconds for the coordinator, which was in the preflight, to start its server
 _LEAVE = 5.0  # seconds for the coordinator to be gone after its result
-# Seconds for a server to take the result: it may be dead or frozen. A server that does not take a
-# success in time, because it is busy with the end of a pipeline, ends as after a crash.
-_TAKE = {DONE: 15.0, FAILED: 3.0, STALLED: 3.0}
-# Seconds without an answer after which a task is frozen: a server, and the coordinator, which must
-# name a frozen server before the other servers give the coordinator up.
-SERVER_SILENT, COORDINATOR_SILENT = 45.0, 55.0
+# Seconds without an answer after which the coordinator is frozen. It has less time to name a frozen
+# server: SERVER_SILENT.
+COORDINATOR_SILENT = 55.0
 _END = 10.0  # seconds for this process to end by itself when another one is frozen
 
 
@@ -99,41 +93,6 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
             endpoint.close()
     # Not a failure of this task: whoever starts tasks starts it again where the coordinator is.
     raise RoleEnded(0 if result == DONE else RESTART)
-
-
-class Servers:
-    """The servers of this process, the coordinator: it watches them, and sends them its result.
-
-    A process ends this one, and says why, when a server is frozen.
-    """
-
-    def __init__(self, described: Described) -> None:
-        self._me = str(described.task or "coordinator")
-        servers = {
-            task: address
-            for task, address in described.addresses.items()
-            if address and task.startswith(("ps:", "worker:"))
-        }
-        self._sessions = Sessions(servers)
-        self._watcher = Watcher(self._me, servers, SERVER_SILENT)
-
-    def send_result_at_exit(self) -> None:
-        """Make this process send its result at the exit, before TensorFlow ends."""
-        atexit.register(self._send_result)
-
-    def show_stacks(self) -> None:
-        """Make the servers show their stacks and end, because the training has stalled."""
-        self._sessions.end(STALLED, _TAKE[STALLED])
-
-    def _send_result(self) -> None:
-        # Python keeps the exception that ended the program, if one did.
-        result = FAILED if getattr(sys, "last_value", None) is not None else DONE
-        if silent := self._sessions.end(result, _TAKE[result]):
-            say(
-                f"{self._me}: {', '.join(silent)} did not answer within {_TAKE[result]:.0f} s at"
-                " the end of this process, and may be left behind: frozen, or busy."
-            )
-            exit_within(_END)  # TensorFlow may wait for them without a limit
 
 
 def _result_of_coordinator(described: Described, endpoint: Endpoint) -> str:

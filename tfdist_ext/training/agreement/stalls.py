@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tfdist_ext.cluster.liveness.reports import say, show_stacks
+from tfdist_ext.cluster.liveness.sessions import STALLED, Servers
 from tfdist_ext.launch.exit_codes import RESTART, USUAL_STALL_TIMEOUT, stall_timeout
-from tfdist_ext.strategies.serving import Servers
 
 FACTOR = 5.0  # times the longest phase of its kind
 
@@ -125,7 +125,7 @@ def watch(
                 text = f"{me or 'this process'} has stalled: {phases}"
                 waits_for = suspects() if phases.name == "steps" else ""
                 if servers is not None:
-                    servers.show_stacks()
+                    servers.end(STALLED)
                 show_stacks()
                 end_to_be_restarted(f"{text}; it waits for {waits_for}" if waits_for else text)
             del phases
