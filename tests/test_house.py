@@ -70,10 +70,10 @@ TRAINING_FLOORS = [
     {"programs"},
     {"epochs"},
     {"inputs"},
-    {"agreement"},
     {"steps"},
     {"state"},
     {"variables"},
+    {"agreement"},
     {"_keras_private", "_tf_private"},
     {"protocols"},
 ]

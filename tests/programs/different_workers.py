@@ -191,8 +191,6 @@ tf.random.set_seed(rank)
 told("unseeded shuffle", fit(shuffled()))
 told("shuffled validation", fit(X, Y, validation_data=shuffled()))
 told("augmentation", fit(dataset().map(lambda x, y: (x + tf.random.normal([4]), y))))
-weights = {0: 1.0, 1: 2.0} if rank else {1: 2.0, 0: 1.0}
-told("order of a dict", fit(X, Y, class_weight=weights))
 
 
 def recompiled():

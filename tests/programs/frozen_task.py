@@ -7,9 +7,10 @@ import sys
 import time
 
 import tfdist_ext as tfd
+from tfdist_ext.cluster.liveness import sessions
 from tfdist_ext.strategies import serving
 
-serving.SERVER_SILENT, serving.COORDINATOR_SILENT = 4.0, 6.0  # seconds
+sessions.SERVER_SILENT, serving.COORDINATOR_SILENT = 4.0, 6.0  # seconds
 what, folder = sys.argv[1:]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.cluster.addresses import identity
+from tfdist_ext.cluster.liveness.sessions import Servers
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.placement.placer import ServerPlacer
 from tfdist_ext.strategies.cluster_start import (
@@ -22,7 +23,7 @@ from tfdist_ext.strategies.cluster_start import (
 )
 from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.strategies.resolvers import Cluster, Described, describe, resolver_of
-from tfdist_ext.strategies.serving import Servers, serve, serves
+from tfdist_ext.strategies.serving import serve, serves
 
 __all__ = ["multi_worker_mirrored", "parameter_server"]
 
@@ -88,7 +89,12 @@ def parameter_server(
         endpoint = run_preflight(described, wait)
         if endpoint is not None:
             endpoint.free_port()
-        servers = Servers(described)
+        addresses = {
+            task: address
+            for task, address in described.addresses.items()
+            if task.startswith(("ps:", "worker:"))
+        }
+        servers = Servers(str(described.task or "coordinator"), addresses)
         with connecting():
             strategy = PlacedParameterServers(resolver_of(cluster), placer, servers)
     servers.send_result_at_exit()

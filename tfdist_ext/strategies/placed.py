@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.cluster.liveness.sessions import Servers
 from tfdist_ext.errors import PlacementError, StrategyError
 from tfdist_ext.placement import (
     OnDevice,
@@ -21,7 +22,6 @@ from tfdist_ext.placement import (
 from tfdist_ext.placement.live.creating import has_the_last_word, placing
 from tfdist_ext.placement.placer import DevicePlacer, ServerPlacer
 from tfdist_ext.strategies._tf_private import servers_extended
-from tfdist_ext.strategies.serving import Servers
 from tfdist_ext.strategies.template import StrategyTemplate
 from tfdist_ext.user_frames import filter_traceback
 

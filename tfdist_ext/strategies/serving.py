@@ -6,38 +6,32 @@ result, or is gone or frozen. The coordinator ends the job when one of its serve
 
 from __future__ import annotations
 
-import atexit
-import sys
 import time
 from typing import NoReturn
 
 import tensorflow as tf
 
 from tfdist_ext.cluster.liveness.reports import say, show_stacks
-from tfdist_ext.cluster.liveness.sessions import DONE, FAILED, STALLED, Sessions
+from tfdist_ext.cluster.liveness.sessions import DONE, FAILED, STALLED
 from tfdist_ext.cluster.liveness.watching import (
     ALIVE,
     EXPECTED,
     GONE,
     TaskWatch,
-    Watcher,
     exit_within,
 )
 from tfdist_ext.cluster.liveness.wire import Endpoint
-from tfdist_ext.errors import StrategyError
 from tfdist_ext.launch.exit_codes import RESTART
-from tfdist_ext.strategies.cluster_start import WAIT, run_preflight, start_failures_in_words
+from tfdist_ext.strategies.cluster_start import run_preflight, start_failures_in_words
 from tfdist_ext.strategies.resolvers import Cluster, Described, describe, resolver_of
 
 _SESSION = 5.0  # seconds for the coordinator to open its session
 _LOOK_EVERY = 0.5  # seconds
+_START = 120.0  # seconds for the coordinator, which was in the preflight, to start its server
 _LEAVE = 5.0  # seconds for the coordinator to be gone after its result
-# Seconds for a server to take the result: it may be dead or frozen. A server that does not take a
-# success in time, because it is busy with the end of a pipeline, ends as after a crash.
-_TAKE = {DONE: 15.0, FAILED: 3.0, STALLED: 3.0}
-# Seconds without an answer after which a task is frozen: a server, and the coordinator, which must
-# name a frozen server before the other servers give the coordinator up.
-SERVER_SILENT, COORDINATOR_SILENT = 45.0, 55.0
+# Seconds without an answer after which the coordinator is frozen. It has less time to name a frozen
+# server: SERVER_SILENT.
+COORDINATOR_SILENT = 55.0
 _END = 10.0  # seconds for this process to end by itself when another one is frozen
 
 
@@ -91,7 +85,8 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
                 task_index=described.task.index,
                 protocol=resolver.rpc_layer or "grpc",
             )
-        result = _result_of_coordinator(described, endpoint, WAIT if wait is None else wait)
+        assert endpoint is not None  # else the port was in use, and the server has failed
+        result = _result_of_coordinator(described, endpoint)
         del server  # it serves as long as there is a reference
     finally:
         if endpoint is not None:
@@ -100,44 +95,8 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
     raise RoleEnded(0 if result == DONE else RESTART)
 
 
-class Servers:
-    """The servers of this process, the coordinator: it watches them, and sends them its result.
-
-    A process ends this one, and says why, when a server is frozen.
-    """
-
-    def __init__(self, described: Described) -> None:
-        self._me = str(described.task or "coordinator")
-        servers = {
-            task: address
-            for task, address in described.addresses.items()
-            if address and task.startswith(("ps:", "worker:"))
-        }
-        self._sessions = Sessions(servers)
-        watcher = Watcher(self._me, servers, SERVER_SILENT)
-        self.heartbeat = watcher.heartbeat
-
-    def send_result_at_exit(self) -> None:
-        """Make this process send its result at the exit, before TensorFlow ends."""
-        atexit.register(self._send_result)
-
-    def show_stacks(self) -> None:
-        """Make the servers show their stacks and end, because the training has stalled."""
-        self._sessions.end(STALLED, _TAKE[STALLED])
-
-    def _send_result(self) -> None:
-        # Python keeps the exception that ended the program, if one did.
-        result = FAILED if getattr(sys, "last_value", None) is not None else DONE
-        if silent := self._sessions.end(result, _TAKE[result]):
-            say(
-                f"{self._me}: {', '.join(silent)} did not answer within {_TAKE[result]:.0f} s at"
-                " the end of this process, and may be left behind: frozen, or busy."
-            )
-            exit_within(_END)  # TensorFlow may wait for them without a limit
-
-
-def _result_of_coordinator(described: Described, endpoint: Endpoint | None, wait: float) -> str:
-    """DONE, FAILED or STALLED; "" where the coordinator has crashed or is frozen."""
+def _result_of_coordinator(described: Described, endpoint: Endpoint) -> str:
+    """DONE, FAILED or STALLED; "" if the coordinator has crashed or is frozen."""
     me, driver = str(described.task), driver_of(described)
     if driver is None:
         say(
@@ -148,31 +107,20 @@ def _result_of_coordinator(described: Described, endpoint: Endpoint | None, wait
             time.sleep(_LOOK_EVERY)
     coordinator = TaskWatch(*driver, COORDINATOR_SILENT)
     say(f"{me}: serving at {described.address}; the coordinator is {coordinator}")
-    deadline = time.monotonic() + wait
+    deadline = time.monotonic() + _START
     while coordinator.state != GONE and not coordinator.failure:
-        result = ""
-        if endpoint is None:
-            time.sleep(_LOOK_EVERY)
-        else:
-            result = str(endpoint.next_word(_LOOK_EVERY).get("result", ""))
+        if coordinator.state == EXPECTED and time.monotonic() >= deadline:
+            break
+        result = str(endpoint.next_word(_LOOK_EVERY).get("result", ""))
         if result == STALLED:
             show_stacks()  # this task may know why
         if result:
             _wait_until_gone(coordinator)
             say(f"{me}: the coordinator, {coordinator}, {_WORDS[result]}")
             return result
-        if endpoint is not None and endpoint.had_session and coordinator.state == EXPECTED:
+        if endpoint.had_session and coordinator.state == EXPECTED:
             coordinator.state = ALIVE
         coordinator.look()
-        coordinator.report_wait(me, described.source)
-        if coordinator.state == EXPECTED and time.monotonic() >= deadline:
-            failure = StrategyError(
-                f"the coordinator must be there within {wait:g} s (wait), got no answer from"
-                f" {coordinator}. Start it, correct its address on every task, or allow more"
-                " seconds."
-            )
-            failure.missing = str(coordinator)
-            raise failure
     if coordinator.failure:
         say(f"{me}: {coordinator.failure} It coordinates this job, which ends.")
         exit_within(_END)

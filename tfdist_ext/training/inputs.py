@@ -37,7 +37,8 @@ from tfdist_ext.data.shards import Shard, bounds
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.equality import from_each_worker
-from tfdist_ext.training.protocols import Reduction, Specs, Structure
+from tfdist_ext.training.agreement.single_task import Reduction
+from tfdist_ext.training.protocols import Specs, Structure
 
 __all__ = [
     "GlobalBatches",

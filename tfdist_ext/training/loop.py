@@ -23,10 +23,11 @@ import keras
 from tfdist_ext.data.pipelines import data_errors_as_raised
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks
 from tfdist_ext.training.epochs import Epochs
 from tfdist_ext.training.programs import Engine, StepProgram, StepsPerExecutionTuner
-from tfdist_ext.training.protocols import Epoch, Logs, Reduction, StepListener, Structure
+from tfdist_ext.training.protocols import Epoch, Logs, StepListener, Structure
 
 __all__ = ["Loop", "predict", "preserve_sigint", "validates"]
 

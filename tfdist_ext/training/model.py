@@ -32,6 +32,7 @@ from tfdist_ext.training.agreement.equality import (
     check_equal_models,
     first_batch_comparison,
 )
+from tfdist_ext.training.agreement.single_task import Reduction, on_every_worker
 from tfdist_ext.training.building.build import (
     adopt,
     batch_normalization_layers,
@@ -59,13 +60,7 @@ from tfdist_ext.training.inputs import GlobalBatches
 from tfdist_ext.training.loop import Loop, predict, validates
 from tfdist_ext.training.parameter_server.engine import ParameterServerEngine
 from tfdist_ext.training.programs import Engine, StepProgram, compiled_parts
-from tfdist_ext.training.protocols import (
-    Callbacks,
-    Logs,
-    Reduction,
-    StepListener,
-    on_every_worker,
-)
+from tfdist_ext.training.protocols import Callbacks, Logs, StepListener
 from tfdist_ext.training.state.chief import (
     broadcast_state,
     broadcast_variables,

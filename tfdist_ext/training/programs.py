@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.ordered import OrderedDataset
 from tfdist_ext.data.sharded import ShardedDataset
+from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.inputs import (
     GlobalBatches,
     batches_of_function,
@@ -27,7 +28,6 @@ from tfdist_ext.training.inputs import (
 from tfdist_ext.training.protocols import (
     Epoch,
     Execution,
-    Reduction,
     StepFunction,
     Structure,
 )

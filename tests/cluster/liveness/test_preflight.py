@@ -7,14 +7,21 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from tfdist_ext.cluster.liveness import preflight as module
 from tfdist_ext.cluster.liveness import reports
-from tfdist_ext.cluster.liveness.preflight import PreflightError, TaskInfo, preflight, tasks_of
+from tfdist_ext.cluster.liveness.preflight import (
+    PreflightError,
+    TaskInfo,
+    differences,
+    preflight,
+    tasks_of,
+)
 from tfdist_ext.cluster.liveness.wire import READY, Connection, port_is_free
 from tfdist_ext.launch.ports import reserve_ports
 
@@ -61,17 +68,17 @@ def test_all_start_when_the_last_one_has_come() -> None:
 
 def test_all_tasks_name_the_missing_one() -> None:
     with cluster(worker=3) as jobs:
-        found = outcomes([info("worker:0", jobs), info("worker:2", jobs)], wait=1.0)
+        found = outcomes([info("worker:0", jobs), info("worker:2", jobs)], wait=0.5)
         assert found == [f"no answer from worker:1 ({jobs['worker'][1]})"] * 2
     with cluster(worker=2) as jobs:  # the leader itself
-        found = outcomes([info("worker:1", jobs)], wait=1.0)
+        found = outcomes([info("worker:1", jobs)], wait=0.5)
         assert found == [f"no answer from worker:0 ({jobs['worker'][0]})"]
 
 
 def test_a_host_name_that_is_not_known_and_a_port_in_use() -> None:
     with cluster(worker=1) as jobs:
         jobs = {"worker": (*jobs["worker"], "no-such-host.invalid:2222")}
-        (found,) = outcomes([info("worker:0", jobs)], wait=3.0)
+        (found,) = outcomes([info("worker:0", jobs)], wait=1.0)
         assert found == (
             "no answer from worker:1 (no-such-host.invalid:2222, whose name is not known)"
         )
@@ -81,36 +88,34 @@ def test_a_host_name_that_is_not_known_and_a_port_in_use() -> None:
     assert found.startswith(f"port of worker:0 ({address}) must be free, got one in use")
 
 
-def other_cluster(jobs: Any) -> TaskInfo:
-    return info("worker:1", {"worker": (*jobs["worker"][:2], "127.0.0.1:1")})
-
-
-def other_address(jobs: Any) -> TaskInfo:
-    """Two tasks took each other's place: worker:1 listens where worker:2 should."""
-    first, second, third = jobs["worker"]
-    return info("worker:1", {"worker": (first, third, second)})
+@pytest.mark.parametrize("swapped", [False, True])
+def test_all_tasks_name_the_one_that_differs(swapped: bool) -> None:
+    with cluster(worker=3) as jobs:
+        first, second, third = jobs["worker"]
+        if swapped:  # worker:1 listens where worker:2 should
+            infos = [info("worker:0", jobs), info("worker:1", {"worker": (first, third, second)})]
+            error = f"worker:1 was started with another cluster (worker:1 at {third}, not {second})"
+        else:
+            others = info("worker:1", jobs, keras="3.14.0"), info("worker:2", jobs)
+            infos = [info("worker:0", jobs), *others]
+            error = "worker:1 has keras 3.14.0, and worker:0 has 3.15.1"
+        assert outcomes(infos, 0.3) == [error] * len(infos)
 
 
 @pytest.mark.parametrize(
-    ("odd", "error"),
+    ("other", "error"),
     [
-        (other_cluster, "worker:1 was started with another cluster (worker:2 at 127.0.0.1:1,"),
-        (other_address, "worker:1 was started with another cluster (worker:1 at 127.0.0.1:"),
-        (lambda jobs: info("worker:1", jobs, keras="3.14.0"),
-         "worker:1 has keras 3.14.0, and worker:0 has 3.15.1"),
-        (lambda jobs: info("worker:1", {"worker": jobs["worker"][:2]}),
-         "worker:1 was started with another cluster (worker:2 at nothing, not 127"),
-        (lambda jobs: info("worker:1", jobs, gpus=2),
+        (info("worker:1", {"worker": ("a:1", "b:2", "d:4")}),
+         "worker:1 was started with another cluster (worker:2 at d:4, not c:3)"),
+        (info("worker:1", {"worker": ("a:1", "b:2")}),
+         "worker:1 was started with another cluster (worker:2 at nothing, not c:3)"),
+        (info("worker:1", {"worker": ("a:1", "b:2", "c:3")}, gpus=2),
          "worker:1 has 2 GPU devices, and worker:0 has 0: collectives would hang"),
     ],
 )  # fmt: skip
-def test_all_tasks_name_the_one_that_differs(odd: Callable[[Any], TaskInfo], error: str) -> None:
-    with cluster(worker=3) as jobs:
-        infos = [info("worker:0", jobs), odd(jobs)]
-        infos += [] if odd is other_address else [info("worker:2", jobs)]
-        found = outcomes(infos, 0.3)
-    assert len(set(found)) == 1
-    assert found[0].startswith(error)
+def test_what_must_be_equal(other: TaskInfo, error: str) -> None:
+    leader = info("worker:0", {"worker": ("a:1", "b:2", "c:3")})
+    assert differences(leader, other) == [error]
 
 
 @contextlib.contextmanager
@@ -140,12 +145,13 @@ def program_at(address: str, reply: bytes | None) -> Iterator[None]:
     ids=["a web server", "a proxy that closes", "a frozen process"],
 )
 def test_another_program_at_an_address_is_no_task(
-    place: int, reply: bytes | None, why: str
+    place: int, reply: bytes | None, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "_ASK", 0.5)
     with cluster(worker=2) as jobs:
         address = jobs["worker"][place]
         with program_at(address, reply):
-            (found,) = outcomes([info(f"worker:{1 - place}", jobs)], wait=3.0)
+            (found,) = outcomes([info(f"worker:{1 - place}", jobs)], wait=1.0)
     assert found == f"no answer from worker:{place} ({address}{why})"
 
 
@@ -169,10 +175,10 @@ def test_late_tasks_are_named_on_stderr(
 ) -> None:
     monkeypatch.setattr(reports, "FIRST_AFTER", 0.1)
     with cluster(worker=3) as jobs:
-        outcomes([info("worker:1", jobs)], wait=1.0)
+        outcomes([info("worker:1", jobs)], wait=0.5)
         says = r"worker:1: waiting for worker:0 \(127.0.0.1:\d+\) for 0 s. Is it started"
         assert re.match(says, capsys.readouterr().err)
-        outcomes([info("worker:0", jobs), info("worker:1", jobs)], wait=2.0)
+        outcomes([info("worker:0", jobs), info("worker:1", jobs)], wait=1.0)
         says = r"worker:1: waiting for worker:2 \(127.0.0.1:\d+\) for \d s. Is it started"
         assert re.search(says, capsys.readouterr().err)
 

@@ -100,23 +100,6 @@ def test_the_watcher_ends_its_process_and_reports_why() -> None:
     )
 
 
-def test_a_process_whose_python_threads_do_not_run_is_ended() -> None:
-    """TensorFlow may hold Python's lock while it waits."""
-    program = (
-        "import time\nfrom tfdist_ext.cluster.liveness.watching import Watcher\n"
-        "watcher = Watcher('chief:0', {}, 45.0)\n"
-        "watcher.heartbeat(1.0, '')\nwatcher.heartbeat(0.0, '')\ntime.sleep(3)\n"
-        "print('HERE', flush=True)\n"
-        "watcher.heartbeat(2.0, 'chief:0 has stalled in steps')\ntime.sleep(50)"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
-    assert (run.returncode, run.stdout) == (-signal.SIGABRT, "HERE\n")
-    assert "tfdist: chief:0 has stalled in steps: none of its Python threads runs." in run.stderr
-    assert "(most recent call first):" in run.stderr
-
-
 @pytest.mark.filterwarnings("error")
 def test_the_watcher_ends_with_its_object(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []

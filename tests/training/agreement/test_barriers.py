@@ -38,7 +38,6 @@ def error_of(cluster: Tasks, name: str) -> str:
             r"worker:0 failed at .* step 8: RuntimeError: no such file: data.tf",
         ),
         ("SIGKILL", 1, -signal.SIGKILL, r"worker:1 is gone: nothing listens at its address 127"),
-        ("SIGTERM", 1, 143, r"worker:1 got SIGTERM at .* and ended after epoch 2, step 8;"),
     ],
 )
 def test_the_others_name_who_is_gone_and_the_checkpoint_to_go_on_from(
@@ -54,8 +53,7 @@ def test_the_others_name_who_is_gone_and_the_checkpoint_to_go_on_from(
         # The victim may be ahead of the other worker, which then waits in its last collective.
         where = r"\((epoch 3, before its first step|epoch 2, its end)\)"
         assert re.search(rf"worker:{other} is in fit {where}, which needs every worker", error)
-        if event != "SIGTERM":
-            assert "epoch-00002.safetensors" in error or "checkpoints on the chief" in error
+        assert "epoch-00002.safetensors" in error or "checkpoints on the chief" in error
         assert cluster.seconds_after(f"worker:{victim}", f"worker:{other}") < SECONDS
         assert (statuses[other], statuses[victim]) == (1, status)
 
@@ -77,22 +75,19 @@ def test_a_frozen_worker_is_named(tmp_path: Path, victim: int) -> None:
 
 def test_the_one_that_makes_another_call_is_named_with_both_calls(tmp_path: Path) -> None:
     with tasks(
-        "worker_leaves.py", "evaluates", "1", str(tmp_path), folder=tmp_path, workers=3, ps=0
+        "worker_leaves.py", "evaluates", "1", str(tmp_path), folder=tmp_path, workers=2, ps=0
     ) as cluster:
-        assert train(cluster, 3) == [1, 1, 1]
+        assert train(cluster, 2) == [1, 1]
         # The chief names its last checkpoint, and the others the folder.
         where = r" (?:The last checkpoint is|Checkpoints are in) "
-        errors = [re.split(where, error_of(cluster, f"worker:{n}"))[0] for n in range(3)]
+        errors = [re.split(where, error_of(cluster, f"worker:{n}"))[0] for n in range(2)]
     for error in errors:
         assert error == errors[0]
         assert "worker:1 in evaluate inside fit" in error
-        # Where the others are: one of them may still be on its way there.
-        for n in (0, 2):
-            place = r"fit( \(epoch (2, steps after|3, before its first step)|[;.])"
-            assert re.search(rf"worker:{n}[^;]* in (its own code, inside )?{place}", error), error
+        assert "worker:0 in fit (epoch 3, before its first step)" in error
 
 
-def test_sigterm_ends_a_worker_that_waits_for_another(tmp_path: Path) -> None:
+def test_sigterm_ends_a_worker_that_waits_for_another_and_is_named(tmp_path: Path) -> None:
     with tasks(
         "worker_leaves.py", "terminated in a wait", "1", str(tmp_path),
         folder=tmp_path, workers=2, ps=0,
@@ -100,14 +95,9 @@ def test_sigterm_ends_a_worker_that_waits_for_another(tmp_path: Path) -> None:
         cluster.start("worker:0", "worker:1")
         cluster.wait_for("worker:1", "TERMINATED", 90.0)
         assert cluster.status("worker:1", SECONDS) == 143
-
-
-def test_a_worker_that_stops_at_exit_is_named(tmp_path: Path) -> None:
-    with tasks(
-        "worker_leaves.py", "stops at exit", "1", str(tmp_path), folder=tmp_path, workers=2, ps=0
-    ) as cluster:
-        cluster.start("worker:0", "worker:1")
-        cluster.wait_for("worker:0", r"worker:0: done; waiting for worker:1 to end", 90.0)
+        assert cluster.status("worker:0", SECONDS) == 1
+        says = r"worker:1 got SIGTERM at \S+ and ended after epoch 2, step 8; worker:0 is in fit"
+        assert re.match(says, error_of(cluster, "worker:0"))
 
 
 def test_a_script_that_has_ended_in_a_process_that_lives_on_is_named(tmp_path: Path) -> None:

@@ -78,15 +78,12 @@ def test_a_callback_sees_each_batch_with_the_metrics_so_far() -> None:
     np.testing.assert_allclose(watching.seen, expected.seen, atol=1e-6)
 
 
-@pytest.mark.long("placed")
-@pytest.mark.parametrize("name", ["mirrored", "placed"])
-def test_a_callback_reads_numbers_as_on_one_device(name: str) -> None:
+def test_a_callback_reads_numbers_as_on_one_device() -> None:
     """`float` of Keras's variables, which ask their tf.Variable, in and outside of `fit`."""
     halved = keras.optimizers.schedules.ExponentialDecay(0.5, 4, 0.5, staircase=True)
     optimizers = [
         keras.optimizers.SGD(0.1),
         keras.optimizers.SGD(halved),
-        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5)),
     ]
     seen = []
 
@@ -101,15 +98,12 @@ def test_a_callback_reads_numbers_as_on_one_device(name: str) -> None:
             if len(seen) == 1:
                 optimizer.learning_rate = 0.25
 
-    strategy = tfd.create_strategy(name, devices=2)
     for optimizer in optimizers:
         plain = classifier()()
         plain.compile(optimizer, "mse")
-        ours = tfd.distribute(plain, strategy)
+        ours = tfd.distribute(plain, mirrored(2))
         ours.fit(X, Y, batch_size=16, epochs=2, callbacks=[Reads()], verbose=0)
-    assert np.ravel(seen).tolist() == pytest.approx(
-        [0.1, 4, 0.25, 8, 0.25, 4, 0.125, 8] + [0.5, 4, 0.5, 8]
-    )
+    assert np.ravel(seen).tolist() == pytest.approx([0.1, 4, 0.25, 8, 0.25, 4, 0.125, 8])
 
 
 def test_without_such_a_callback_executions_are_long() -> None:
@@ -241,19 +235,3 @@ def test_a_callback_that_compiles_the_model_again_is_refused(hook: str) -> None:
     if hook.startswith("test"):
         with pytest.raises(tfd.TrainingError, match=r"while evaluate\(\) is running"):
             model.evaluate(**data)
-
-
-def test_compiling_after_the_last_step_counts_for_the_next_fit() -> None:
-    class Compiles(keras.callbacks.Callback):
-        def on_train_end(self, logs: object = None) -> None:
-            self.model.compile("sgd", "binary_crossentropy")
-
-    def train(model: keras.Model | tfd.DistributedModel) -> list[float]:
-        model.fit(X, Y, batch_size=16, shuffle=False, verbose=0, callbacks=[Compiles()])
-        history = model.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
-        return [*history["loss"], *[float(np.sum(w)) for w in model.get_weights()]]
-
-    keras.utils.set_random_seed(1)
-    expected = train(classifier()())
-    keras.utils.set_random_seed(1)
-    np.testing.assert_allclose(train(tfd.distribute(classifier(), mirrored())), expected, rtol=1e-4)

@@ -54,10 +54,8 @@ def fit(strategy: tf.distribute.Strategy, made: Any = build, **options: Any) -> 
     return model, history.history
 
 
-@pytest.mark.long("placed")
-@pytest.mark.parametrize("name", ["mirrored", "placed"])
-def test_one_process(name: str, tmp_path: Path) -> None:
-    strategy = tfd.create_strategy(name, devices=2)
+def test_one_process(tmp_path: Path) -> None:
+    strategy = tfd.create_strategy("mirrored", devices=2)
     board = tfd.WorkerTensorBoard(tmp_path)
     model, history = fit(strategy, callbacks=[board])
     found = scalars(tmp_path / "worker-0")
@@ -135,7 +133,7 @@ def test_steps_without_rows_have_no_norm(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, [norms(2, 1)[0], expected], rtol=1e-4)
 
 
-def test_xla_is_off_with_one_warning_and_each_program_is_kept(tmp_path: Path) -> None:
+def test_xla_is_off_with_one_warning(tmp_path: Path) -> None:
     model = tfd.distribute(lambda: build(jit_compile=True), strategy_of("one_device"))
     x, y = (value[:24] for value in data())
     options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
@@ -144,18 +142,13 @@ def test_xla_is_off_with_one_warning_and_each_program_is_kept(tmp_path: Path) ->
         model.fit(x, y, callbacks=[board], **options)
     assert len(told) == 1
     assert told[0].filename == __file__
-    programs, timers = [], (NullStepTimer(), model._engine.step_timer())
-    for callbacks in ([], [board], [], [board]):
-        model.fit(x, y, callbacks=callbacks, **options)
-        programs.append(model._engine.program(model.keras_model, "train", timers[bool(callbacks)]))
-    assert programs[:2] == programs[2:]
-    assert programs[0] is not programs[1]
+    model.fit(x, y, **options)
+    model.fit(x, y, callbacks=[board], **options)
     assert model.keras_model.jit_compile
-    found = scalars(tmp_path / "worker-0")["gradient_norm"]
-    assert list(found) == [1, 2, 5, 6, 9, 10]
+    assert list(scalars(tmp_path / "worker-0")["gradient_norm"]) == [1, 2, 5, 6]
 
 
-FORMS = ("known length", "unknown length", "each its own")
+FORMS = ("unknown length", "each its own")
 
 
 def train_in_each_form(log_dir: str) -> dict[str, list[float]]:
@@ -186,7 +179,6 @@ def train_in_each_form(log_dir: str) -> dict[str, list[float]]:
         return tf.data.Dataset.from_tensor_slices(data()).repeat(2).batch(rows)
 
     made = (
-        lambda: batches(BATCH),
         lambda: batches(BATCH).filter(lambda x, y: True),
         lambda: tfd.data.from_dataset_fn(lambda shard: batches(BATCH)),
     )

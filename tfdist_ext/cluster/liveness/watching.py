@@ -11,9 +11,7 @@ runs: measured in `fit` with a worker that was stopped.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
-import json
 import os
 import signal
 import subprocess
@@ -22,7 +20,6 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from typing import Any
 
 from tfdist_ext.cluster.liveness.reports import WaitReports, say
 from tfdist_ext.cluster.liveness.wire import READY, SILENT, STARTED, Connection
@@ -95,10 +92,10 @@ class TaskWatch:
 
 
 class Watcher:
-    """A process that ends this one, and reports why, when one of the tasks is frozen.
+    """A process that ends this one, and says why, when one of the tasks is frozen.
 
-    It ends with this object, or with this process. It sends SIGTERM, and SIGKILL when that has not
-    helped. It also ends this process when its heartbeats stop.
+    It ends with this object, or with this process. It sends SIGTERM, and SIGKILL if that has not
+    helped.
 
     Args:
         me: this task, for the message.
@@ -109,33 +106,13 @@ class Watcher:
     def __init__(self, me: str, tasks: Mapping[str, str], frozen_after: float):
         program = (
             f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import run_watcher;"
-            " run_watcher()"
+            f" run_watcher({me!r}, {os.getpid()}, {dict(tasks)!r}, {frozen_after})"
         )
         process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
         )
-        self._pipe: Any = process.stdin
         # Not at the end of this process, which may hang there.
         weakref.finalize(self, _stop, process).atexit = False
-        self._send([me, os.getpid(), dict(tasks), frozen_after])
-
-    def heartbeat(self, seconds: float, failure: str) -> None:
-        """End this process, showing its stacks, unless this is called again in time.
-
-        Args:
-            seconds: until the next heartbeat at most; 0: no limit.
-            failure: the message if it does not come.
-        """
-        if not faulthandler.is_enabled():
-            faulthandler.enable(file=2)  # shows stacks at a SIGABRT, whoever holds Python's lock
-        self._send([seconds, failure])
-
-    def _send(self, value: object) -> None:
-        with contextlib.suppress(OSError):
-            self._pipe.write(f"{json.dumps(value)}\n".encode())
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -143,39 +120,25 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.communicate()  # which closes its pipe, too
 
 
-def run_watcher() -> None:
-    """The program of the process of a `Watcher`: one thread for each task, and one that counts."""
+def run_watcher(me: str, parent: int, tasks: Mapping[str, str], frozen_after: float) -> None:
+    """The program of the process of a `Watcher`, with a thread for each task."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training
-    me, parent, tasks, frozen_after = json.loads(sys.stdin.readline())
-    left, failure = 0.0, ""
-
-    def end(why: str, first: signal.Signals) -> None:
-        say(f"{why} The job ends.")
-        for number in (first, signal.SIGKILL):
-            if os.getppid() == parent:
-                os.kill(parent, number)
-            time.sleep(_TO_END)
 
     def watch(task: TaskWatch) -> None:
         while task.state != FROZEN:
             answers = task.look()
             # After a missed answer the next question follows at once: this one has waited already.
             time.sleep(0.0 if task.silent else frozen_after / 10 if answers else 1.0)
-        end(f"{me}: {task.failure}", signal.SIGTERM)
-
-    def count_down() -> None:
-        nonlocal left
-        while not 0 < left <= 1.0:  # counted, because this process may have been stopped itself
-            left = max(0.0, left - 1.0)
-            time.sleep(1.0)
-        end(f"tfdist: {failure}: none of its Python threads runs.", signal.SIGABRT)
+        say(f"{me}: {task.failure} The job ends.")
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if os.getppid() == parent:
+                os.kill(parent, number)
+            time.sleep(_TO_END)
 
     for task, address in tasks.items():
         watched = TaskWatch(task, address, frozen_after)
         threading.Thread(target=watch, args=(watched,), daemon=True).start()
-    threading.Thread(target=count_down, daemon=True).start()
-    for line in sys.stdin:  # to its end, which is that of the other process
-        left, failure = json.loads(line)
+    sys.stdin.read()  # to its end, which is that of the other process
     os._exit(0)  # its threads may wait for an answer
 
 

@@ -1,11 +1,11 @@
 """Calls, data and models that must be equal on all workers: an error before the first step.
 
-Each worker cuts its part out of what it takes for the global batch. Where calls differ, workers
-wait for each other forever. Where data differs, as after a shuffle without a seed or where each
-worker loads a part, some examples are used twice and others never, and nothing fails.
+Each worker takes its part of what it believes to be the global batch. If calls differ, workers wait
+for each other forever. If data differs, as after a shuffle without a seed or where each worker
+loads a part, some examples are used twice and others never, and nothing fails.
 
-What is compared is a dict from names to JSON values. Workers that agree exchange a hash of it. Only
-where something differs do the values themselves travel.
+The values to compare are a dict from names to JSON values. Workers exchange a hash of it, and only
+if the hashes differ the values themselves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -27,7 +27,8 @@ from tfdist_ext.data.pipelines import PY_FUNCTIONS, operations_of
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.agreement.model_description import describe_array, describe_model
-from tfdist_ext.training.protocols import Reduction, Structure
+from tfdist_ext.training.agreement.single_task import Reduction
+from tfdist_ext.training.protocols import Structure
 from tfdist_ext.user_frames import warn
 
 Value = Any  # what JSON holds; floats are equal up to noise, as of another processor
@@ -35,86 +36,68 @@ _RELATIVE, _SHOWN, _MOST = 1e-5, 120, 3  # noise of floats, characters of a valu
 _RANDOM = re.compile("Random|Multinomial|StatefulUniform|StatefulStandardNormal|StatefulTruncated")
 
 
-class Difference(NamedTuple):
-    """A difference between one worker and the first one.
-
-    Attributes:
-        workers: the names of the first worker and of the other.
-        values: name -> (value of the first, value of the other), None for what is missing.
-    """
-
-    workers: tuple[str, str]
-    values: dict[str, tuple[Value, Value]]
-
-    def __str__(self) -> str:
-        first, other = self.workers
-        parts = []
-        for name, (a, b) in list(self.values.items())[:_MOST]:
-            got = f"{_short(a)} on {first} and {_short(b)} on {other}"
-            if _short(a) == _short(b):
-                got = f"other values on {other} than on {first}, after the same first {_short(a)}"
-            parts.append(f"{name} must be the same on all workers, got {got}")
-        more = len(self.values) - _MOST
-        return "; ".join(parts) + (f"; and {more} more differ" if more > 0 else "")
-
-
 def check_equal_across_workers(
     reduction: Reduction, values: Mapping[str, Value], advice: str
 ) -> None:
-    """Compare values by name; every worker must call.
+    """Compares values by name; every worker must call.
 
     Args:
-        values: name -> what JSON holds; of anything else, what it is.
+        values: name -> what JSON holds; of anything else its name is compared.
         advice: what to do, for the end of the message.
 
     Raises:
-        TrainingError: on every worker, where one's values are not the first worker's.
+        TrainingError: on every worker, if the values of one differ from the first worker's.
     """
-    if difference := difference_between_workers(reduction, values):
-        raise TrainingError(f"{difference}: {advice}")
+    if found := _differences(reduction, values):
+        raise TrainingError(f"{_in_words(found)}: {advice}")
 
 
-def difference_between_workers(
-    reduction: Reduction, values: Mapping[str, Value]
-) -> Difference | None:
-    """The values of the first worker that has others than worker 0; every worker must call."""
+def _differences(reduction: Reduction, values: Mapping[str, Value]) -> dict[str, str]:
+    """Name -> a sentence, for the first worker that has other values than worker 0.
+
+    The result is the same on every worker; every worker must call.
+    """
     if not reduction.multi_worker:
-        return None
+        return {}
     text = json.dumps(_as_json(values)).encode()
     digest = np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.int32)
     digests = from_each_worker(reduction, digest)
-    different = np.flatnonzero((digests != digests[0]).any(axis=1))
-    if not different.size:
-        return None
-    first = _from_worker(reduction, text, 0)
-    for worker in different.tolist():
+    different = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
+    names = reduction.task_names()
+    first = _from_worker(reduction, text, 0) if different else {}
+    for worker in different:
         other = _from_worker(reduction, text, worker)
+        pairs = {name: (first.get(name), other.get(name)) for name in {**first, **other}}
         found = {
-            name: (first.get(name), other.get(name))
-            for name in {**first, **other}
-            if not _same(first.get(name), other.get(name))
+            name: f"{name} must be the same on all workers, got"
+            f" {_got(*pair, names[0], names[worker])}"
+            for name, pair in pairs.items()
+            if not _same(*pair)
         }
         if found:
-            names = reduction.task_names()
-            return Difference((names[0], names[worker]), found)
-    return None
+            return found
+    return {}
 
 
-def from_each_worker(reduction: Reduction, value: np.ndarray) -> np.ndarray:
-    """Each worker's number, or array of one shape, in worker order; every worker must call."""
-    table = np.zeros([reduction.workers, *value.shape], value.dtype)
-    table[reduction.worker] = value
-    return reduction.sum_over_workers(table)
+def _in_words(found: Mapping[str, str]) -> str:
+    more = len(found) - _MOST
+    sentences = "; ".join(list(found.values())[:_MOST])
+    return f"{sentences}; and {more} more differ" if more > 0 else sentences
 
 
-def _from_worker(reduction: Reduction, text: bytes, worker: int) -> dict[str, Value]:
-    """The values that a worker has, on every worker."""
-    packed = zlib.compress(text) if reduction.worker == worker else b""
-    size = int(reduction.sum_over_workers(np.int32(len(packed))))
-    words = np.zeros(-(-size // 4), np.int32)  # a dtype that every collective can sum
-    words.view(np.uint8)[: len(packed)] = np.frombuffer(packed, np.uint8)
-    found = reduction.sum_over_workers(words).view(np.uint8)[:size].tobytes()
-    return json.loads(zlib.decompress(found))
+def _got(a: Value, b: Value, first: str, other: str) -> str:
+    """Two values of two workers, as words."""
+    x, y = _short(a), _short(b)
+    if x == y:
+        return f"other values on {other} than on {first}, after the same first {x}"
+    return f"{x} on {first} and {y} on {other}"
+
+
+def _short(value: Value) -> str:
+    if isinstance(value, dict) and "first" in value:
+        value = value["first"]
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
 def _same(a: Value, b: Value) -> bool:
@@ -128,22 +111,46 @@ def _same(a: Value, b: Value) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def _short(value: Value) -> str:
-    if isinstance(value, dict) and "first" in value:
-        value = value["first"]
-    text = "nothing" if value is None else str(value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+def from_each_worker(reduction: Reduction, value: np.ndarray) -> np.ndarray:
+    """Each worker's number, or array of one shape, in worker order; every worker must call."""
+    table = np.zeros([reduction.workers, *value.shape], value.dtype)
+    table[reduction.worker] = value
+    return reduction.sum_over_workers(table)
+
+
+def _from_worker(reduction: Reduction, text: bytes, worker: int) -> dict[str, Value]:
+    """The values of a worker, on every worker."""
+    packed = zlib.compress(text) if reduction.worker == worker else b""
+    size = int(reduction.sum_over_workers(np.int32(len(packed))))
+    words = np.zeros(-(-size // 4), np.int32)  # a dtype that every collective can sum
+    words.view(np.uint8)[: len(packed)] = np.frombuffer(packed, np.uint8)
+    found = reduction.sum_over_workers(words).view(np.uint8)[:size].tobytes()
+    return json.loads(zlib.decompress(found))
+
+
+def _as_json(value: object) -> Value:
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(part) for part in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tf.data.Dataset):  # its classes have many names
+        return "a tf.data.Dataset"
+    return str(getattr(value, "__qualname__", type(value).__name__))
 
 
 def check_equal_calls(reduction: Reduction, call: str, arguments: Mapping[str, Any]) -> None:
-    """Compare what decides how many steps there are and what they do; every worker must call.
+    """Compares what decides how many steps a call has and what they do; every worker must call.
 
     Args:
         call: the method, as "fit".
-        arguments: name -> value; of data only what kind it is, of paths only that there is one.
+        arguments: name -> value; of data only the kind, of paths only whether there is one.
 
     Raises:
-        TrainingError: on every worker, where one's arguments are not the first worker's.
+        TrainingError: as `check_equal_across_workers`.
     """
     advice = (
         f"give every worker the same data and the same arguments of {call}(), as one device"
@@ -153,12 +160,13 @@ def check_equal_calls(reduction: Reduction, call: str, arguments: Mapping[str, A
 
 
 def check_equal_positions(reduction: Reduction, data: ShardedDataset) -> None:
-    """Compare where workers are in their data, and of ordered data all that decides its order.
+    """Compares positions in the data, and what decides the order of ordered data.
 
-    Every worker must call. Time stamps of files are not compared: each machine may have a copy.
+    Every worker must call. Time stamps of files are not compared, because each machine may have a
+    copy.
 
     Raises:
-        TrainingError: on every worker, where one's are not the first worker's.
+        TrainingError: as `check_equal_across_workers`.
     """
     if not reduction.multi_worker:
         return
@@ -171,13 +179,13 @@ def check_equal_positions(reduction: Reduction, data: ShardedDataset) -> None:
 
 
 def check_equal_arrays(reduction: Reduction, arrays: Structure, names: str = "") -> None:
-    """Compare arrays that each worker holds whole; every worker must call.
+    """Compares arrays that each worker holds whole; every worker must call.
 
     Args:
         names: what goes before "x" and "y" in messages.
 
     Raises:
-        TrainingError: on every worker, where one's are not the first worker's.
+        TrainingError: as `check_equal_across_workers`.
     """
     if arrays is not None:
         advice = (
@@ -187,15 +195,38 @@ def check_equal_arrays(reduction: Reduction, arrays: Structure, names: str = "")
         check_equal_across_workers(reduction, _described(arrays, names), advice)
 
 
+def check_equal_models(
+    reduction: Reduction, model: keras.Model, created: Sequence[tf.Variable]
+) -> None:
+    """Compares what models compute with; every worker must call.
+
+    Automatic names, seeds and weights may differ: weights follow the chief.
+
+    Args:
+        created: new variables, which need not belong to the model.
+
+    Raises:
+        TrainingError: as `check_equal_across_workers`.
+    """
+    described = describe_model(model)
+    described["new variables"] = [f"{new.dtype.name} {new.shape}" for new in created]
+    if found := _differences(reduction, described):
+        raise TrainingError(
+            f"the models differ: {_in_words(found)}. All workers train one model together: build"
+            " and compile the same one on every worker, from the same code and settings."
+        )
+
+
 def first_batch_comparison(
     reduction: Reduction, dataset: tf.data.Dataset | None, names: str = ""
 ) -> Callable[[Structure], None] | None:
-    """A function that compares the first batch of a dataset that each worker reads whole, or None.
+    """Returns a function that compares the first batch of a dataset that each worker reads whole.
 
-    Inputs may differ rightly where a pipeline draws random numbers or calls Python, as an
-    augmentation does: then there is a warning. Batch sizes and class labels may not.
+    If the pipeline draws random numbers or calls Python, as an augmentation does, inputs may differ
+    with a warning. Batch sizes and class labels may not.
 
     Args:
+        dataset: None: nothing is compared.
         names: what goes before "x" and "y" in messages.
     """
     if dataset is None:
@@ -203,19 +234,21 @@ def first_batch_comparison(
 
     def check(batch: Structure) -> None:
         described = _described(batch, names)
-        difference = difference_between_workers(reduction, described)
-        if difference is None:
+        found = _differences(reduction, described)
+        if not found:
             return
-        decides = any(name in difference.values for name in _decisive(described, names))
-        random = not decides and reduction.any_worker(_is_random(dataset))
+        # Each worker decides from its own batch and pipeline; all of them must agree.
+        decides = any(_is_decisive(name, described, names) for name in found)
+        decides = reduction.any_worker(decides)
+        random = reduction.any_worker(_is_random(dataset))
         message = (
-            f"the first batch differs: {difference}: each worker takes its own part of the same"
-            " global batches, so some examples would be used twice and others never. Give every"
-            " worker the same data, batch size and order (a seed for shuffle(), or the same"
+            f"the first batch differs: {_in_words(found)}: each worker takes its own part of the"
+            " same global batches, so some examples would be used twice and others never. Give"
+            " every worker the same data, batch size and order (a seed for shuffle(), or the same"
             " keras.utils.set_random_seed() on every worker before the data is made); or let each"
             " worker read its own examples with tfd.data.from_dataset_fn()."
         )
-        if not random:
+        if decides or not random:
             raise TrainingError(message)
         if reduction.is_chief:
             warn(
@@ -234,31 +267,26 @@ def _described(batch: Structure, names: str) -> dict[str, Value]:
     parts = keras.utils.unpack_x_y_sample_weight(batch)
     for part, structure in zip(("x", "y", "sample_weight"), parts, strict=True):
         for path, leaf in keras.tree.flatten_with_path(structure):
-            name = names + part + "".join(f"[{key!r}]" for key in path)
             if leaf is None or isinstance(leaf, tf.experimental.Optional):
                 continue
-            tensors = tf.nest.flatten(leaf, expand_composites=True)
-            for number, tensor in enumerate(tensors):
-                suffix = f" ({number + 1} of {len(tensors)} tensors)" if len(tensors) > 1 else ""
+            for number, tensor in enumerate(tf.nest.flatten(leaf, expand_composites=True)):
+                suffix = f" (tensor {number})" if number else ""  # of a ragged or sparse one
+                name = names + part + "".join(f"[{key!r}]" for key in path) + suffix
                 found = describe_array(tensor)
                 if part == "x" and found["shape"]:
                     values.setdefault(f"{names}batch size", found["shape"][0])
-                values[f"shape of {name}{suffix}"] = found["shape"]
-                values[f"dtype of {name}{suffix}"] = found["dtype"]
-                values[f"{name}{suffix}"] = found["content"]
+                values[f"shape of {name}"] = found["shape"]
+                values[f"dtype of {name}"] = found["dtype"]
+                values[name] = found["content"]
     return values
 
 
-def _decisive(described: Mapping[str, Value], names: str) -> list[str]:
-    """What no augmentation changes: how many rows, and labels of one integer or text a row."""
-    labels = [
-        name
-        for name, value in described.items()
-        if name.startswith(f"{names}y")
-        and "checksum" in value
-        and np.prod(described[f"shape of {name}"][1:]) == 1
-    ]
-    return [f"{names}batch size", f"{names}data", *labels]
+def _is_decisive(name: str, described: Mapping[str, Value], names: str) -> bool:
+    """Whether no augmentation changes this: how many rows, and one integer or text label a row."""
+    if name in (f"{names}batch size", f"{names}data"):
+        return True
+    is_label = name.startswith(f"{names}y") and "checksum" in described.get(name, ())
+    return is_label and math.prod(described[f"shape of {name}"][1:]) == 1
 
 
 def _is_random(dataset: tf.data.Dataset) -> bool:
@@ -268,38 +296,3 @@ def _is_random(dataset: tf.data.Dataset) -> bool:
     except (tf.errors.OpError, ValueError):  # more than fits into a message
         return True
     return any(_RANDOM.search(name) or name in PY_FUNCTIONS for name in operations)
-
-
-def _as_json(value: object) -> Value:
-    if isinstance(value, Mapping):
-        return {str(key): _as_json(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(part) for part in value]
-    if isinstance(value, np.generic):
-        return value.item()
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    # Datasets have classes of many names.
-    return "a tf.data.Dataset" if isinstance(value, tf.data.Dataset) else type(value).__name__
-
-
-def check_equal_models(
-    reduction: Reduction, model: keras.Model, created: Sequence[tf.Variable]
-) -> None:
-    """Compare what models compute with; every worker must call.
-
-    Automatic names, seeds and weights may differ: weights follow the chief.
-
-    Args:
-        created: new variables, which need not belong to the model.
-
-    Raises:
-        TrainingError: on every worker, where one's model is not the first worker's.
-    """
-    described = describe_model(model)
-    described["new variables"] = [f"{new.dtype.name} {new.shape}" for new in created]
-    if difference := difference_between_workers(reduction, described):
-        raise TrainingError(
-            f"the models differ: {difference}. All workers train one model together: build and"
-            " compile the same one on every worker, from the same code and settings."
-        )

@@ -43,6 +43,7 @@ def describe_model(model: keras.Model) -> dict[str, Any]:
 
 def _add_layer(values: dict[str, Any], name: str, layer: keras.Layer) -> None:
     """Adds a layer, without the layers inside it."""
+    values[f"dtype of {name}"] = layer.dtype_policy.name
     if kp.is_graph_of_layers(layer):
         values[f"class of {name}"] = type(layer).__name__
     else:
@@ -51,10 +52,9 @@ def _add_layer(values: dict[str, Any], name: str, layer: keras.Layer) -> None:
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # not adapted yet
             _add(values, f"vocabulary of {name}", np.asarray(list(map(str, vocabulary()))))
     for key, value in vars(layer).items():
-        cached = isinstance(
-            inspect.getattr_static(type(layer), key, None), functools.cached_property
-        )
-        if _is_array(value) and not cached:  # a worker may have read the property or not
+        static = inspect.getattr_static(type(layer), key, None)
+        # One worker may have read a cached property, and another not.
+        if _is_array(value) and not isinstance(static, functools.cached_property):
             _add(values, f"{key} of {name}", np.asarray(value))
 
 
@@ -86,13 +86,10 @@ def _add_object(values: dict[str, Any], name: str, thing: Any) -> None:
 def _add(values: dict[str, Any], name: str, value: Any) -> None:
     """Adds a value; of a config, its leaves."""
     match value:
-        case {"class_name": "__lambda__"}:  # its bytes have the path of the file
+        case {"class_name": "__lambda__"}:  # its code contains the path of the file
             pass
-        case {"class_name": "DTypePolicy", "config": {"name": dtype}}:
-            values[name] = dtype
         case {"class_name": kind, "config": config}:  # a serialized object or function
-            if isinstance(config, dict):
-                values[name] = kind
+            values[name] = kind
             _add(values, name, config)
         case dict():
             for key, part in value.items():
@@ -100,31 +97,22 @@ def _add(values: dict[str, Any], name: str, value: Any) -> None:
                 rate = key == "learning_rate" and isinstance(part, float)
                 if key not in _LEFT_OUT and not str(key).endswith("_seed") and not rate:
                     _add(values, f"{key} of {name}", part)
-        case list() | tuple() if all(_is_plain(part) for part in value):
-            values[name] = [_plain(part) for part in value]
-        case list() | tuple():
-            values[name] = len(value)
+        case list() | tuple() if any(isinstance(part, dict | list | tuple) for part in value):
             for number, part in enumerate(value):
                 _add(values, f"{name}[{number}]", part)
+        case np.ndarray():
+            values[name] = describe_array(value)["content"]
+        case list() | tuple():
+            values[name] = [_without_names(part) for part in value]
         case _:
-            values[name] = _plain(value)
+            values[name] = _without_names(value)
 
 
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, str):
-        # The same file may be in another folder on another machine.
-        return value.rpartition("/")[2] if value.startswith("/") else _NUMBER.sub("", value)
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
-        return describe_array(value)["content"]
-    if _is_plain(value):
+def _without_names(value: Any) -> Any:
+    """A value without a folder, which may differ between machines, and without Keras's numbers."""
+    if not isinstance(value, str):
         return value
-    return str(getattr(value, "__qualname__", type(value).__name__))
+    return value.rpartition("/")[2] if value.startswith("/") else _NUMBER.sub("", value)
 
 
 def _is_array(value: object) -> bool:

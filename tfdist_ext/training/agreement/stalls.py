@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tfdist_ext.cluster.liveness.reports import say, show_stacks
+from tfdist_ext.cluster.liveness.sessions import STALLED, Servers
 from tfdist_ext.launch.exit_codes import RESTART, USUAL_STALL_TIMEOUT, stall_timeout
-from tfdist_ext.strategies.serving import Servers
 
 FACTOR = 5.0  # times the longest phase of its kind
 
@@ -33,7 +33,6 @@ _AT_LEAST = {"starting": 10.0, "compiling": 10.0, "callbacks": 5.0, "checkpoint"
 
 
 _TICK = 1.0
-_MARGIN = 15.0  # seconds; the threads of a process on a busy machine come late
 
 
 class Phases:
@@ -115,24 +114,18 @@ def watch(
         me: this task, for messages; "" where it is no task of a cluster.
         phases: its own; the thread ends when they are gone.
         suspects: names the tasks its steps wait for; "" where it does not know.
-        servers: show their stacks, too. Their watcher ends this process if no Python thread runs,
-            as TensorFlow holds Python's lock.
+        servers: show their stacks, too.
     """
     watched = weakref.ref(phases)
     del phases
 
     def look() -> None:
-        beating = False
         while (phases := watched()) is not None:
-            if servers is not None and (phases.name or beating):
-                beating = bool(phases.name)
-                left = phases.limit - phases.waited + _MARGIN if beating else 0.0
-                servers.heartbeat(left, f"{me} has stalled in {phases.name}")
             if phases.tick(_TICK):
                 text = f"{me or 'this process'} has stalled: {phases}"
                 waits_for = suspects() if phases.name == "steps" else ""
                 if servers is not None:
-                    servers.show_stacks()
+                    servers.end(STALLED)
                 show_stacks()
                 end_to_be_restarted(f"{text}; it waits for {waits_for}" if waits_for else text)
             del phases

@@ -18,8 +18,9 @@ import keras
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.callbacks.worker_tensorboard import check_tensorboard
-from tfdist_ext.training.protocols import Callbacks, Reduction, TrainedModel
+from tfdist_ext.training.protocols import Callbacks, TrainedModel
 from tfdist_ext.training.state.chief import broadcast_state
 from tfdist_ext.training.steps.replaced import (
     Target,
@@ -56,10 +57,10 @@ _WRITING_CALLBACKS = (
 def callbacks_of_this_task(
     callbacks: Callbacks, *, is_chief: bool
 ) -> list[keras.callbacks.Callback]:
-    """The given callbacks that run on this task: all on the chief, elsewhere all but writers.
+    """Returns the callbacks that run on this task: all on the chief, elsewhere no writers.
 
-    What changes the training (EarlyStopping, schedules) runs everywhere: logs are the same on
-    every task, so each decides the same.
+    Callbacks that change the training (EarlyStopping, schedules) run on every task. They decide the
+    same, because logs are the same on every task.
 
     Raises:
         TrainingError: a callback writes for TensorBoard, which is not installed.
@@ -92,7 +93,7 @@ def uses_batch_hooks(callbacks: Callbacks, kind: str) -> bool:
 
 
 def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
-    """False for Keras's own that define batch hooks but, as set up, do nothing in them."""
+    """False for callbacks of Keras whose batch hooks do nothing with their settings."""
     if isinstance(callback, keras.callbacks.ProgbarLogger | keras.callbacks.History):
         return False
     if isinstance(callback, keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore):
@@ -103,7 +104,7 @@ def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
 
 
 def restored_epoch(model: keras.Model, reduction: Reduction, callbacks: Callbacks) -> int | None:
-    """The epoch that BackupAndRestore found; the other tasks get what it read on the chief."""
+    """Returns the epoch that BackupAndRestore found; copies the chief's state to all tasks."""
     given = keras.tree.flatten(callbacks or [])
     restores = any(isinstance(each, keras.callbacks.BackupAndRestore) for each in given)
     if reduction.multi_worker and restores:
@@ -118,13 +119,13 @@ def restored_epoch(model: keras.Model, reduction: Reduction, callbacks: Callback
 def redirect_model_methods(
     distributed: TrainedModel, model: keras.Model, callbacks: Callbacks, *, is_chief: bool
 ) -> contextlib.AbstractContextManager[None]:
-    """Scope in which methods of the Keras model that callbacks get are those of `distributed`.
+    """Scope in which callbacks get methods of `distributed` as methods of the Keras model.
 
-    Its own `evaluate` and `predict` would fail or be wrong on a strategy. Its own `save`,
-    `save_weights` and `export` would write the same files on all tasks at once. On tasks that are
-    not the chief they do nothing. No task waits there for the chief, because the other tasks may
-    not run the callback. So `load_weights` reads on the chief, for all tasks. Only
-    BackupAndRestore, which runs on the chief alone, reads for itself (see `restored_epoch`).
+    - `evaluate` and `predict` of Keras fail, or are wrong, on a strategy.
+    - `save`, `save_weights` and `export` do nothing on tasks that are not the chief. They do not
+      wait for the chief, because the other tasks may not run the callback.
+    - `load_weights` reads on the chief, for all tasks. BackupAndRestore runs on the chief alone,
+      so it reads for itself (see `restored_epoch`).
     """
     given = keras.tree.flatten(callbacks or [])
     backups = [kp.backup_of(c) for c in given if isinstance(c, keras.callbacks.BackupAndRestore)]
@@ -147,7 +148,7 @@ def redirect_model_methods(
 
 
 def refusing_compile(model: keras.Model, method: str) -> contextlib.AbstractContextManager[None]:
-    """Scope of steps that run: Keras's own fail once a callback has compiled the model again."""
+    """Scope of running steps, in which `compile` is refused."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise TrainingError(
@@ -159,7 +160,7 @@ def refusing_compile(model: keras.Model, method: str) -> contextlib.AbstractCont
     return redirect_methods(model, compile=refuse)
 
 
-# What a model's class may override and call by super().
+# Methods that a model's class may override and call by super().
 TRAINER_METHODS = (
     *("fit", "evaluate", "predict"),
     *("train_on_batch", "test_on_batch", "predict_on_batch"),
@@ -174,15 +175,15 @@ Method = TypeVar("Method", bound=Function)
 
 
 def overrides(model: keras.Model, name: str) -> bool:
-    """Whether the model's class has its own `fit`, `evaluate`, ... in place of `keras.Model`'s."""
+    """Whether the model's class overrides `fit`, `evaluate`, ... of `keras.Model`."""
     return getattr(type(model), name) is not getattr(keras.Model, name)
 
 
 def overridable(method: Method) -> Method:
-    """Decorator for methods of a DistributedModel that take the place of `keras.Model`'s.
+    """Decorator for methods of a DistributedModel that replace those of `keras.Model`.
 
-    If the Keras model's class overrides the method, the model's own method is called, and its
-    `super()` call reaches `method`. Arguments that only `method` has are kept for that call.
+    If the Keras model's class overrides the method, the override is called, and its `super()` call
+    reaches `method`. Arguments that only `method` has are kept for that call.
     """
 
     @functools.wraps(method)
@@ -196,7 +197,7 @@ def overridable(method: Method) -> Method:
 
 
 def redirected_method(distributed: TrainedModel, method: Function) -> Function:
-    """The method of a Keras model; its own calls of `self.fit`, `self.predict`, ... distribute."""
+    """Returns a method of the Keras model whose calls of `self.fit`, ... are distributed."""
 
     @filter_traceback
     @functools.wraps(method)
@@ -232,7 +233,7 @@ def _call_own(distributed: TrainedModel, method: Function, *args: Any, **kwargs:
 
 @contextlib.contextmanager
 def _trained_by(distributed: TrainedModel, **instead: Function) -> Iterator[None]:
-    """Scope in which `fit`, ... of `keras.Model` do on this model what the DistributedModel's do.
+    """Scope in which `fit`, ... of `keras.Model` are those of the DistributedModel, on this model.
 
     Args:
         instead: other implementations, by name.

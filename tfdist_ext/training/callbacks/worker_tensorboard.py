@@ -12,7 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.protocols import Logs, Reduction
+from tfdist_ext.training.agreement.single_task import Reduction
+from tfdist_ext.training.protocols import Logs
 from tfdist_ext.training.steps.step_timer import NO_ROWS, StepTimer
 from tfdist_ext.user_frames import filter_traceback
 
@@ -21,36 +22,34 @@ __all__ = ["WorkerTensorBoard", "check_tensorboard", "slow_workers"]
 
 @filter_traceback
 class WorkerTensorBoard(keras.callbacks.Callback):
-    """Writes what each worker does in a `fit` of `tfd.distribute`; give it to all of them.
+    """Writes what each worker does in a `fit` of `tfd.distribute`; pass it on every worker.
 
-    Each worker writes into a folder of its own, `log_dir/worker-0` and so on, so that one
-    TensorBoard shows them as runs beside each other:
+    Each worker writes to its own folder, `log_dir/worker-0` and so on, and one TensorBoard shows
+    them as runs:
 
-    - `own_ms`: milliseconds of the worker's own in a step, from the end of the last step, its data
-      read and its gradients computed, to the moment from which it waits for the other workers;
-    - `step_ms`: milliseconds of the whole step, about the same on all workers;
-    - `gradient_norm`: of the mean gradient over the worker's own rows, as `tf.linalg.global_norm`
-      has it; where a worker has several replicas, over the rows of the first that has any in the
-      step. Steps without are left out;
-    - at the end of each epoch the loss and each metric, over the worker's own rows.
+    - `own_ms`: milliseconds of a step in which the worker computes for itself: from the end of the
+      last step until it waits for the other workers.
+    - `step_ms`: milliseconds of the whole step, about the same on all workers.
+    - `gradient_norm`: the global norm of the mean gradient over the worker's rows. If a worker has
+      several replicas, it is over the rows of the first replica that has rows. A step without rows
+      has no point.
+    - The loss and each metric over the worker's rows, at the end of each epoch.
 
-    At the end of an epoch the chief prints which workers the others wait for.
-
-    XLA, which knows no time of day, does not compile these steps: `jit_compile=True` is off in such
-    a `fit`, with one warning.
+    At the end of an epoch the chief prints which workers the others wait for. `jit_compile=True`
+    is off in such a `fit`, with one warning, because XLA cannot read the time.
 
     Args:
-        log_dir: a folder; it need not be shared by the workers.
-        update_freq: steps of which each point of the first three is the mean.
-        slow: a worker is named when the others wait for it for more than this part of a step.
+        log_dir: a folder; the workers need not share it.
+        update_freq: number of steps of which each point is the mean.
+        slow: a worker is named if the others wait for it for more than this fraction of a step.
 
     Attributes:
-        own_ms: of the last epoch, milliseconds of each worker's own in a step, their mean, as an
-            array in the order of workers; the same on every worker.
+        own_ms: the mean `own_ms` of each worker in the last epoch, as an array in the order of
+            workers; the same on every worker.
 
     Raises:
-        TrainingError: TensorBoard is not installed; numbers out of range; later, in a `fit` that is
-            not that of `tfd.distribute`, has two of these, or has parameter servers.
+        TrainingError: TensorBoard is not installed, or a number is out of range. In `fit`: another
+            `fit` than that of `tfd.distribute`, two of these callbacks, or parameter servers.
     """
 
     def __init__(self, log_dir: str | Path, *, update_freq: int = 1, slow: float = 0.2):
@@ -77,7 +76,7 @@ class WorkerTensorBoard(keras.callbacks.Callback):
         self._local_logs = local_logs
         self._workers = [each.removeprefix("the ") for each in reduction.task_names()]
         self._first_epoch = True
-        self._close()  # what an interrupted fit has left open
+        self._close()  # the writer of an interrupted fit
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._timer = None
@@ -93,7 +92,7 @@ class WorkerTensorBoard(keras.callbacks.Callback):
             self._writer = tf.summary.create_file_writer(str(self._log_dir / folder))
             iterations = self.model.optimizer.iterations.numpy()
             self._step = int(iterations)  # a resumed training continues its curves
-        self._timer.read()  # what is left of an interrupted epoch
+        self._timer.read()  # drops the steps of an interrupted epoch
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         assert self._timer is not None
@@ -136,7 +135,7 @@ class WorkerTensorBoard(keras.callbacks.Callback):
 
 
 def slow_workers(names: list[str], own_ms: np.ndarray, most_ms: float) -> list[str]:
-    """A line for each worker whose own time is more than `most_ms` above the others' median."""
+    """Returns a line for each worker whose time is over the others' median by `most_ms`."""
     lines = []
     for number, name in enumerate(names if len(names) > 1 else []):
         others = float(np.median(np.delete(own_ms, number)))
@@ -149,7 +148,7 @@ def slow_workers(names: list[str], own_ms: np.ndarray, most_ms: float) -> list[s
 
 
 def check_tensorboard(callback: keras.callbacks.Callback) -> None:
-    """TensorFlow would say so after the first epoch, by an error that names no callback."""
+    """Raises the error that TensorFlow would raise after an epoch, without naming the callback."""
     if importlib.util.find_spec("tensorboard") is None:
         raise TrainingError(
             f"{type(callback).__name__} needs the package tensorboard, which TensorFlow does not"

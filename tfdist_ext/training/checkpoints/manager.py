@@ -22,6 +22,7 @@ from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.launch.exit_codes import PREEMPTED, command_line, is_started_again
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.checkpoints.callback_state import (
     CallbackState,
     callback_state,
@@ -38,7 +39,7 @@ from tfdist_ext.training.checkpoints.paths import checkpoint_folder
 from tfdist_ext.training.checkpoints.saving import at_step, content_of, restore_checkpoint
 from tfdist_ext.training.checkpoints.writer import Writer
 from tfdist_ext.training.epochs import Epochs
-from tfdist_ext.training.protocols import Callbacks, Logs, Reduction, StepListener
+from tfdist_ext.training.protocols import Callbacks, Logs, StepListener
 from tfdist_ext.training.state.chief import run_on_chief
 from tfdist_ext.training.state.values import assign_whole, whole_value
 from tfdist_ext.training.variables import optimizers_of

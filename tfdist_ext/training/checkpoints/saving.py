@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.agreement.single_task import Reduction, on_every_worker
 from tfdist_ext.training.building.build import creation_scope
 from tfdist_ext.training.building.export import Builder, export
 from tfdist_ext.training.checkpoints.callback_state import CallbackState
@@ -32,7 +33,7 @@ from tfdist_ext.training.checkpoints.format import (
 )
 from tfdist_ext.training.checkpoints.paths import atomic_write, os_errors
 from tfdist_ext.training.programs import Engine
-from tfdist_ext.training.protocols import Reduction, Specs, on_every_worker
+from tfdist_ext.training.protocols import Specs
 from tfdist_ext.training.state.chief import (
     broadcast_arrays,
     broadcast_state,

@@ -17,7 +17,8 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.errors import PeerError
-from tfdist_ext.training.protocols import BatchIterator, Specs, Structure, TaskStatus
+from tfdist_ext.training.agreement.single_task import TaskStatus
+from tfdist_ext.training.protocols import BatchIterator, Specs, Structure
 from tfdist_ext.training.variables import default_strategy_scope
 
 __all__ = [

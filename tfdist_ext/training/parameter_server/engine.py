@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import keras
-import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.agreement.barriers import SingleTask
+from tfdist_ext.training.agreement.single_task import Reduction, TaskStatus
 from tfdist_ext.training.agreement.stalls import Phases, watch
 from tfdist_ext.training.inputs import GlobalBatches
 from tfdist_ext.training.parameter_server.calls import Calls, busy_workers
@@ -24,47 +21,14 @@ from tfdist_ext.training.parameter_server.program import (
 from tfdist_ext.training.parameter_server.scope import WorkerScope, step_on_worker
 from tfdist_ext.training.parameter_server.worker_data import WorkerBatches, why_not_remote
 from tfdist_ext.training.programs import Engine, step_of
-from tfdist_ext.training.protocols import TaskStatus
 from tfdist_ext.training.steps.step_timer import NullStepTimer
 from tfdist_ext.training.variables import default_strategy_scope
 from tfdist_ext.user_frames import warn
 
-__all__ = ["CoordinatorReduction", "ParameterServerEngine"]
+__all__ = ["ParameterServerEngine"]
 
 
-class CoordinatorReduction:
-    """Reduction over a single task: the chief, which drives the training."""
-
-    is_chief = True
-    multi_worker = False
-    replicas = local_replicas = 1  # of global batches, which are read here as they are
-    first_replica = worker = 0
-    workers = 1
-
-    def __init__(self, strategy: tf.distribute.ParameterServerStrategy) -> None:
-        self.strategy = strategy
-        phases = Phases.of_environment()
-        if phases is not None:
-            servers = getattr(strategy, "servers", None)  # of create_strategy's
-            watch("chief:0", phases, busy_workers, servers)
-        self.peers: TaskStatus = SingleTask(phases)
-
-    def call(self, name: str) -> AbstractContextManager[None]:
-        return self.peers.call(name)
-
-    def task_names(self) -> list[str]:
-        return ["the chief"]
-
-    def any_worker(self, flag: bool) -> bool:
-        return bool(flag)
-
-    def from_chief(self, value: npt.ArrayLike) -> np.ndarray:
-        return np.asarray(value)
-
-    sum_over_workers = from_chief
-
-
-class ParameterServerEngine(Engine[CoordinatorReduction]):
+class ParameterServerEngine(Engine[Reduction]):
     """Steps on the workers of a parameter server cluster, asynchronously.
 
     Each global batch is one step, on one worker. A step uses the weights as they are when its
@@ -75,8 +39,14 @@ class ParameterServerEngine(Engine[CoordinatorReduction]):
     seconds_per_execution = 1.0  # at the end of an execution workers wait for the slowest worker
 
     def __init__(self, strategy: tf.distribute.ParameterServerStrategy):
-        super().__init__(strategy, CoordinatorReduction(strategy))
-        self._calls = Calls(strategy, self.reduction.peers)
+        phases = Phases.of_environment()
+        if phases is not None:
+            servers = getattr(strategy, "servers", None)  # of create_strategy's
+            watch("chief:0", phases, busy_workers, servers)
+        peers = TaskStatus(phases)
+        # Of the coordinator alone, which reads global batches as they are.
+        super().__init__(strategy, Reduction(strategy, peers))
+        self._calls = Calls(strategy, peers)
 
     def _read_sharded(self, data: ShardedDataset, *, from_position: bool) -> GlobalBatches:
         if isinstance(data, FunctionDataset):

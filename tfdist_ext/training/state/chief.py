@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.protocols import Reduction
+from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.state.naming import state_of
 from tfdist_ext.training.state.values import BLOCK_BYTES, assign_rows, blocks, read_rows
 

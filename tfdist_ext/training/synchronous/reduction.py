@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 import keras
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError, TrainingError
@@ -22,6 +21,7 @@ from tfdist_ext.strategies.traced_replica import NotSharedError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.barriers import SAME_CALLS, PeerMonitor, peers_of
 from tfdist_ext.training.agreement.equality import check_equal_across_workers
+from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.steps.context import StepContext
 from tfdist_ext.training.steps.scope import ReplicaScope, _addable, contribution
@@ -38,11 +38,11 @@ _SMALL = 4096
 States: TypeAlias = list[list[tf.Tensor]]
 
 
-class SynchronousReduction:
+class SynchronousReduction(Reduction):
     """Reductions over the replicas of a strategy, a few tensors at a time."""
 
     def __init__(self, strategy: tf.distribute.Strategy):
-        self.strategy = strategy
+        super().__init__(strategy, peers_of(strategy))
         self.replicas = strategy.num_replicas_in_sync
         # The concrete function: calls of the other kind are counted, and warned of, as retracing.
         ids = tf.function(lambda: strategy.run(_replica_id), autograph=False)
@@ -62,7 +62,6 @@ class SynchronousReduction:
         # TensorFlow's own word for "this task is the one that writes".
         self.is_chief = bool(strategy.extended.should_checkpoint)
         self._sums: dict[tf.TensorSpec, tf.types.experimental.ConcreteFunction] = {}
-        self.peers = peers_of(strategy)
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
@@ -212,15 +211,6 @@ class SynchronousReduction:
             self._sums[kind] = function.get_concrete_function(kind)
         with self.peers.barrier():
             return self._sums[kind](value).numpy()
-
-    def from_chief(self, value: npt.ArrayLike) -> np.ndarray:
-        """The chief's number or array, on every worker; every worker must call."""
-        value = np.asarray(value)
-        return self.sum_over_workers(value if self.is_chief else np.zeros_like(value))
-
-    def any_worker(self, flag: bool) -> bool:
-        """Whether the flag is set on any worker; every worker must call."""
-        return bool(self.sum_over_workers(np.int32(flag)) > 0)
 
     def on_all_workers(self, flag: tf.Tensor) -> tf.Tensor:
         """Whether a boolean tensor is true on every worker: in the graph, in all of them."""
