@@ -37,17 +37,12 @@ def multi_worker_mirrored(
     """
     implementation = _implementation(communication)
     described = _described("multi_worker_mirrored", cluster, "--workers N")
-    for job, advice in (
-        ("ps", "or use parameter_server"),
-        ("evaluator", "and run the evaluator by itself, with a TF_CONFIG of its own or none"),
-    ):
-        if job in described.jobs:
-            raise StrategyError(
-                "the cluster of multi_worker_mirrored must have chief and worker tasks alone, got"
-                f" {job!r} ({', '.join(described.jobs[job])}) as well from {described.source}."
-                f" TensorFlow would hang, or silently train alone. Take {job!r} out of the"
-                f" cluster, {advice}."
-            )
+    if others := [job for job in described.jobs if job not in ("chief", "worker")]:
+        raise StrategyError(
+            "the cluster of multi_worker_mirrored must have chief and worker tasks alone, got"
+            f" {' and '.join(others)} tasks from {described.source}. Use parameter_server for ps"
+            " tasks. Start an evaluator by itself, with a TF_CONFIG of its own or none."
+        )
     if described.task is None:
         raise StrategyError(
             "the cluster of multi_worker_mirrored must say which task this process is, got no task"
@@ -160,7 +155,7 @@ def _described(strategy: str, cluster: Cluster, options: str) -> Described:
     Args:
         options: of `tfdist run`, for the message.
     """
-    described = None if cluster is None else describe(cluster)
+    described = describe(cluster)
     if described is None or not described.jobs:
         source = "the call or the environment" if described is None else described.source
         raise StrategyError(
@@ -170,7 +165,6 @@ def _described(strategy: str, cluster: Cluster, options: str) -> Described:
     if holes := [task for task, address in described.addresses.items() if not address]:
         raise StrategyError(
             f"the cluster of {strategy} must have an address for every task, got none for"
-            f" {', '.join(holes)} from {described.source}. This strategy connects to all tasks:"
-            " list each of them, numbered from 0."
+            f" {', '.join(holes)} from {described.source}. Number the tasks from 0."
         )
     return described

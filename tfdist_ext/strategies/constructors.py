@@ -6,13 +6,11 @@ The parameters of a function are the options of its strategy.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from tfdist_ext.cluster import tpu as tpu_environment
 from tfdist_ext.cluster.addresses import AddressError
 from tfdist_ext.cluster.liveness.wire import STARTED, Connection
 from tfdist_ext.errors import StrategyError
@@ -31,19 +29,19 @@ REACH_SECONDS = 10.0  # for a TPU to answer
 
 def default() -> tf.distribute.Strategy:
     """TensorFlow's default strategy, which is available outside of any scope only."""
+    strategy = tf.distribute.get_strategy()
     if tf.distribute.has_strategy():
-        scope = type(tf.distribute.get_strategy()).__name__
         raise StrategyError(
-            "the default strategy must be asked for outside of any scope, got the scope of"
-            f" {scope}: call create_strategy outside of it."
+            "the default strategy is available outside of any scope only, got the scope of"
+            f" {type(strategy).__name__}. Call create_strategy outside of this scope."
         )
-    return tf.distribute.get_strategy()
+    return strategy
 
 
 def one_device(*, devices: Devices = None) -> tf.distribute.Strategy:
     """Everything on one device: the given one, else the first GPU, else the CPU."""
-    picked = pick_devices("one_device", devices, default="first")
-    if len(picked) > 1:
+    picked = pick_devices("one_device", devices)
+    if devices is not None and len(picked) > 1:
         raise StrategyError(f"devices of one_device must be one device, got {', '.join(picked)}.")
     return tf.distribute.OneDeviceStrategy(picked[0])
 
@@ -72,7 +70,7 @@ def central_storage(
     `devices`.
     """
     computing = pick_devices("central_storage", devices)
-    (keeping,) = pick_devices("central_storage", [parameter_device], option="parameter_device")
+    (keeping,) = pick_devices("central_storage", [parameter_device])
     strategy = tf.distribute.experimental.CentralStorageStrategy(computing, keeping)
     return with_metrics_per_replica(strategy)
 
@@ -93,63 +91,49 @@ def tpu(
 ) -> tf.distribute.Strategy:
     """A copy on each core of a TPU: its name, "grpc://host:port", or "local" for this machine's."""
     resolver_class = tf.distribute.cluster_resolver.TPUClusterResolver
-    if not isinstance(cluster, resolver_class | None):
+    named = tpu or zone or project
+    if cluster is not None and (named or not isinstance(cluster, resolver_class)):
         raise StrategyError(
-            f"cluster of tpu must be a TPUClusterResolver, got {cluster!r}. Or pass tpu= with the"
-            " name of the TPU."
+            "tpu takes cluster=, a TPUClusterResolver, or tpu=, zone= and project=, got"
+            f" cluster={cluster!r}{f' and {named!r}' if named else ''}."
         )
-    if cluster is not None and any(option is not None for option in (tpu, zone, project)):
-        raise StrategyError(
-            "tpu must get a TPUClusterResolver, or tpu=, zone= and project=, got both."
-        )
-    signal = tpu_environment.detect(os.environ)
-    if cluster is None and tpu is None and signal is not None:
-        tpu, zone, project = signal.name, zone or signal.zone, project or signal.project
     if cluster is None and not tpu:
-        raise StrategyError(
-            f"no TPU found: TPU_NAME is not set and tpu= was not given. {_seen()} Pass tpu= with"
-            " the name or address of a TPU, which is 'local' for a TPU of this machine."
-        )
-    name = "the TPUClusterResolver" if cluster is not None else repr(tpu)
+        raise _not_found("", "Set TPU_NAME, or pass tpu= with the name or address of a TPU")
+    name = repr(tpu) if cluster is None else "the TPUClusterResolver"
 
     def look_up() -> tuple[Any, Any]:
-        resolver = (
-            resolver_class(tpu=tpu, zone=zone, project=project) if cluster is None else cluster
-        )
+        resolver = cluster or resolver_class(tpu=tpu, zone=zone, project=project)
         return resolver, resolver.cluster_spec()
 
     try:
         resolver, spec = call_with_timeout(LOOKUP_SECONDS, look_up)
     except Exception as error:  # depends on the network and on Google Cloud's client
-        raise StrategyError(
-            f"no TPU found at {name}: asking Google Cloud about it failed ({error}). {_seen()}"
-            " Outside of Google Cloud pass zone= and project=, or the address of the TPU as"
-            " 'grpc://host:port'; on a TPU machine pass 'local'."
+        raise _not_found(
+            name,
+            f"asking Google Cloud about it failed ({error}). Outside of Google Cloud pass zone= and"
+            " project=, or the address of the TPU as 'grpc://host:port'; on a TPU machine pass"
+            " 'local'",
         ) from error
-    return _connected(resolver, spec, name)
-
-
-def _connected(
-    resolver: tf.distribute.cluster_resolver.TPUClusterResolver,
-    spec: tf.train.ClusterSpec | None,
-    name: str,
-) -> tf.distribute.Strategy:
     jobs = spec.as_dict() if spec else {}
     for address in [address for tasks in jobs.values() for address in tasks]:
         if not _is_server(address):  # TensorFlow would try to connect forever
-            raise StrategyError(
-                f"no TPU found at {name}: no TPU server answers at {address}. {_seen()} Is the TPU"
-                " running, is its address right, may this host reach it?"
+            raise _not_found(
+                name,
+                f"no TPU server answers at {address}. Check that the TPU is running, that its"
+                " address is right, and that this host may reach it",
             )
     try:
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
     except (tf.errors.OpError, ValueError, RuntimeError) as error:
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise StrategyError(
-            f"no TPU found at {name}: {line.split('. ')[0].rstrip('.')}. {_seen()}"
-        ) from error
+        raise _not_found(name, line.split(". ")[0].rstrip(".")) from error
     return tf.distribute.TPUStrategy(resolver)
+
+
+def _not_found(name: str, why: str) -> StrategyError:
+    at = f" at {name}" if name else ""
+    return StrategyError(f"no TPU found{at}: {why}. Devices seen are {', '.join(seen_devices())}.")
 
 
 def _is_server(address: str) -> bool:
@@ -160,7 +144,3 @@ def _is_server(address: str) -> bool:
     state, _ = connection.ask({}, REACH_SECONDS)
     connection.close()
     return state == STARTED
-
-
-def _seen() -> str:
-    return f"Devices seen are {', '.join(seen_devices())}."
