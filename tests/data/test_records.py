@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import tensorflow as tf
 from tfdist_ext.data import DataError, Shard, from_tfrecords
 from tfdist_ext.data import records as records_module
 from tfdist_ext.data.records import RecordFiles
+from tfdist_ext.data.sources import difference
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is empty. it has 0 bytes")
 
@@ -70,6 +72,23 @@ def test_each_of_four_shards_reads_a_fourth(files: list[str]) -> None:
     assert sorted(found) == sorted(PAYLOADS)
     assert sum(read) == TOTAL
     assert max(read) / TOTAL == pytest.approx(1 / 4, rel=0.15)
+
+
+def test_a_fingerprint_changes_with_the_files(tmp_path: Path, write_records: Write) -> None:
+    def fingerprint(name: str, folder: str, payloads: list[bytes], time: int = 1) -> Any:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        path = write_records(tmp_path / folder / name, payloads)
+        os.utime(path, ns=(0, time * 10**9))
+        return records_of([path]).fingerprint()
+
+    known = fingerprint("a", "one", [b"abc", b"d"])
+    assert fingerprint("a", "elsewhere", [b"abc", b"d"]) == known
+    for other, message in (
+        (fingerprint("a", "two", [b"abc"]), r"^bytes 36 -> 19, records 2 -> 1, sizes \w+ -> \w+$"),
+        (fingerprint("b", "two", [b"abc", b"d"]), r"^names \w+ -> \w+$"),
+        (fingerprint("a", "three", [b"abc", b"d"], time=2), r"^time stamps \w+ -> \w+$"),
+    ):
+        assert re.search(message, difference(known, other))
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
