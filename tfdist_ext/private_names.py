@@ -41,7 +41,7 @@ class PrivateNames:
         """
         module, _, name = path.rpartition(".")
         try:
-            return getattr(self._module(module), name)
+            return getattr(import_module(f"{self.package}.{module}"), name)
         except (ImportError, AttributeError) as error:
             raise self._gone(f"{self.package}.{path}", self.uses[path]) from error
 
@@ -60,9 +60,6 @@ class PrivateNames:
             return getattr(holder, name)
         except AttributeError as error:
             raise self._gone(f"{type(holder).__qualname__}.{name}", use) from error
-
-    def _module(self, path: str) -> Any:
-        return import_module(f"{self.package}.{path}")
 
     def _gone(self, name: str, use: str) -> TfDistError:
         package = self.package.partition(".")[0]

@@ -84,8 +84,10 @@ def create_strategy(
         arguments["name"] = name
     settings = Settings()
     settings.add(_CALL, arguments)
-    settings.add("flags", flags.strategy_flags())
-    if (file := flags.strategy_config() if config is None else config) is not None:
+    of_flags = flags.strategy_flags()
+    file_of_flags = of_flags.pop("config", None)
+    settings.add("flags", of_flags)
+    if (file := file_of_flags if config is None else config) is not None:
         settings.add(f"the file {file}", read_file(file))
     try:
         return _create(settings, cluster)
@@ -123,8 +125,6 @@ def _create(settings: Settings, given: Cluster) -> tf.distribute.Strategy:
     if given is None and isinstance(cluster, ClusterConfig):
         tasks = counted(cluster.num_tasks, "task")
         lines.append(f"cluster = {cluster.task} of {tasks} from {cluster.source}")
-    if flags.not_parsed():
-        lines.append("flags are defined, but not parsed: start main with absl.app.run(main)")
     choice = replace(
         choice,
         settings=tuple(lines),
