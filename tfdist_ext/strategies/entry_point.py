@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdist_ext.cluster import ClusterConfig
 from tfdist_ext.errors import PeerError, StrategyError
 from tfdist_ext.launch.exit_codes import RESTART
-from tfdist_ext.strategies.cluster_constructors import parameter_server
+from tfdist_ext.strategies.constructors import parameter_server
 from tfdist_ext.strategies.resolvers import describe
 from tfdist_ext.strategies.serving import RoleEnded, serves
 from tfdist_ext.user_frames import filter_traceback

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import nearest, shown
-from tfdist_ext.strategies import cluster_constructors, constructors
+from tfdist_ext.strategies import constructors
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["Entry", "available_strategies", "lookup", "register_strategy"]
@@ -69,7 +69,7 @@ _TABLE = {
         ("mirrored", constructors.mirrored, "a copy of the model on each device of this machine"),
         (
             "multi_worker_mirrored",
-            cluster_constructors.multi_worker_mirrored,
+            constructors.multi_worker_mirrored,
             "a copy on each worker of a cluster",
         ),
         (
@@ -80,7 +80,7 @@ _TABLE = {
         ("placed", constructors.placed, "each variable on the devices that its rule says"),
         (
             "parameter_server",
-            cluster_constructors.parameter_server,
+            constructors.parameter_server,
             "variables on parameter servers, asynchronous",
         ),
         ("tpu", constructors.tpu, "a copy on each core of a TPU"),

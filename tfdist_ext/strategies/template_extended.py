@@ -6,10 +6,9 @@ of values. TensorFlow leaves the methods with an underscore to each strategy.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -47,7 +46,6 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         self._devices = tuple(devices)
         self._input_workers_devices = ((tp.full_name("/device:CPU:0"), self._devices),)
         self._communication_options = tf.distribute.experimental.CommunicationOptions()
-        self._reducing: Sequence[Reduced] = ()  # what is reduced now, inside `reducing`
         self._hook_takes_what = "what" in inspect.signature(strategy.reduce_values).parameters
 
     def _use_merge_call(self) -> bool:
@@ -196,15 +194,6 @@ class TemplateExtended(tf.distribute.StrategyExtended):
 
     # Values
 
-    @contextlib.contextmanager
-    def reducing(self, what: Sequence[Reduced]) -> Iterator[None]:
-        """Scope of a `batch_reduce_to` of these values, in cross-replica context."""
-        before, self._reducing = self._reducing, what
-        try:
-            yield
-        finally:
-            self._reducing = before
-
     def _reduce_to(
         self, reduce_op: tf.distribute.ReduceOp, value: Any, destinations: Any, options: Any
     ) -> Any:
@@ -221,21 +210,29 @@ class TemplateExtended(tf.distribute.StrategyExtended):
     def _batch_reduce_to(
         self, reduce_op: tf.distribute.ReduceOp, value_destination_pairs: Any, options: Any
     ) -> Any:
-        results = []
-        untold: list[Reduced | None] = [None] * len(value_destination_pairs)
-        told = self._reducing or untold
-        for (value, destinations), what in zip(value_destination_pairs, told, strict=True):
-            if not isinstance(value, tf.distribute.DistributedValues):
-                # The same tensor comes from every replica. It may be on no device, and the device
-                # does not matter: it goes to where the replicas are.
-                copies = [tp.copied_to(device, value) for device in self._devices]
-                value = destinations = tp.per_replica(copies, always=True)
-                what = what or OTHER
-            if what is None:
-                results.append(self._reduce_to(reduce_op, value, destinations, options))
-            else:
-                results.append(self._reduced(reduce_op, value.values, destinations, what))
-        return results
+        return [
+            self._reduce_to(reduce_op, *self._per_replica(*pair), options)
+            for pair in value_destination_pairs
+        ]
+
+    def batch_reduce_described(
+        self, op: tf.distribute.ReduceOp, pairs: Any, what: Sequence[Reduced]
+    ) -> list[Any]:
+        """`batch_reduce_to` of values with their descriptions, in cross-replica context."""
+        reduced = []
+        for pair, description in zip(pairs, what, strict=True):
+            value, destinations = self._per_replica(*pair)
+            reduced.append(self._reduced(op, value.values, destinations, description))
+        return reduced
+
+    def _per_replica(self, value: Any, destinations: Any) -> tuple[Any, Any]:
+        """A value per replica, and where it is needed; a tensor comes from every replica alike."""
+        if isinstance(value, tf.distribute.DistributedValues):
+            return value, destinations
+        # The tensor may be on no device, and its device does not matter.
+        copies = [tp.copied_to(device, value) for device in self._devices]
+        value = tp.per_replica(copies, always=True)
+        return value, value
 
     def _reduced(
         self,
