@@ -41,7 +41,8 @@ def run(_options: argparse.Namespace, _: list[str]) -> int:
     """Print versions, devices, memory, variables, and what `auto` would choose."""
     env = dict(os.environ)  # TensorFlow adds to it
     python = f"python {platform.python_version()}, {platform.platform()}"
-    packages = (f"{name} {version}" for name in _PACKAGES if (version := _version(name)))
+    versions = {each.name: each.version for each in metadata.distributions()}
+    packages = (f"{name} {versions[name]}" for name in _PACKAGES if name in versions)
     _print("versions", [python, *packages])
     _print("machine", [f"{os.cpu_count()} CPUs, {_memory()}"])
     import tensorflow as tf
@@ -74,13 +75,6 @@ def relevant_variables(env: Mapping[str, str]) -> list[str]:
             value = "(hidden)"
         lines.append(f"{name}={value}")
     return lines
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _memory() -> str:

@@ -72,19 +72,17 @@ class PrivateNames:
 
 
 def untested_versions() -> str:
-    """A sentence about installed releases that were not tested; "" if there are none."""
-    found = []
+    """A sentence about an installed release that was not tested; "" if there is none."""
+
+    def minor(version: str) -> tuple[int, ...]:
+        return tuple(map(int, version.split(".")[:2]))
+
     for package, (title, oldest, newest) in TESTED.items():
         version = import_module(package).__version__
-        if not _minor(oldest) <= _minor(version) <= _minor(newest):
-            found.append(f"{title} from {oldest} to {newest}, got {version}")
-    if not found:
-        return ""
-    return (
-        f"tfdist_ext was tested with {'; with '.join(found)}. See docs/compatibility.md. Steps are"
-        " checked: if a release computes a step in another way, an error says so."
-    )
-
-
-def _minor(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")[:2]))
+        if not minor(oldest) <= minor(version) <= minor(newest):
+            return (
+                f"tfdist_ext was tested with {title} from {oldest} to {newest}, got {version}. See"
+                " docs/compatibility.md. If this release computes a step in another way, an error"
+                " says so."
+            )
+    return ""

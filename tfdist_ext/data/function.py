@@ -99,8 +99,7 @@ class FunctionDataset(ShardedDataset):
     ) -> tf.data.Dataset:
         if remainder is not Remainder.KEEP:
             raise DataError(
-                f"remainder must be Remainder.KEEP for data made by a function, got {remainder};"
-                " DROP and PAD are for ordered data (from_arrays, from_tfrecords)."
+                f"remainder must be Remainder.KEEP for data made by a function, got {remainder}."
             )
         shard = Shard(0, 1) if shard is None else Shard.of(shard)
         epoch = self._epoch if epoch is None else check_int(epoch, "epoch", error=DataError)

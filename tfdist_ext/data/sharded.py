@@ -209,7 +209,7 @@ def check_reads_here(strategy: tf.distribute.Strategy) -> None:
     """Raise DataError if the steps of a strategy run in other processes."""
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise DataError(
-            "strategy must run its steps in this process, got ParameterServerStrategy, whose steps"
-            " run on the workers: train with tfd.distribute(...).fit(data), or read"
+            "the steps of ParameterServerStrategy run on the workers, so this process cannot read"
+            " their batches. Train with tfd.distribute(...).fit(data), or read"
             " data.dataset(Shard(index, workers)) in ClusterCoordinator.create_per_worker_dataset."
         )

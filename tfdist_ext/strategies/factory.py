@@ -80,21 +80,27 @@ def create_strategy(
             for by name ignores the environment's cluster.
     """
     arguments = dict(devices=devices, placement=placement, wait=wait, alone=alone, **options)
-    if name != "auto":  # the default, which leaves the choice to flags and file
-        arguments["name"] = name
-    settings = Settings()
-    settings.add(_CALL, arguments)
-    of_flags = flags.strategy_flags()
-    file_of_flags = of_flags.pop("config", None)
-    settings.add("flags", of_flags)
-    if (file := file_of_flags if config is None else config) is not None:
-        settings.add(f"the file {file}", read_file(file))
+    # "auto" is the default, which leaves the choice to flags and file.
+    settings = _all_settings({"name": None if name == "auto" else name, **arguments}, config)
     try:
         return _create(settings, cluster)
     except StrategyError as error:
         if elsewhere := "; ".join(settings.lines(without=_CALL)):
             raise StrategyError(f"{error} (Settings: {elsewhere}.)") from error
         raise
+
+
+def _all_settings(arguments: Mapping[str, Any], config: str | Path | None) -> Settings:
+    """The arguments of the call, the flags, and the settings file of the call or of the flags."""
+    of_flags = flags.strategy_flags()
+    file_of_flags = of_flags.pop("config", None)
+    file = file_of_flags if config is None else config
+    settings = Settings()
+    settings.add(_CALL, arguments)
+    settings.add("flags", of_flags)
+    if file is not None:
+        settings.add(f"the file {file}", read_file(file))
+    return settings
 
 
 def _create(settings: Settings, given: Cluster) -> tf.distribute.Strategy:
