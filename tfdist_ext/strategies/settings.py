@@ -1,10 +1,11 @@
-"""A strategy's settings from arguments, flags, a TOML file and the environment, in that order."""
+"""A strategy's settings from arguments, flags and a TOML file, in that order."""
 
 from __future__ import annotations
 
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tfdist_ext.errors import StrategyError
 __all__ = ["Settings", "read_file"]
 
 
+@dataclass
 class Settings:
     """Settings from several places; the first place that sets an option wins.
 
@@ -21,21 +23,14 @@ class Settings:
         places: option -> where this value came from.
     """
 
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-        self.places: dict[str, str] = {}
-        self._overridden: dict[str, list[str]] = {}
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
 
     def add(self, place: str, given: Mapping[str, Any]) -> None:
         """Add the settings of a place with lower precedence. A value of None sets nothing."""
         for option, value in given.items():
-            if value is None:
-                continue
-            if option in self.values:
-                self._overridden[option].append(f"{place} ({_shown(value)})")
-            else:
+            if value is not None and option not in self.values:
                 self.values[option], self.places[option] = value, place
-                self._overridden[option] = []
 
     def lines(self, without: str = "") -> Iterator[str]:
         """One line for each option, with its value and where the value came from.
@@ -45,15 +40,9 @@ class Settings:
         """
         for option, value in self.values.items():
             if self.places[option] != without:
-                over = " and ".join(self._overridden[option])
-                line = f"{option} = {_shown(value)} from {self.places[option]}"
-                yield f"{line}, over {over}" if over else line
-
-
-def _shown(value: Any) -> str:
-    """The repr of a value; the type's name for an object without a readable repr."""
-    text = repr(value)
-    return type(value).__name__ if text.startswith("<") else text
+                text = repr(value)
+                shown = type(value).__name__ if text.startswith("<") else text
+                yield f"{option} = {shown} from {self.places[option]}"
 
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
