@@ -59,7 +59,7 @@ def test_a_data_set_without_epochs_is_iterated_anew() -> None:
     assert rows(data.dataset(epoch=0)) != rows(data.dataset(epoch=1))
 
 
-def test_a_state_goes_on_behind_what_is_done() -> None:
+def test_a_state_resumes_inside_an_epoch() -> None:
     def of_epoch(shard: Shard, epoch: int) -> tf.data.Dataset:
         return of_shard(shard)
 

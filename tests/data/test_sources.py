@@ -48,7 +48,7 @@ class Squares:
         return {"kind": "squares"}
 
 
-def test_a_source_of_ones_own() -> None:
+def test_a_custom_source() -> None:
     data = from_source(Squares(), global_batch_size=6)
     assert next(iter(data.dataset(Shard(1, 2)))).numpy().tolist() == [9, 16, 25]
     with pytest.raises(

@@ -90,7 +90,7 @@ def test_assignments(strategy: Any, table: Any, how: str) -> None:
     np.testing.assert_array_equal(np.array(table), TABLE)
 
 
-def test_gradients_by_pieces_in_a_loop_of_ones_own(strategy: Any, table: Any) -> None:
+def test_gradients_by_pieces_in_a_custom_loop(strategy: Any, table: Any) -> None:
     def step() -> Any:
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(tf.nn.embedding_lookup(table, [0, 0, 6]))
@@ -298,7 +298,7 @@ def template(answer: Any) -> Any:
     return type("Mine", (StrategyTemplate,), body)(2)
 
 
-def test_a_strategy_of_ones_own_cuts() -> None:
+def test_a_custom_strategy_cuts() -> None:
     """Over other devices than those of its replicas."""
     devices = ["CPU:2", "CPU:3", "CPU:0"]
     mine = template(lambda spec, create, beside: create(devices, in_pieces=True))

@@ -222,7 +222,7 @@ def test_a_reduction_is_told_what_it_reduces() -> None:
     assert found["other"] == {""}
 
 
-def test_what_a_loop_of_ones_own_reduces() -> None:
+def test_what_a_custom_loop_reduces() -> None:
     strategy = Told(2)
     with strategy.scope():
         variable = tf.Variable(0.0, name="v", aggregation=tf.VariableAggregation.MEAN)

@@ -9,12 +9,15 @@ from absl import flags
 
 import tfdist_ext as tfd
 
+pytestmark = pytest.mark.usefixtures("four_cpus")
+
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> flags.FlagValues:
     """Flags of their own, so that no other test sees them."""
     values = flags.FlagValues()
     tfd.flags.define_strategy_flags(values)
+    tfd.flags.define_strategy_flags(values)  # a library and its script may both define them
     monkeypatch.setattr(flags, "FLAGS", values)
     return values
 
@@ -89,7 +92,3 @@ def test_a_file_of_the_call_goes_over_one_of_the_flags(
 def test_flags_that_were_not_parsed_are_an_error() -> None:
     with pytest.raises(flags.UnparsedFlagAccessError, match="before flags were parsed"):
         tfd.create_strategy("mirrored")
-
-
-def test_defining_them_twice_is_no_error(given: flags.FlagValues) -> None:
-    tfd.flags.define_strategy_flags(given)
