@@ -61,30 +61,19 @@ class Entry:
         return strategy
 
 
+_DESCRIPTIONS = {  # of the functions in constructors.py
+    "default": "no distribution: TensorFlow's default, one device",
+    "one_device": "everything on one named device",
+    "mirrored": "a copy of the model on each device of this machine",
+    "multi_worker_mirrored": "a copy on each worker of a cluster",
+    "central_storage": "variables on one device, computing on all",
+    "placed": "each variable on the devices that its rule says",
+    "parameter_server": "variables on parameter servers, asynchronous",
+    "tpu": "a copy on each core of a TPU",
+}
 _TABLE = {
-    name: Entry(name, factory, description)
-    for name, factory, description in (
-        ("default", constructors.default, "no distribution: TensorFlow's default, one device"),
-        ("one_device", constructors.one_device, "everything on one named device"),
-        ("mirrored", constructors.mirrored, "a copy of the model on each device of this machine"),
-        (
-            "multi_worker_mirrored",
-            constructors.multi_worker_mirrored,
-            "a copy on each worker of a cluster",
-        ),
-        (
-            "central_storage",
-            constructors.central_storage,
-            "variables on one device, computing on all",
-        ),
-        ("placed", constructors.placed, "each variable on the devices that its rule says"),
-        (
-            "parameter_server",
-            constructors.parameter_server,
-            "variables on parameter servers, asynchronous",
-        ),
-        ("tpu", constructors.tpu, "a copy on each core of a TPU"),
-    )
+    name: Entry(name, getattr(constructors, name), description)
+    for name, description in _DESCRIPTIONS.items()
 }
 
 

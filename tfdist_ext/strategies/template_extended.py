@@ -67,49 +67,32 @@ class TemplateExtended(tf.distribute.StrategyExtended):
             spec = _spec(kwargs, self._devices[0])
         if spec is None:
             return self._copied(next_creator, **kwargs)
-        created = []
+        of = f"{type(strategy).__name__}.create_variable, for {spec.path!r}"
+        created: list[tf.Variable] = []
 
         def create(devices: Sequence[str], *, in_pieces: bool = False) -> tf.Variable:
-            created.append(self._created(next_creator, kwargs, spec, devices, in_pieces))
-            return created[-1]
+            picked = pick_devices(of, devices)
+            names = [tp.full_name(name) for name in picked]
+            if in_pieces and len(picked) > 1:
+                made = self._in_pieces(next_creator, kwargs, spec, names)
+            elif picked == list(strategy.devices):
+                made = self._copied(next_creator, **kwargs)
+            elif len(picked) == 1:
+                made = self._shared(next_creator, names[0], **kwargs)
+            else:
+                raise StrategyError(
+                    f"{of}: create() must get one device for all replicas, or the devices of all"
+                    f" replicas in their order, {list(strategy.devices)}, got {picked}. With"
+                    " in_pieces=True it takes the device of each piece."
+                )
+            created.append(made)
+            return made
 
         made = strategy.create_variable(spec, create, beside)
         if not any(made is each for each in created):
             wanted = f"the variable that create() makes of {spec.path!r}"
             raise _wrong(strategy, "create_variable", wanted, made)
         return made
-
-    def _created(
-        self,
-        next_creator: Callable[..., tf.Variable],
-        kwargs: dict[str, Any],
-        spec: VariableSpec,
-        devices: Sequence[str],
-        in_pieces: bool,
-    ) -> tf.Variable:
-        """A variable on the devices that the hook gave to `create`."""
-        own = self._container_strategy().devices
-        of = f"{type(self._container_strategy()).__name__}.create_variable, for {spec.path!r}"
-        picked = pick_devices(of, devices)
-        names = [tp.full_name(name) for name in picked]
-        if in_pieces and len(picked) > 1:
-            if kwargs["initial_value"] is None or spec.rows < len(picked):
-                raise StrategyError(
-                    f"{of}: create() cannot cut a variable into more pieces than it has rows, and"
-                    " cannot cut one that is loaded from a SavedModel. Got"
-                    f" {len(picked)} devices for a variable of shape {list(spec.shape)}. Give it"
-                    " fewer devices."
-                )
-            return self._in_pieces(next_creator, kwargs, spec, names)
-        if picked == list(own):
-            return self._copied(next_creator, **kwargs)
-        if len(picked) > 1:
-            raise StrategyError(
-                f"{of}: create() must get one device for all replicas, or the devices of all"
-                f" replicas in their order, {list(own)}, got {picked}. With in_pieces=True it takes"
-                " the device of each piece."
-            )
-        return self._shared(next_creator, names[0], **kwargs)
 
     def _copied(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         """One variable with a copy on each device, which begin equal."""
@@ -140,6 +123,12 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         devices: list[str],
     ) -> tf.Variable:
         """One variable in even pieces along axis 0, one on each device, for all replicas."""
+        if kwargs["initial_value"] is None or spec.rows < len(devices):
+            raise StrategyError(
+                f"create() cannot cut {spec.path!r} into more pieces than it has rows, and cannot"
+                f" cut a variable that is loaded from a SavedModel. Got {len(devices)} devices for"
+                f" a variable of shape {list(spec.shape)}. Give it fewer devices."
+            )
         initial = InitialValue(kwargs, where=devices[0])
         where: Where = []
         start = 0
