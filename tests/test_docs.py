@@ -6,7 +6,6 @@ A page that is new is run like the others; what is run elsewhere is in the table
 from __future__ import annotations
 
 import ast
-import importlib.util
 import itertools
 import json
 import os
@@ -111,9 +110,6 @@ CLUSTERS_AS_ELSEWHERE = {
     "docs/placement.md",  # docs/parameter_servers.md
 }
 
-# Pages whose commands read what their Python has written.
-COMMANDS_AFTER_PYTHON = {"docs/data.md"}
-
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_python_of_the_page_runs(page: str, tmp_path: Path) -> None:
@@ -123,14 +119,10 @@ def test_the_python_of_the_page_runs(page: str, tmp_path: Path) -> None:
             compile(block.program, block.where, "exec")
     if page not in PYTHON_BY:
         here = folder_of_the_page(tmp_path)
-        run_python_of(page, tmp_path)
+        program = [block for block in blocks if not block.file]
+        _run_as_one_program(program, tmp_path, GIVEN.get(page, ""))
         if page == "README.md":
             assert (here / "model.keras").exists()
-
-
-def run_python_of(page: str, folder: Path) -> None:
-    program = [block for block in blocks_of(page) if not block.file]
-    _run_as_one_program(program, folder, GIVEN.get(page, ""))
 
 
 def folder_of_the_page(folder: Path) -> Path:
@@ -155,8 +147,6 @@ def test_the_commands_of_the_page_run(page: str, tmp_path: Path) -> None:
         return
     blocks = blocks_of(page)
     here = folder_of_the_page(tmp_path)
-    if page in COMMANDS_AFTER_PYTHON:
-        run_python_of(page, tmp_path)
     for block in reversed(blocks):  # a page may show a file's text after the first command
         if block.language in FILES and block.file:
             (here / block.file).write_text(block.program, encoding="utf-8")
@@ -368,22 +358,3 @@ def test_pages_for_developers_name_what_exists() -> None:
     for name in re.findall(r"`(\w*[A-Z_./][\w./]*)`", text):
         is_file = (ROOT / name).exists() or any((ROOT / "tfdist_ext").rglob(name))
         assert is_file or set(name.split(".")) <= known, f"{name} does not exist"
-
-
-@pytest.mark.parametrize(
-    ("field", "prose"),
-    [
-        (":rtype: None where no environment describes a cluster", True),
-        (":type: Whether this task writes what is written once", True),
-        (":vartype rows: rows of the table", True),
-        (":rtype: dict[str, tuple[int, ...]] | None", False),
-        (":vartype kind: Literal['gradient', 'metric']", False),
-    ],
-)
-def test_prose_that_the_reference_takes_for_a_type(field: str, prose: bool) -> None:
-    spec = importlib.util.spec_from_file_location("docs_conf", ROOT / "docs" / "conf.py")
-    assert spec is not None
-    assert spec.loader is not None
-    conf = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(conf)
-    assert bool(conf.prose_in_types(["Text.", "", field])) == prose

@@ -38,11 +38,6 @@ class FailingModel(keras.Model):
         return {"loss": tf.zeros([2]) + tf.zeros([3])}
 
 
-class FailingCallback(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.model.compile("nonsense")
-
-
 class EvaluatingCallback(keras.callbacks.Callback):
     def __init__(self, evaluate: Callable[[], None]) -> None:
         super().__init__()
@@ -124,19 +119,10 @@ def test_an_error_in_a_users_step_ends_there(eagerly: bool) -> None:
 
 def test_errors_in_a_users_functions_end_there() -> None:
     model = distributed()
-    lines = [
-        frames_of(call)[-1]
-        for call in (
-            lambda: model.fit(X, Y, callbacks=[FailingCallback()], verbose=0),
-            lambda: model.fit(failing_generator(), steps_per_epoch=3, verbose=0),
-            lambda: tfd.distribute(failing_builder),
-        )
-    ]
-    assert lines == [
-        (__name__, 'self.model.compile("nonsense")'),
-        (__name__, 'raise KeyError("mine")'),
-        (__name__, "return keras.Sequential([keras.layers.Dense(-1)])"),
-    ]
+    last = frames_of(lambda: model.fit(failing_generator(), steps_per_epoch=3, verbose=0))[-1]
+    assert last == (__name__, 'raise KeyError("mine")')
+    last = frames_of(lambda: tfd.distribute(failing_builder))[-1]
+    assert last == (__name__, "return keras.Sequential([keras.layers.Dense(-1)])")
 
 
 def test_causes_are_filtered_too() -> None:

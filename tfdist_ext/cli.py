@@ -16,8 +16,7 @@ from tfdist_ext.errors import LaunchError, TfDistError
 
 __all__ = ["main"]
 
-_USAGE_ERROR = 2
-_INTERRUPTED = 130
+_USAGE_ERROR, _INTERRUPTED = 2, 130
 # Each has SUMMARY, USAGE, EPILOG, add_options(parser) and run(options, words after --).
 _COMMANDS = {
     "run": run_command,
@@ -97,13 +96,9 @@ def _open_standard_streams() -> None:
 
     Otherwise the next file or pipe that is opened would get the number of the closed stream.
     """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+    for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
 
 
 if __name__ == "__main__":

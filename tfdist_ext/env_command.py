@@ -7,7 +7,7 @@ import contextlib
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -40,36 +40,30 @@ def add_options(_: argparse.ArgumentParser) -> None:
 def run(_options: argparse.Namespace, _: list[str]) -> int:
     """Print versions, devices, memory, variables, and what `auto` would choose."""
     env = dict(os.environ)  # TensorFlow adds to it
-    for title, lines in _sections(env):
-        print(title)
-        for line in lines:
-            print(f"  {line}")
-    return 0
-
-
-def _sections(env: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
-    yield (
-        "versions",
-        [
-            f"python {platform.python_version()}, {platform.platform()}",
-            *(f"{name} {version}" for name in _PACKAGES if (version := _version(name))),
-        ],
-    )
-    yield "machine", [f"{os.cpu_count()} CPUs, {_memory()}"]
+    python = f"python {platform.python_version()}, {platform.platform()}"
+    versions = {each.name: each.version for each in metadata.distributions()}
+    packages = (f"{name} {versions[name]}" for name in _PACKAGES if name in versions)
+    _print("versions", [python, *packages])
+    _print("machine", [f"{os.cpu_count()} CPUs, {_memory()}"])
     import tensorflow as tf
 
     from tfdist_ext.strategies.factory import automatic_choice
 
-    yield (
-        "devices",
-        [
-            f"{device.name.removeprefix('/physical_device:')}"
-            f" {tf.config.experimental.get_device_details(device).get('device_name', '')}".rstrip()
-            for device in tf.config.list_physical_devices()
-        ],
+    details = tf.config.experimental.get_device_details
+    devices = (
+        f"{device.name.removeprefix('/physical_device:')} {details(device).get('device_name', '')}"
+        for device in tf.config.list_physical_devices()
     )
-    yield "variables", relevant_variables(env) or ["none"]
-    yield 'create_strategy("auto")', automatic_choice(env)
+    _print("devices", devices)
+    _print("variables", relevant_variables(env) or ["none"])
+    _print('create_strategy("auto")', automatic_choice(env))
+    return 0
+
+
+def _print(title: str, lines: Iterable[str]) -> None:
+    print(title)
+    for line in lines:
+        print(f"  {line}".rstrip())
 
 
 def relevant_variables(env: Mapping[str, str]) -> list[str]:
@@ -81,13 +75,6 @@ def relevant_variables(env: Mapping[str, str]) -> list[str]:
             value = "(hidden)"
         lines.append(f"{name}={value}")
     return lines
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _memory() -> str:

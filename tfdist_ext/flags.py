@@ -16,9 +16,10 @@ from absl import flags
 
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["define_strategy_flags", "not_parsed", "strategy_config", "strategy_flags"]
+__all__ = ["define_strategy_flags", "strategy_flags"]
 
 _NAMES = ("strategy", "strategy_config", "devices", "logical_cpus", "communication", "wait")
+_SETTINGS = {"strategy": "name", "strategy_config": "config"}  # flags with another name
 
 
 @filter_traceback
@@ -32,7 +33,7 @@ def define_strategy_flags(flag_values: flags.FlagValues | None = None) -> None:
             `create_strategy` reads.
     """
     flag_values = flags.FLAGS if flag_values is None else flag_values
-    if _defined(flag_values):
+    if "strategy_config" in flag_values:
         return  # a library and its script may both define them
     at: dict[str, Any] = {"default": None, "flag_values": flag_values}
     flags.DEFINE_string("strategy", help="Strategy by name, or auto.", **at)
@@ -47,33 +48,17 @@ def define_strategy_flags(flag_values: flags.FlagValues | None = None) -> None:
 
 @filter_traceback
 def strategy_flags() -> dict[str, Any]:
-    """The settings that the command line gives as flags; {} if flags are not defined or parsed."""
-    if not _in_use():
+    """The settings that the command line gives as flags; {} if the flags are not defined.
+
+    Raises:
+        absl.flags.UnparsedFlagAccessError: the flags are defined, but nothing has parsed the
+            command line, as `absl.app.run` does.
+    """
+    if "strategy_config" not in flags.FLAGS:
         return {}
-    given = {name: flags.FLAGS[name].value for name in _NAMES if name != "strategy_config"}
+    given = {_SETTINGS.get(name, name): getattr(flags.FLAGS, name) for name in _NAMES}
     settings = {name: value for name, value in given.items() if value is not None}
-    if "strategy" in settings:
-        settings["name"] = settings.pop("strategy")
     devices = settings.get("devices", ())
     if len(devices) == 1 and devices[0].strip().lstrip("-").isdecimal():
         settings["devices"] = int(devices[0])
     return settings
-
-
-@filter_traceback
-def strategy_config() -> str | None:
-    """The settings file that the command line gives; None without one."""
-    return flags.FLAGS["strategy_config"].value if _in_use() else None
-
-
-def not_parsed() -> bool:
-    """Whether the flags are defined, but have no effect because nothing parsed a command line."""
-    return _defined(flags.FLAGS) and not flags.FLAGS.is_parsed()
-
-
-def _in_use() -> bool:
-    return _defined(flags.FLAGS) and flags.FLAGS.is_parsed()
-
-
-def _defined(flag_values: flags.FlagValues) -> bool:
-    return all(name in flag_values for name in _NAMES)

@@ -33,12 +33,10 @@ def shown(value: object) -> str:
 def nearest(word: object, known: Iterable[str]) -> str:
     """Advice on a misspelt word: the nearest known word, or all of them."""
     choices = list(known)
-    if isinstance(word, str):
-        # The comparison is slow if someone gives a whole file instead of a word.
-        close = difflib.get_close_matches(word[:40].strip().lower(), choices, n=1, cutoff=0.6)
-        if close:
-            return f'Did you mean "{close[0]}"?'
-    return "Use one of: " + ", ".join(choices) + "."
+    # The comparison is slow if someone gives a whole file instead of a word.
+    start = word[:40].strip().lower() if isinstance(word, str) else ""
+    close = difflib.get_close_matches(start, choices, n=1)
+    return f'Did you mean "{close[0]}"?' if close else f"Use one of: {', '.join(choices)}."
 
 
 def check_int(

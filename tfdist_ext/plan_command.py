@@ -8,12 +8,9 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tfdist_ext.errors import PlacementError
-
-if TYPE_CHECKING:
-    from tfdist_ext.placement import Rule
 
 __all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "run"]
 
@@ -50,10 +47,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, _: list[str]) -> int:
     """Plan, print, and write the files that the options ask for. Returns 0."""
-    from tfdist_ext.placement import compare  # needs numpy, as not every command does
+    from tfdist_ext.placement import Rule, compare  # needs numpy, as not every command does
     from tfdist_ext.placement.picture import check_file
+    from tfdist_ext.placement.rules import placement_from
 
-    rules = [_rule(text) for text in options.rule]
+    rules = [Rule(pattern, placement_from(text)) for pattern, text in map(_split, options.rule)]
     if options.picture is not None:
         check_file(options.picture)  # before the model is built
     if options.json is not None and options.json.suffix != ".json":
@@ -99,12 +97,10 @@ def _builder(text: str) -> Callable[[], Any]:
         raise PlacementError(f"the builder {text!r} cannot be imported: {error}.") from error
 
 
-def _rule(text: str) -> Rule:
-    from tfdist_ext.placement.rules import Rule, placement_from
-
-    pattern, equals, placement = text.rpartition("=")
+def _split(rule: str) -> tuple[str, str]:
+    pattern, equals, placement = rule.rpartition("=")
     if not equals:
         raise PlacementError(
-            f"a rule must be written PATTERN=PLACEMENT, as 'users/.*=sharded(4)', got {text!r}."
+            f"a rule must be written PATTERN=PLACEMENT, as 'users/.*=sharded(4)', got {rule!r}."
         )
-    return Rule(pattern.strip(), placement_from(placement))
+    return pattern.strip(), placement

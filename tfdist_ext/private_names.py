@@ -41,7 +41,7 @@ class PrivateNames:
         """
         module, _, name = path.rpartition(".")
         try:
-            return getattr(self._module(module), name)
+            return getattr(import_module(f"{self.package}.{module}"), name)
         except (ImportError, AttributeError) as error:
             raise self._gone(f"{self.package}.{path}", self.uses[path]) from error
 
@@ -61,9 +61,6 @@ class PrivateNames:
         except AttributeError as error:
             raise self._gone(f"{type(holder).__qualname__}.{name}", use) from error
 
-    def _module(self, path: str) -> Any:
-        return import_module(f"{self.package}.{path}")
-
     def _gone(self, name: str, use: str) -> TfDistError:
         package = self.package.partition(".")[0]
         title, oldest, newest = TESTED[package]
@@ -75,19 +72,17 @@ class PrivateNames:
 
 
 def untested_versions() -> str:
-    """A sentence about installed releases that were not tested; "" if there are none."""
-    found = []
+    """A sentence about an installed release that was not tested; "" if there is none."""
+
+    def minor(version: str) -> tuple[int, ...]:
+        return tuple(map(int, version.split(".")[:2]))
+
     for package, (title, oldest, newest) in TESTED.items():
         version = import_module(package).__version__
-        if not _minor(oldest) <= _minor(version) <= _minor(newest):
-            found.append(f"{title} from {oldest} to {newest}, got {version}")
-    if not found:
-        return ""
-    return (
-        f"tfdist_ext was tested with {'; with '.join(found)}. See docs/compatibility.md. Steps are"
-        " checked: if a release computes a step in another way, an error says so."
-    )
-
-
-def _minor(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")[:2]))
+        if not minor(oldest) <= minor(version) <= minor(newest):
+            return (
+                f"tfdist_ext was tested with {title} from {oldest} to {newest}, got {version}. See"
+                " docs/compatibility.md. If this release computes a step in another way, an error"
+                " says so."
+            )
+    return ""

@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.exit_codes import (
@@ -114,8 +113,22 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
         workers if options.min_workers is None else options.min_workers,
     )
     limits = Limits(options.grace, options.linger, options.timeout, stall_timeout(env))
-    tasks = {"chief": options.chief, "ps": options.ps, "evaluator": options.evaluator}
-    planned = functools.partial(_planned, command, tasks, gpus, env)
+
+    def planned(
+        workers: Sequence[int], log_dir: Path | None
+    ) -> contextlib.AbstractContextManager[LaunchPlan]:
+        """The plan of one start of these workers."""
+        return local_plan(
+            command,
+            workers=len(workers),
+            chief=options.chief,
+            ps=options.ps,
+            evaluator=options.evaluator,
+            gpus=[gpus[number] for number in workers if gpus],
+            env=env,
+            log_dir=log_dir,
+        )
+
     if options.dry_run:
         with planned(range(workers), options.log_dir) as plan:
             for task in plan.tasks:
@@ -134,20 +147,6 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
     if status:
         print(f"tfdist: logs: {log_dir}", file=sys.stderr)
     return status
-
-
-def _planned(
-    command: Sequence[str],
-    tasks: Mapping[str, Any],
-    gpus: Sequence[str],
-    env: Mapping[str, str],
-    workers: Sequence[int],
-    log_dir: Path | None,
-) -> contextlib.AbstractContextManager[LaunchPlan]:
-    """The plan of one start of these workers."""
-    theirs = [gpus[number] for number in workers] if gpus else []
-    count = len(workers)
-    return local_plan(command, **tasks, workers=count, gpus=theirs, env=env, log_dir=log_dir)
 
 
 def _gpus(options: argparse.Namespace, env: Mapping[str, str]) -> list[str]:

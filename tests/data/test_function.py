@@ -59,7 +59,7 @@ def test_a_data_set_without_epochs_is_iterated_anew() -> None:
     assert rows(data.dataset(epoch=0)) != rows(data.dataset(epoch=1))
 
 
-def test_a_state_goes_on_behind_what_is_done() -> None:
+def test_a_state_resumes_inside_an_epoch() -> None:
     def of_epoch(shard: Shard, epoch: int) -> tf.data.Dataset:
         return of_shard(shard)
 
@@ -92,8 +92,8 @@ def test_without_an_epoch_a_broken_off_one_begins_again() -> None:
     [
         ({"steps": -1}, "position's steps must be an integer"),
         ({"shards": 0}, "position's shards must be an integer"),
-        ({"kind": "files"}, "data has changed .*: kind 'files' -> 'dataset function'"),
-        ({"place": 1}, "state must have the fields kind, epoch"),
+        ({"fingerprint": {"kind": "files"}}, "data has changed .*: kind files -> dataset function"),
+        ({"place": 1}, "state must have the fields epoch, steps"),
     ],
 )
 def test_other_states_are_refused(change: dict[str, Any], message: str) -> None:

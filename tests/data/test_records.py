@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import tensorflow as tf
 from tfdist_ext.data import DataError, Shard, from_tfrecords
 from tfdist_ext.data import records as records_module
 from tfdist_ext.data.records import RecordFiles
+from tfdist_ext.data.sources import difference
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is empty. it has 0 bytes")
 
@@ -72,6 +74,23 @@ def test_each_of_four_shards_reads_a_fourth(files: list[str]) -> None:
     assert max(read) / TOTAL == pytest.approx(1 / 4, rel=0.15)
 
 
+def test_a_fingerprint_changes_with_the_files(tmp_path: Path, write_records: Write) -> None:
+    def fingerprint(name: str, folder: str, payloads: list[bytes], time: int = 1) -> Any:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        path = write_records(tmp_path / folder / name, payloads)
+        os.utime(path, ns=(0, time * 10**9))
+        return records_of([path]).fingerprint()
+
+    known = fingerprint("a", "one", [b"abc", b"d"])
+    assert fingerprint("a", "elsewhere", [b"abc", b"d"]) == known
+    for other, message in (
+        (fingerprint("a", "two", [b"abc"]), r"^bytes 36 -> 19, records 2 -> 1, sizes \w+ -> \w+$"),
+        (fingerprint("b", "two", [b"abc", b"d"]), r"^names \w+ -> \w+$"),
+        (fingerprint("a", "three", [b"abc", b"d"], time=2), r"^time stamps \w+ -> \w+$"),
+    ):
+        assert re.search(message, difference(known, other))
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
 def test_threads_and_few_open_files(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records_module, "_MOST_OPEN", 1)
@@ -120,19 +139,15 @@ def test_a_damaged_record(files: list[str], place: int) -> None:
     assert records.skipped == {37}
 
 
-@pytest.mark.parametrize("place", ["{}/missing", "ram://missing{}", "nosuch://{}/a", "{}"])
-def test_files_that_cannot_be_read(tmp_path: Path, place: str) -> None:
-    """Files of other kinds: test_record_index.py."""
-    with pytest.raises(DataError, match=r"cannot be read: |must be a file, got a folder"):
-        records_of([place.format(tmp_path)])
-
-
 def test_arguments_that_are_wrong(tmp_path: Path) -> None:
     with pytest.raises(DataError, match='on_error must be "raise" or "skip"'):
         records_of(["a"], on_error="ignore")
     (tmp_path / "a").touch()
     with pytest.raises(DataError, match="at least 1 record, got none"):
         records_of([str(tmp_path / "a")])
+    for path in (f"{tmp_path}/missing", f"ram://missing{tmp_path}"):
+        with pytest.raises(DataError, match="cannot be read: "):
+            records_of([path])
 
 
 def numbers(records: tf.Tensor) -> dict[str, tf.Tensor]:

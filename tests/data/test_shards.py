@@ -1,17 +1,24 @@
-"""Which rows belong to which shard, and which shard belongs to a task."""
+"""Which rows and files belong to which shard, and which shard belongs to a task."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist_ext.cluster import ClusterConfig, Task
-from tfdist_ext.data import DataError, Remainder, Shard, ShardRange, shard_range
+from tfdist_ext.data import DataError, Remainder, Shard, ShardRange, shard_files, shard_range
+from tfdist_ext.data.shards import assign
+
+Write = Callable[..., str]
 
 KEEP, DROP, PAD = Remainder.KEEP, Remainder.DROP, Remainder.PAD
 
@@ -108,3 +115,70 @@ def test_of_a_shard_and_of_nothing() -> None:
     assert Shard.of(Shard(1, 2)) == Shard(1, 2)
     with pytest.raises(DataError, match=r"ClusterConfig or a tf.*got 'worker'"):
         Shard.of("worker")
+
+
+@given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 20))
+def test_shares_are_disjoint_complete_and_even(sizes: list[int], count: int) -> None:
+    shares = assign(sizes, count)
+    assert sorted(i for share in shares for i in share) == list(range(len(sizes)))
+    sums = [sum(sizes[i] for i in share) for share in shares]
+    # What comes last onto the fullest share found it the emptiest of all.
+    assert max(sums) <= sum(sizes) / count + max(sizes, default=0)
+    assert max(sums) - min(sums) <= max(sizes, default=0)
+
+
+@pytest.fixture(params=["local", "ram"])
+def folder(request: Any, tmp_path: Path) -> str:
+    """On this machine, or on another file system."""
+    return str(tmp_path) if request.param == "local" else f"ram://{tmp_path}"
+
+
+@pytest.fixture
+def ten_files(folder: str, write_records: Write) -> list[str]:
+    return [write_records(f"{folder}/{i}.tfrecord", [b"x" * 100] * (i + 1)) for i in range(10)]
+
+
+def size(path: str) -> int:
+    return int(tf.io.gfile.stat(path).length)
+
+
+@pytest.mark.parametrize("count", [3, 10])
+def test_every_file_once_and_balanced_by_bytes(
+    folder: str, ten_files: list[str], count: int
+) -> None:
+    shards = [shard_files(f"{folder}/*.tfrecord", Shard(i, count)) for i in range(count)]
+    assert sorted(path for shard in shards for path in shard) == ten_files
+    assert all(shard == sorted(shard) for shard in shards)
+    sums = [sum(map(size, shard)) for shard in shards]
+    assert max(sums) - min(sums) <= max(map(size, ten_files))
+    if count == 3:  # the numbers from 1 to 10 come out almost even; files by turns do not
+        assert max(sums) * count / sum(sums) < 1.04
+
+
+def test_other_files_than_records(tmp_path: Path) -> None:
+    for i in range(3):
+        (tmp_path / f"{i}.csv").write_text("a,b\n" * i)
+    shards = [shard_files(f"{tmp_path}/*.csv", Shard(i, 2)) for i in range(2)]
+    assert shards == [[f"{tmp_path}/2.csv"], [f"{tmp_path}/0.csv", f"{tmp_path}/1.csv"]]
+    assert sorted(os.listdir(tmp_path)) == ["0.csv", "1.csv", "2.csv"]  # no index is built
+
+
+def test_fewer_files_than_shards(ten_files: list[str]) -> None:
+    with pytest.raises(
+        DataError, match=r"10 files are not enough for 11 shards\. .*from_tfrecords"
+    ):
+        shard_files(ten_files, Shard(0, 11))
+
+
+def test_a_truncated_file_is_an_error_of_its_shard(folder: str, write_records: Write) -> None:
+    for i in range(3):
+        write_records(f"{folder}/{i}", [b"x" * 50] * 4)
+    with tf.io.gfile.GFile(f"{folder}/1", "rb") as file:
+        content = file.read()
+    tf.io.gfile.remove(f"{folder}/1")  # in memory, what is written is added to what is there
+    with tf.io.gfile.GFile(f"{folder}/1", "wb") as file:
+        file.write(content[:-1])
+    files = [f"{folder}/[012]", Shard(0, 1)]
+    with pytest.raises(DataError, match="/1: record 3 at byte 198 of 263: the file ends inside"):
+        shard_files(*files)
+    assert len(shard_files(*files, check=False)) == 3

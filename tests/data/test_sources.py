@@ -1,7 +1,8 @@
-"""Arrays and sources of one's own."""
+"""Arrays, custom sources, and fingerprints that notice other data."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist_ext.data import DataError, Shard, from_arrays, from_source
+from tfdist_ext.data.sources import Arrays, difference
 
 ROWS = 53
 X = np.arange(ROWS * 3, dtype="float32").reshape(ROWS, 3)
@@ -46,7 +48,7 @@ class Squares:
         return {"kind": "squares"}
 
 
-def test_a_source_of_ones_own() -> None:
+def test_a_custom_source() -> None:
     data = from_source(Squares(), global_batch_size=6)
     assert next(iter(data.dataset(Shard(1, 2)))).numpy().tolist() == [9, 16, 25]
     with pytest.raises(
@@ -68,3 +70,42 @@ def test_a_source_of_ones_own() -> None:
 def test_arrays_that_are_wrong(arrays: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         from_arrays(arrays, global_batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        pytest.param({"x": np.asfortranarray(X), "y": Y.copy()}, "^$", id="another layout"),
+        pytest.param({"x": X[:3], "y": Y[:3]}, r"x: shape \[53, 3\] -> \[3, 3\]", id="fewer"),
+        pytest.param({"x": X.astype("f8"), "y": Y}, "x: dtype <f4 -> <f8", id="dtype"),
+        pytest.param({"x": X, "y": Y[::-1]}, r"^y: content \w+ -> \w+$", id="values"),
+        pytest.param({"x": X, "y": Y, "w": Y}, r"w: shape none -> \[53\]", id="one more"),
+    ],
+)
+def test_a_fingerprint_of_arrays_changes_with_them(arrays: Any, message: str) -> None:
+    known = Arrays({"x": X, "y": Y}).fingerprint()
+    assert re.search(message, difference(known, Arrays(arrays).fingerprint()))
+
+
+def test_a_fingerprint_samples_large_arrays(tmp_path: Path) -> None:
+    array = np.random.default_rng(0).integers(0, 255, (3000, 1001), dtype=np.uint8)
+    np.save(tmp_path / "a.npy", array)
+    known = Arrays(array).fingerprint()
+    assert Arrays(np.load(tmp_path / "a.npy", mmap_mode="r")).fingerprint() == known
+    for rows in (slice(0, 1), slice(-1, None), slice(1000, 1004)):
+        changed = array.copy()
+        changed[rows] += 1
+        assert Arrays(changed).fingerprint() != known
+
+
+def test_a_fingerprint_reads_little_of_a_huge_array(tmp_path: Path) -> None:
+    """The array has 8 GB and no blocks on the disk."""
+    huge = np.memmap(tmp_path / "huge", np.float64, "w+", shape=(1000, 1_000_000))
+    before = Arrays(huge).fingerprint()
+    huge[-1, -1] = 1.0
+    assert Arrays(huge).fingerprint() != before
+    maps = Path("/proc/self/smaps")
+    if maps.exists():
+        lines = maps.read_text().split("/huge\n")[1].splitlines()
+        resident = next(int(line.split()[1]) for line in lines if line.startswith("Rss"))
+        assert resident < 64 * 1024  # KiB

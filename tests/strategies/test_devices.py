@@ -57,7 +57,7 @@ def test_picking(devices: Any, picked: list[str]) -> None:
     ("devices", "message"),
     [
         (5, "pass logical_cpus=5 to create_strategy before the first TensorFlow operation"),
-        (0, "must be an integer of at least 1, got 0"),
+        (0, "must be an integer from 1 to 10000, got 0"),
         ([], "must be names or a number of devices, got []"),
         ({"CPU:0"}, "must be names or a number of devices, got {'CPU:0'}"),
         (

@@ -32,8 +32,6 @@ def test_what_it_says_is_there_as_attributes() -> None:
     explanation = tfd.explain(tfd.create_strategy(devices=2))
     assert explanation.strategy == "mirrored"
     assert explanation.reason == "devices= asks for 2 on this machine, no cluster"
-    assert explanation.settings == ("devices = 2 from the call",)
-    assert explanation.task == "this process alone"
     assert explanation.replicas == 2
     assert explanation.devices == ("CPU:0", "CPU:1")
     assert "multi_worker_mirrored, parameter_server: no cluster" in explanation.considered

@@ -52,15 +52,20 @@ def test_the_real_object_of_tensorflow(
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("auto", {"owned_from": 3}, ["'mirrored' must be devices", "got owned_from=3"]),
+        ("auto", {"owned_from": 3}, ["'mirrored' has no option owned_from=3", "one of: devices"]),
         ("one_device", {"devices": 2}, ["one_device must be one device, got CPU:0, CPU:1"]),
-        ("mirrored", {"device": 2}, ["got device=2", "Did you mean 'devices'?"]),
+        ("mirrored", {"device": 2}, ["has no option device=2", 'Did you mean "devices"?']),
         ("central_storage", {"parameter_device": ""}, ["of this process, got ''"]),
         ("multi_worker_mirrored", {}, ["must have a cluster, got none", "TF_CONFIG"]),
         ("parameter_server", {}, ["must have a cluster, got none", "--chief --workers N --ps M"]),
         ("multi_worker_mirrored", {"cluster": "a:1"}, ["cluster must be a ClusterConfig", "'a:1'"]),
         ("multi_worker_mirrored", {"communication": "mpi"}, ["got 'mpi'"]),
-        ("mirrored", {"cluster": _cluster(TWO_WORKERS, ("worker", 0))}, ["got cluster="]),
+        ("auto", {"wait": 0}, ["wait must be a number of seconds above 0, got 0"]),
+        ("auto", {"wait": float("nan")}, ["got nan"]),
+        ("auto", {"wait": "60"}, ["got '60'"]),
+        ("auto", {"alone": "yes"}, ["alone must be True or False, got 'yes'"]),
+        ("mirrored", {"cluster": _cluster(TWO_WORKERS, ("worker", 0))}, ["has no option cluster="]),
+        ("multi_worker_mirrored", {"logical_cpus": 4}, ["has no option logical_cpus=4"]),
     ],
 )
 def test_what_cannot_be_is_said(name: str, options: dict[str, Any], words: list[str]) -> None:
@@ -76,12 +81,17 @@ PS = {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"], "evaluator": ["h:4"]}
     ("name", "jobs", "task", "words"),
     [
         ("auto", TWO_WORKERS, ("worker", 0), ["before TensorFlow starts", "to the top"]),
-        ("multi_worker_mirrored", PS, ("chief", 0), ["got 'ps' (h:3)", "parameter_server"]),
+        (
+            "multi_worker_mirrored",
+            PS,
+            ("chief", 0),
+            ["got ps and evaluator tasks", "parameter_server"],
+        ),
         (
             "auto",
             {"worker": ["h:1"], "evaluator": ["h:2"]},
             ("worker", 0),
-            ["got 'evaluator' (h:2)", "run the evaluator by itself"],
+            ["got evaluator tasks", "an evaluator by itself"],
         ),
         (
             "parameter_server",
@@ -89,7 +99,7 @@ PS = {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"], "evaluator": ["h:4"]}
             ("worker", 0),
             ["must have ps and worker tasks", "got 2 workers"],
         ),
-        ("auto", {"worker": ["", "h:2"]}, ("worker", 1), ["got none for worker:0"]),
+        ("auto", {"worker": ["", "h:2"]}, ("worker", 1), ["got none for worker:0 from"]),
     ],
 )
 def test_clusters_that_a_strategy_cannot_use(
@@ -139,7 +149,7 @@ def test_one_machine_in_a_cluster_has_to_be_meant(
     monkeypatch.setenv("TF_CONFIG", _cluster(TWO_WORKERS, ("worker", 1)).to_tf_config())
     message = _refused(name, **options)
     assert f"must span its tasks, got '{name}'" in message
-    assert "TF_CONFIG lists 2 tasks (worker:0, worker:1)" in message
+    assert "TF_CONFIG lists 2 tasks" in message
     assert "create_strategy('multi_worker_mirrored')" in message
     assert "alone=True" in message
     text = str(tfd.explain(tfd.create_strategy(name, alone=True, **options)))
@@ -157,15 +167,11 @@ def test_alone_in_a_cluster_means_the_devices_of_this_machine(
 ) -> None:
     monkeypatch.setenv("TF_CONFIG", _cluster(TWO_WORKERS, ("worker", 1)).to_tf_config())
     assert tfd.create_strategy(alone=True).num_replicas_in_sync == 4
-    assert "cannot be combined with a cluster" in _refused(
-        alone=True, cluster=_cluster(TWO_WORKERS, ("worker", 0))
+    cluster = _cluster(TWO_WORKERS, ("worker", 0))
+    assert "cannot be combined with a cluster" in _refused(alone=True, cluster=cluster)
+    assert "combined with the strategy 'parameter_server'" in _refused(
+        "parameter_server", alone=True
     )
-    assert "alone must be True or False, got 'yes'" in _refused(alone="yes")
-
-
-@pytest.mark.parametrize("wait", [0, "60", True, float("nan")])
-def test_wait_is_a_number_of_seconds(wait: Any) -> None:
-    assert f"wait must be a number of seconds above 0, got {wait!r}" in _refused(wait=wait)
 
 
 def test_a_strategy_made_elsewhere_is_looked_at_when_a_model_is_distributed(
@@ -200,16 +206,10 @@ def test_a_wrong_tf_config_is_an_error_where_it_is_used(
     assert tfd.create_strategy("one_device").num_replicas_in_sync == 1
 
 
-def test_a_given_cluster_goes_over_tf_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TF_CONFIG", _cluster(TWO_WORKERS, ("worker", 0)).to_tf_config())
-    given = _cluster({**PS, "ps": ["", "h:5"]}, ("chief", 0))
-    assert "got none for ps:0 from ClusterConfig" in _refused(cluster=given)
-
-
 def test_inside_the_scope_of_another_strategy() -> None:
     outer = tfd.create_strategy("mirrored")
     with outer.scope():
-        assert "got the scope of MirroredStrategy: call" in _refused("default")
+        assert "got the scope of MirroredStrategy." in _refused("default")
         inner = tfd.create_strategy("one_device")
     assert type(inner) is tf.distribute.OneDeviceStrategy
 
@@ -217,12 +217,12 @@ def test_inside_the_scope_of_another_strategy() -> None:
 def test_what_is_wrong_in_a_file_names_key_and_file(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
     for text, words in (
-        ("name = 'mirrored'\ndevises = 2", ["devises=2", "Did you mean 'devices'?"]),
-        ("nam = 'mirrored'", ["nam='mirrored'", "Did you mean 'name'?"]),
+        ("name = 'mirrored'\ndevises = 2", ["devises=2", 'Did you mean "devices"?']),
+        ("nam = 'mirrored'", ["nam='mirrored'", 'Did you mean "name"?']),
         ("devices = 'x'", ["got 'x'", f"devices = 'x' from the file {file}"]),
         (
             "name = 'miror'",
-            ["got 'miror'. Did you mean 'mirrored'?", "name = 'miror' from the file"],
+            ["got 'miror'. Did you mean \"mirrored\"?", "name = 'miror' from the file"],
         ),
     ):
         file.write_text(f"[strategy]\n{text}\n")

@@ -48,8 +48,7 @@ def test_where_variables_and_their_slots_are() -> None:
         assert strategy.owner(made[name]) == owner
 
 
-@pytest.mark.parametrize("how", ["eager", "graph"])
-def test_an_owned_variable_is_updated_once_and_sent_out(how: str) -> None:
+def test_an_owned_variable_is_updated_once_and_sent_out() -> None:
     strategy = PlacedStrategy(3, {"owned.*": "owned"})
     with strategy.scope():
         tf.Variable(0.0, name="owned_first")
@@ -67,7 +66,7 @@ def test_an_owned_variable_is_updated_once_and_sent_out(how: str) -> None:
         strategy.extended.update(variable, update, args=(5.0,), group=False)
 
     with strategy.scope():
-        (tf.function(update_all) if how == "graph" else update_all)()
+        tf.function(update_all)()
     assert set(updated) == {"CPU:1"}
     assert values_of(strategy, variable) == [6.0, 6.0, 6.0]
     assert values_of(strategy, steps) == [1.0]

@@ -13,7 +13,6 @@ import tensorflow as tf
 import tfdist_ext as tfd
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
-from tfdist_ext.testing import StrategyConformance
 from tfdist_ext.training.steps import exact
 from tfdist_ext.training.steps.context import StepContext, running_step
 from tfdist_ext.training.steps.replaced import functions_in_place, step_targets
@@ -91,7 +90,7 @@ def test_assignments(strategy: Any, table: Any, how: str) -> None:
     np.testing.assert_array_equal(np.array(table), TABLE)
 
 
-def test_gradients_by_pieces_in_a_loop_of_ones_own(strategy: Any, table: Any) -> None:
+def test_gradients_by_pieces_in_a_custom_loop(strategy: Any, table: Any) -> None:
     def step() -> Any:
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(tf.nn.embedding_lookup(table, [0, 0, 6]))
@@ -245,14 +244,6 @@ def test_tensorflow_s_checkpoints(tmp_path: Path) -> None:
             np.testing.assert_array_equal(one, two)
 
 
-def test_keras_s_own_fit_says_why_not() -> None:
-    with PlacedStrategy(2, {"users/.*": "sharded(2)"}).scope():
-        model = build()
-    said = r"'users/embeddings' has no gradient .* 2 pieces.*distribute\(build, strategy\)"
-    with pytest.raises(AttributeError, match=said):
-        model.fit(IDS, RATINGS, batch_size=12, verbose=0)
-
-
 class Loops(keras.layers.Layer):
     """Looks rows up in a loop of its own, and writes statistics, one of them in a cond."""
 
@@ -307,7 +298,7 @@ def template(answer: Any) -> Any:
     return type("Mine", (StrategyTemplate,), body)(2)
 
 
-def test_a_strategy_of_ones_own_cuts() -> None:
+def test_a_custom_strategy_cuts() -> None:
     """Over other devices than those of its replicas."""
     devices = ["CPU:2", "CPU:3", "CPU:0"]
     mine = template(lambda spec, create, beside: create(devices, in_pieces=True))
@@ -317,11 +308,3 @@ def test_a_strategy_of_ones_own_cuts() -> None:
             tf.Variable(tf.zeros([2, 5]))
     assert pieces_of(mine, variable) == [("CPU:2", 3), ("CPU:3", 2), ("CPU:0", 2)]
     np.testing.assert_array_equal(variable.numpy(), TABLE)
-
-
-@pytest.mark.long
-class TestInPieces(StrategyConformance):
-    test_trains_dense_with_sgd = None  # test_placed_training.py
-
-    def strategy(self) -> tf.distribute.Strategy:
-        return PlacedStrategy(3, {".*/(kernel|embeddings)": "sharded(2)"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import threading
 from typing import Any
 
 import pytest
@@ -20,18 +20,8 @@ def _simple(jobs: dict[str, Any], **task: Any) -> Any:
     return resolvers.SimpleClusterResolver(tf.train.ClusterSpec(jobs), **task)
 
 
-def _tf_config(monkeypatch: pytest.MonkeyPatch) -> Any:
-    task = {"type": "worker", "index": 1}
-    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": TWO, "task": task}))
-    return resolvers.TFConfigClusterResolver()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [_tf_config, lambda _: _simple(TWO, task_type="worker", task_id=1)],
-)
-def test_a_resolver_is_accepted_as_it_is(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    resolver = make(monkeypatch)
+def test_a_resolver_is_accepted_as_it_is() -> None:
+    resolver = _simple(TWO, task_type="worker", task_id=1)
     assert resolver_of(resolver) is resolver
     described = describe(resolver)
     assert len(described.jobs["worker"]) == 2
@@ -95,8 +85,6 @@ class _Own(resolvers.ClusterResolver):  # type: ignore[misc]
 
 
 def test_a_resolver_that_fails_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     def fail() -> None:
         raise OSError("no route to host")
 

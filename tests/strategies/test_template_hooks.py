@@ -222,7 +222,7 @@ def test_a_reduction_is_told_what_it_reduces() -> None:
     assert found["other"] == {""}
 
 
-def test_what_a_loop_of_ones_own_reduces() -> None:
+def test_what_a_custom_loop_reduces() -> None:
     strategy = Told(2)
     with strategy.scope():
         variable = tf.Variable(0.0, name="v", aggregation=tf.VariableAggregation.MEAN)
@@ -252,92 +252,100 @@ def test_how_a_dataset_is_given_out() -> None:
     assert [local_values(strategy, batch) for batch in given] == [[[0, -1], [-2, -3]]]
 
 
-def hook(name: str, answer: Any) -> Any:
-    """A strategy one of whose hooks returns what it must not."""
-    body = {name: lambda self, *args, **kwargs: answer(self, *args, **kwargs)}
-    return type("Wrong", (StrategyTemplate,), body)(2)
+def build() -> keras.Model:
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (
-            lambda *_: None,
-            r"Wrong.create_variable must return the variable that create\(\) makes of 'v', got N",
-        ),
-        (
-            lambda self, spec, create, beside: create(["CPU:1", "CPU:0"]),
-            r"Wrong.create_variable, for 'v': create\(\) must get one device for all replicas, or"
-            r" the devices of all .* order, \['CPU:0', 'CPU:1'\], got \['CPU:1', 'CPU:0'\]",
-        ),
-        (
-            lambda self, spec, create, beside: create(["CPU:9"]),
-            "devices of Wrong.create_variable, for 'v' must be .* got CPU:9",
-        ),
-    ],
-)
-def test_a_wrong_variable(answer: Any, message: str) -> None:
-    strategy = hook("create_variable", answer)
-    with strategy.scope(), pytest.raises(tfd.StrategyError, match=message):
-        tf.Variable([1.0, 2.0], name="v")
-
-
-def test_a_wrong_reading() -> None:
-    strategy = hook("read_variable", lambda *_: None)
-    with strategy.scope():
-        variable = tf.Variable([1.0, 2.0], name="v")
-    said = r"Wrong.read_variable must return a tensor of shape \(2,\) and float32 for 'v:0', got N"
-    with pytest.raises(tfd.StrategyError, match=said):
-        variable.numpy()
-
-
-def test_a_wrong_update() -> None:
-    strategy = hook("update_variable", lambda self, v, copies, update: [update(0)])
-    with strategy.scope():
-        variable = tf.Variable(1.0, name="v", aggregation=tf.VariableAggregation.SUM)
-    with pytest.raises(tfd.StrategyError, match=r"for each copy of 'v:0', got \["):
-        tf.function(lambda: strategy.run(lambda: variable.assign(replica_number())))()
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (lambda self, op, values, devices: values[:1], r"a list of 2, a value for each .* got \("),
-        (
-            lambda self, op, values, devices: [tf.reduce_sum(values[0])] * 2,
-            r"values like those that it gets, as <tf.Tensor .*shape=\(3,\) dtype=float32>, got"
-            r" <tf.Tensor .*shape=\(\) dtype=float32>",
-        ),
-    ],
-)
-def test_a_wrong_reduction(answer: Any, message: str) -> None:
-    strategy = hook("reduce_values", answer)
-
+def all_reduced(strategy: Any) -> None:
     def step() -> Any:
         return tf.distribute.get_replica_context().all_reduce("SUM", tf.fill([3], replica_number()))
 
+    tf.function(lambda: strategy.run(step), autograph=False)()
+
+
+def assigned(strategy: Any) -> None:
+    made = variable(strategy)
+    tf.function(lambda: strategy.run(lambda: made.assign(made + replica_number())))()
+
+
+def variable(strategy: Any) -> tf.Variable:
+    with strategy.scope():
+        return tf.Variable([1.0, 2.0], name="v", aggregation=tf.VariableAggregation.SUM)
+
+
+def trained(strategy: Any) -> None:
+    tfd.distribute(build, strategy).fit(tf.zeros([4, 2]), tf.zeros([4, 1]), verbose=0)
+
+
+def given_out(strategy: Any) -> None:
+    strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(2))
+
+
+WRONG_RESULTS = [
+    (
+        "create_variable",
+        lambda *_: None,
+        variable,
+        r"Wrong.create_variable must return the variable that create\(\) makes of 'v', got N",
+    ),
+    (
+        "create_variable",
+        lambda self, spec, create, beside: create(["CPU:1", "CPU:0"]),
+        variable,
+        r"Wrong.create_variable, for 'v': create\(\) must get one device for all replicas, or"
+        r" the devices of all .* order, \['CPU:0', 'CPU:1'\], got \['CPU:1', 'CPU:0'\]",
+    ),
+    (
+        "create_variable",
+        lambda self, spec, create, beside: create(["CPU:9"]),
+        variable,
+        "devices of Wrong.create_variable, for 'v' must be .* got CPU:9",
+    ),
+    (
+        "read_variable",
+        lambda *_: None,
+        lambda strategy: variable(strategy).numpy(),
+        r"Wrong.read_variable must return a tensor of shape \(2,\) and float32 for 'v:0', got N",
+    ),
+    (
+        "update_variable",
+        lambda self, v, copies, update: [update(0)],
+        assigned,
+        r"for each copy of 'v:0', got \[",
+    ),
+    (
+        "reduce_values",
+        lambda self, op, values, devices: values[:1],
+        all_reduced,
+        r"a list of 2, a value for each .* got \(",
+    ),
+    (
+        "reduce_values",
+        lambda self, op, values, devices: [tf.reduce_sum(values[0])] * 2,
+        all_reduced,
+        r"values like those that it gets, as <tf.Tensor .*shape=\(3,\) dtype=float32>, got"
+        r" <tf.Tensor .*shape=\(\) dtype=float32>",
+    ),
+    (
+        "distribute_dataset",
+        lambda self, dataset, options: dataset,
+        given_out,
+        r"Wrong.distribute_dataset must return a tf\.dist",
+    ),
+    (
+        "owner",
+        lambda self, variable: 2,
+        trained,
+        r"Wrong.owner must return the number of a device, f",
+    ),
+]
+
+
+@pytest.mark.parametrize(("hook", "answer", "use", "message"), WRONG_RESULTS)
+def test_a_wrong_result_of_a_hook_is_named(hook: str, answer: Any, use: Any, message: str) -> None:
+    base = Owned if hook == "owner" else StrategyTemplate  # only with updates of its own
+    wrong = type("Wrong", (base,), {hook: lambda self, *args: answer(self, *args)})
     with pytest.raises(tfd.StrategyError, match=message):
-        tf.function(lambda: strategy.run(step), autograph=False)()
-
-
-def test_a_wrong_dataset() -> None:
-    strategy = hook("distribute_dataset", lambda self, dataset, options: dataset)
-    with pytest.raises(tfd.StrategyError, match=r"Wrong.distribute_dataset must return a tf\.dist"):
-        strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(2))
-
-
-def test_a_wrong_owner() -> None:
-    class Wrong(Owned):
-        def owner(self, variable: Any) -> Any:
-            return 2
-
-    def build() -> keras.Model:
-        model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-        return model
-
-    model = tfd.distribute(build, Wrong(2))
-    with pytest.raises(
-        tfd.StrategyError, match=r"Wrong.owner must return the number of a device, f"
-    ):
-        model.fit(tf.zeros([4, 2]), tf.zeros([4, 1]), verbose=0)
+        use(wrong(2))

@@ -18,28 +18,6 @@ def test_names_in_modules(name: str) -> None:
     assert tp.NAMES(name) is not None
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "_batch_reduce_to",
-        "_create_variable",
-        "_distribute_datasets_from_function",
-        "_experimental_distribute_dataset",
-        "_gather_to_implementation",
-        "_get_cross_device_ops",
-        "_input_workers_with_options",
-        "_reduce_to",
-        "_update",
-        "_use_merge_call",
-        "read_var",
-        "value_container",
-    ],
-)
-def test_methods_of_the_mirrored_strategy(name: str) -> None:
-    mirrored = tp.NAMES("distribute.mirrored_strategy.MirroredExtended")
-    assert name in vars(mirrored), f"TensorFlow {tf.__version__} no longer has {name} there"
-
-
 def test_fields_of_the_mirrored_strategy() -> None:
     """What its constructor sets, and ours in its place."""
     mirrored = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).extended

@@ -12,10 +12,11 @@ epoch alone. The reading position is a few JSON fields.
 
 from __future__ import annotations
 
-from tfdist_ext.data.constructors import from_arrays, from_dataset_fn, from_source, from_tfrecords
-from tfdist_ext.data.files import shard_files
+from tfdist_ext.data.function import from_dataset_fn
+from tfdist_ext.data.ordered import from_arrays, from_source
+from tfdist_ext.data.records import from_tfrecords
 from tfdist_ext.data.sharded import ShardedDataset
-from tfdist_ext.data.shards import Remainder, Shard, ShardRange, shard_range
+from tfdist_ext.data.shards import Remainder, Shard, ShardRange, shard_files, shard_range
 from tfdist_ext.errors import DataError
 
 __all__ = [

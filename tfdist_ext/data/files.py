@@ -1,69 +1,23 @@
-"""Which files a shard reads: balanced by bytes, and the same answer on every task."""
+"""Files: which ones a pattern matches, and reading their bytes, local or remote."""
 
 from __future__ import annotations
 
-import heapq
 import os
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from tfdist_ext.data.file_bytes import is_local, stamp_of
-from tfdist_ext.data.record_index import begins_with_record, indexes_of, is_index
-from tfdist_ext.data.shards import Shard
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import shown
-from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["assign", "files_of", "shard_files"]
+__all__ = ["INDEX_SUFFIX", "FileReader", "Patterns", "files_of", "is_local", "stamp_of"]
 
-_AT_ONCE = 16  # files; opening a remote file is mostly waiting
+INDEX_SUFFIX = ".tfdindex"  # the index of the file `name` is the file `.name.tfdindex` beside it
 
-Patterns = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
-
-
-@filter_traceback
-def shard_files(patterns: Patterns, shard: Shard, *, check: bool = True) -> list[str]:
-    """The files of a shard. Each file belongs to one shard.
-
-    Shards get about the same number of bytes: the largest file goes first, each to the shard with
-    the fewest bytes.
-
-    Args:
-        patterns: a path, a pattern (`*`, `?`, `[a-z]`) or a list of them, on any file system that
-            `tf.io.gfile` opens. Every task must see the same files under the same names.
-        shard: selects the files to return.
-        check: read the length fields of this shard's TFRecord files, so that a truncated file is
-            an error now. The shard's files count as TFRecord files if one of them begins with a
-            record or has "tfrecord" in its name.
-
-    Returns:
-        Sorted paths.
-
-    Raises:
-        DataError: a pattern matches no file; there are fewer files than shards; or a file cannot be
-            read or is truncated.
-    """
-    if not isinstance(shard, Shard):
-        raise DataError(
-            f"shard must be a Shard(index, count), got {shown(shard)}; Shard.of(cluster) makes one."
-        )
-    files = files_of(patterns)
-    if len(files) < shard.count:
-        raise DataError(
-            f"{len(files)} files are not enough for {shard.count} shards. Write more files, or use"
-            " from_tfrecords, which shares out records."
-        )
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        sizes = [size for size, _ in pool.map(stamp_of, files)]
-        mine = [files[i] for i in assign(sizes, shard.count)[shard.index]]
-        if check and (
-            any("tfrecord" in path.rpartition("/")[2].lower() for path in mine)
-            or any(list(pool.map(begins_with_record, mine)))
-        ):
-            indexes_of(mine)
-    return mine
+Patterns: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 def files_of(patterns: Patterns) -> list[str]:
@@ -87,7 +41,7 @@ def _matches(pattern: str) -> set[str]:
     try:
         if tf.io.gfile.exists(pattern):  # a name with "[1]" in it is itself, not a pattern
             return {pattern}
-        found = {path for path in tf.io.gfile.glob(pattern) if not is_index(path)}
+        found = {path for path in tf.io.gfile.glob(pattern) if not _is_index(path)}
     except tf.errors.OpError as error:
         raise DataError(f"{pattern!r} cannot be searched: {error.message}.") from None
     if not found:
@@ -98,20 +52,66 @@ def _matches(pattern: str) -> set[str]:
     return found
 
 
-def assign(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Divide sizes into `count` shares with about equal sums.
+def _is_index(path: str) -> bool:
+    """Whether a file is an index or an unfinished one, which patterns for data match, too."""
+    name = path.rpartition("/")[2]
+    return name.startswith(".") and INDEX_SUFFIX in name
 
-    The largest size goes first, each to the share with the smallest sum. The largest sum is at most
-    4/3 of the optimum (Graham 1969, "Bounds on multiprocessing timing anomalies").
 
-    Returns:
-        The positions in `sizes` of each share, rising.
+def is_local(path: str) -> bool:
+    """Whether a path is one of the operating system's, and not for example `gs://`."""
+    return "://" not in path
+
+
+def stamp_of(path: str) -> tuple[int, int]:
+    """The size of a file, and its modification time in nanoseconds (0 if unknown).
+
+    Raises:
+        DataError: the file does not exist, cannot be read, or is a folder.
     """
-    shares: list[list[int]] = [[] for _ in range(count)]
-    # (sum, number of sizes, share): sizes of 0 are spread, too.
-    filled = [(0, 0, share) for share in range(count)]
-    for position in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        total, number, share = heapq.heappop(filled)
-        shares[share].append(position)
-        heapq.heappush(filled, (total + sizes[position], number + 1, share))
-    return [sorted(share) for share in shares]
+    try:
+        found = tf.io.gfile.stat(path)
+    except tf.errors.OpError as error:
+        raise DataError(f"{path} cannot be read: {error.message}.") from None
+    if found.is_directory:
+        raise DataError(f"{path} must be a file, got a folder; give a pattern for the files in it.")
+    return found.length, found.mtime_nsec
+
+
+class FileReader:
+    """An open file, which is closed when the last reference to the reader is gone.
+
+    A local file is read with `os.pread`, by any number of threads. Any other file is read through
+    `tf.io.gfile`, by one thread at a time.
+
+    Raises:
+        DataError: the file cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._file: Any = None if is_local(path) else tf.io.gfile.GFile(path, "rb")
+        try:
+            if self._file is not None:
+                self._file.read(0)  # opens the file
+            else:
+                self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                weakref.finalize(self, os.close, self._descriptor)
+        except (OSError, tf.errors.OpError) as error:
+            raise DataError(f"{path} cannot be read: {error}.") from None
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """The bytes from an offset on; fewer than `count` only at the end of the file.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        try:
+            if self._file is None:
+                return os.pread(self._descriptor, count, offset)
+            with self._lock:
+                self._file.seek(offset)
+                return self._file.read(count)
+        except (OSError, tf.errors.OpError) as error:
+            raise DataError(f"{self._path} cannot be read: {error}.") from None

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist_ext.data.sharded import (
     ShardedDataset,
     check_reads_here,
-    check_state_fields,
+    check_state,
     sharded_already,
 )
 from tfdist_ext.data.shards import ReadBy, Remainder, Shard, bounds
@@ -19,7 +19,34 @@ from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int, shown
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["FunctionDataset"]
+__all__ = ["FunctionDataset", "from_dataset_fn"]
+
+
+@filter_traceback
+def from_dataset_fn(
+    function: Callable[..., tf.data.Dataset],
+    *,
+    global_batch_size: int | None = None,
+) -> FunctionDataset:
+    """A dataset made by a function of the shard, for sources that cannot be read by number.
+
+    In `fit` a shard is a task that reads: each worker, or the only process. Its batches are cut for
+    its replicas. Under parameter servers the workers read, and each batch is a step; if the
+    function takes `epoch`, calls Python, or uses a dataset made outside, the coordinator reads. The
+    function must put each example into one shard, and determines the order.
+
+    Args:
+        function: called with `Shard(index, count)`, and with `epoch=` if it has an argument of that
+            name. It returns a `tf.data.Dataset` of batches, the shard's part of each global batch,
+            of any number and size. Without `epoch`, its dataset is iterated again for each epoch.
+        global_batch_size: examples of a step, over all shards. With this number, the function
+            returns single examples, and each shard takes its part of the number.
+
+    Raises:
+        DataError: the function does not take a shard, or `global_batch_size` is not an integer from
+            1. The result of the function is checked when the function is called.
+    """
+    return FunctionDataset(function, global_batch_size)
 
 
 @filter_traceback
@@ -35,7 +62,7 @@ class FunctionDataset(ShardedDataset):
     """
 
     def __init__(self, function: Callable[..., tf.data.Dataset], global_batch_size: int | None):
-        """Arguments and errors are those of `from_dataset_fn`, in `constructors.py`."""
+        """Arguments and errors are those of `from_dataset_fn`."""
         self._function = function
         self.takes_epoch = _takes_epoch(function)
         self._batch = global_batch_size
@@ -72,8 +99,7 @@ class FunctionDataset(ShardedDataset):
     ) -> tf.data.Dataset:
         if remainder is not Remainder.KEEP:
             raise DataError(
-                f"remainder must be Remainder.KEEP for data made by a function, got {remainder};"
-                " DROP and PAD are for ordered data (from_arrays, from_tfrecords)."
+                f"remainder must be Remainder.KEEP for data made by a function, got {remainder}."
             )
         shard = Shard(0, 1) if shard is None else Shard.of(shard)
         epoch = self._epoch if epoch is None else check_int(epoch, "epoch", error=DataError)
@@ -140,31 +166,22 @@ class FunctionDataset(ShardedDataset):
         check_reads_here(strategy)
         if Shard.of(strategy).count > 1:
             raise DataError(
-                "data of a custom loop on several workers must be ordered (from_tfrecords,"
-                " from_arrays), got data made by a function: the workers may have different numbers"
-                " of batches, and the loop would hang at the end of the shortest. fit, evaluate and"
-                " predict agree on the number."
+                "a custom loop on several workers cannot read data made by a function: the workers"
+                " may have different numbers of batches, and the loop would hang. Use"
+                " from_tfrecords or from_arrays, or fit, evaluate and predict."
             )
         return strategy.experimental_distribute_dataset(self.dataset(remainder=remainder))
 
     def state(self) -> dict[str, Any]:
         return {
-            "kind": "dataset function",
             "epoch": self._epoch,
             "steps": self._done,
             "shards": self._shards,
-            "element": str(self.element_spec),
+            "fingerprint": {"kind": "dataset function", "element": str(self.element_spec)},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        current = self.state()
-        check_state_fields(state, current)
-        for name in ("kind", "element"):
-            if state[name] != current[name]:
-                raise DataError(
-                    f"the data has changed since this position was saved: {name}"
-                    f" {shown(state[name])} -> {shown(current[name])}."
-                )
+        check_state(state, self.state())
         epoch = check_int(state["epoch"], "the position's epoch", error=DataError)
         steps = check_int(state["steps"], "the position's steps", error=DataError)
         shards = state["shards"]

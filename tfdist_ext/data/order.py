@@ -62,11 +62,7 @@ class Order:
         check_field(self, "examples_seen", high=self.n)
 
     def after(self, examples: int) -> Order:
-        """The rest of the epoch after its first `examples` examples.
-
-        Raises:
-            DataError: the epoch has fewer examples.
-        """
+        """The rest of the epoch after its first `examples` examples."""
         return replace(self, examples_seen=examples)
 
     @property
@@ -80,11 +76,7 @@ class Order:
         return stop - start
 
     def key(self, epoch: int) -> np.ndarray:
-        """The key of an epoch's permutation: three words (uint32).
-
-        Raises:
-            DataError: the epoch is not an integer from 0 below 2**63.
-        """
+        """The key of an epoch's permutation: three words (uint32)."""
         return _key(self.seed, check_int(epoch, "epoch", 0, 2**63 - 1, error=DataError))
 
     def rows(

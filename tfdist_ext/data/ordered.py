@@ -8,23 +8,64 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.data.fingerprint import difference
 from tfdist_ext.data.order import Order, key_in_graph
 from tfdist_ext.data.pipelines import in_parallel
 from tfdist_ext.data.rows import batch_size_of, check_padded, one_at_least, padded
 from tfdist_ext.data.sharded import (
     ShardedDataset,
     check_reads_here,
-    check_state_fields,
+    check_state,
     sharded_already,
 )
 from tfdist_ext.data.shards import Number, ReadBy, Remainder, Shard, bounds
-from tfdist_ext.data.sources import Source
+from tfdist_ext.data.sources import Arrays, Source
 from tfdist_ext.errors import DataError
-from tfdist_ext.messages import check_int
+from tfdist_ext.messages import check_int, shown
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["OrderedDataset"]
+__all__ = ["OrderedDataset", "from_arrays", "from_source"]
+
+
+@filter_traceback
+def from_source(
+    source: Source, *, global_batch_size: int, seed: int | None = None
+) -> OrderedDataset:
+    """Examples of a custom source, read by their number.
+
+    Args:
+        source: an object with the members of `tfdist_ext.data.sources.Source`.
+        global_batch_size: examples of one step, over all workers.
+        seed: seed of the order, an integer from 0; None keeps the order of the numbers.
+
+    Raises:
+        DataError: a member is missing, the source has fewer examples than a batch, or the seed is
+            invalid.
+    """
+    members = ("__len__", "element_spec", "take", "fingerprint")
+    missing = [member for member in members if not hasattr(source, member)]
+    if missing:
+        raise DataError(
+            f"{shown(source)} is not a source of examples: it has no {', '.join(missing)}. See"
+            ' "A source of your own" in docs/data.md.'
+        )
+    return OrderedDataset(source, global_batch_size=global_batch_size, seed=seed)
+
+
+@filter_traceback
+def from_arrays(arrays: Any, *, global_batch_size: int, seed: int | None = None) -> OrderedDataset:
+    """Rows of arrays: one array, or a tuple or dict, as (x, y) or (x, y, sample_weight).
+
+    Memory-mapped arrays stay on disk.
+
+    Args:
+        arrays: arrays with the same number of rows.
+        global_batch_size: examples of one step, over all workers.
+        seed: seed of the order; None keeps the order of the rows.
+
+    Raises:
+        DataError: arrays of different lengths, no rows, or a batch larger than the data.
+    """
+    return OrderedDataset(Arrays(arrays), global_batch_size=global_batch_size, seed=seed)
 
 
 @filter_traceback
@@ -41,16 +82,7 @@ class OrderedDataset(ShardedDataset):
     """
 
     def __init__(self, source: Source, *, global_batch_size: int, seed: int | None = None):
-        """
-        Args:
-            source: examples by number; see `tfdist_ext.data.sources.Source`.
-            global_batch_size: examples of one step, over all workers; the last one of an epoch
-                may have fewer.
-            seed: an integer from 0; None keeps the order of the data in every epoch.
-
-        Raises:
-            DataError: an empty source, a batch larger than the data, or an invalid seed.
-        """
+        """Arguments and errors are those of `from_source`."""
         self.source = source
         self.order = Order(len(source), global_batch_size, seed)
 
@@ -117,18 +149,11 @@ class OrderedDataset(ShardedDataset):
 
     def restore(self, state: dict[str, Any]) -> None:
         current = self.state()
-        check_state_fields(state, current)
-        changed = difference(state["fingerprint"], current["fingerprint"])
-        if changed:
-            raise DataError(
-                "the data must be the same as when this position was saved, got changed data:"
-                f" {changed}. Resume with the data as it was, or start again without the saved"
-                " position."
-            )
+        check_state(state, current)
         if state["seed"] != self.order.seed:
             raise DataError(
                 f"the seed must be {state['seed']}, as in the saved position, got"
-                f" {self.order.seed}: other examples would be done."
+                f" {self.order.seed}."
             )
         epoch = check_int(state["epoch"], "the position's epoch", error=DataError)
         done = check_int(
@@ -163,10 +188,17 @@ class OrderedDataset(ShardedDataset):
             counted: whether the examples of the global batch are known; else the number is 1.
         """
 
-        def parts(number: tf.Tensor) -> Any:
-            epoch, step = number // self.steps, number % self.steps
-            seed = self.order.seed
-            key = None if seed is None else key_in_graph(tf.constant(seed, tf.int64), epoch)
+        seed = self.order.seed
+        first_epoch, first_step = divmod(begin, self.steps)
+
+        def steps_of(epoch: tf.Tensor) -> tf.data.Dataset:
+            key = tf.constant(self.order.key(0))  # without a seed it has no effect
+            if seed is not None:
+                key = key_in_graph(tf.constant(seed, tf.int64), epoch)
+            start = tf.where(epoch == first_epoch, tf.constant(first_step, tf.int64), 0)
+            return tf.data.Dataset.range(start, self.steps).map(lambda step: (key, step))
+
+        def parts(key: tf.Tensor, step: tf.Tensor) -> Any:
             size = self.order.size(step)
 
             def part(replica: int) -> Any:
@@ -178,7 +210,7 @@ class OrderedDataset(ShardedDataset):
 
             return tuple(part(first + i) for i in range(local))
 
-        return in_parallel(tf.data.Dataset.counter(begin), parts)
+        return in_parallel(tf.data.Dataset.counter(first_epoch).flat_map(steps_of), parts)
 
     def in_order(self) -> OrderedDataset:
         """The same data without a seed, from its start."""

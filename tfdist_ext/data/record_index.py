@@ -25,29 +25,28 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.file_bytes import FileReader, is_local, stamp_of
+from tfdist_ext.data.files import INDEX_SUFFIX, FileReader, is_local, stamp_of
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import optional_module
 from tfdist_ext.user_frames import warn
 
 __all__ = [
+    "FILES_AT_ONCE",
     "HEADER",
     "TAIL",
     "RecordIndex",
     "begins_with_record",
     "crc32c",
     "indexes_of",
-    "is_index",
     "masked",
     "scan",
 ]
 
 HEADER, TAIL = 12, 4  # bytes before and after a payload
 
-_SUFFIX = ".tfdindex"
 _HEADER = Struct("<QI")
 _MANY, _FAR = 1 << 20, 1 << 14  # bytes to read at once; longer records are read one by one
-_AT_ONCE = 16  # files; opening a remote file mostly waits
+FILES_AT_ONCE = 16  # files; opening a remote file mostly waits
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def indexes_of(paths: list[str], *, skip_damaged: bool = False) -> list[RecordIn
     Raises:
         DataError: a file cannot be read, is damaged or truncated, or changes while it is read.
     """
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
         return list(pool.map(lambda path: _index_of(path, skip_damaged), paths))
 
 
@@ -121,12 +120,6 @@ def _index_of(path: str, skip_damaged: bool) -> RecordIndex:
             " each start. Make the folder writable, at least once."
         )
     return index
-
-
-def is_index(path: str) -> bool:
-    """Whether a file is an index or an unfinished one, which patterns for data match, too."""
-    name = path.rpartition("/")[2]
-    return name.startswith(".") and _SUFFIX in name
 
 
 def begins_with_record(path: str) -> bool:
@@ -182,7 +175,7 @@ def scan(read_at: Callable[[int, int], bytes], size: int) -> tuple[np.ndarray, s
 def _place_of(path: str) -> str:
     """The path of a file's index."""
     folder, slash, name = path.rpartition("/")
-    return f"{folder}{slash}.{name}{_SUFFIX}"
+    return f"{folder}{slash}.{name}{INDEX_SUFFIX}"
 
 
 def _load(path: str, stamp: tuple[int, int]) -> np.ndarray | None:

@@ -15,16 +15,53 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.file_bytes import FileReader
-from tfdist_ext.data.fingerprint import Fingerprint, fingerprint_of_files
+from tfdist_ext.data.files import FileReader, files_of
+from tfdist_ext.data.ordered import OrderedDataset
 from tfdist_ext.data.record_index import HEADER, TAIL, crc32c, indexes_of, masked
+from tfdist_ext.data.sources import Fingerprint, digest
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import shown
-from tfdist_ext.user_frames import warn
+from tfdist_ext.user_frames import filter_traceback, warn
 
-__all__ = ["RecordFiles"]
+__all__ = ["RecordFiles", "from_tfrecords"]
 
 _MOST_OPEN = 256  # files; on most systems a process may open 1,024
+
+
+@filter_traceback
+def from_tfrecords(
+    files: str | Sequence[str],
+    parse: Callable[[tf.Tensor], Any],
+    *,
+    global_batch_size: int,
+    seed: int | None = None,
+    on_error: str = "raise",
+    batched: bool = False,
+) -> OrderedDataset:
+    """Records of TFRecord files, read by their number.
+
+    An index of the records' offsets is built once, in one pass over the length fields, and kept
+    beside each file.
+
+    Args:
+        files: one or several patterns or paths of uncompressed files, on any file system that
+            `tf.io.gfile` opens. Files are sorted, so that all tasks number records in the same way.
+        parse: returns an example, a structure of dense tensors, for a record, a scalar string
+            tensor. It is traced.
+        global_batch_size: examples of one step, over all workers.
+        seed: seed of the order; None keeps the order of the files.
+        on_error: "skip" skips damaged records, counts them and warns of each.
+        batched: `parse` takes a string tensor of shape [n] for any n, and returns tensors of shape
+            [n, ...], as `tf.io.parse_example` does. This is about twice as fast for small records.
+
+    Raises:
+        DataError: no such files, a damaged file (the error names file, record and byte), `parse`
+            fails, or a batch larger than the data.
+    """
+    if not callable(parse):
+        raise DataError(f"parse must be a function of a record, got {shown(parse)}.")
+    source = RecordFiles(files_of(files), parse, on_error=on_error, batched=batched)
+    return OrderedDataset(source, global_batch_size=global_batch_size, seed=seed)
 
 
 class RecordFiles:
@@ -44,7 +81,7 @@ class RecordFiles:
         on_error: str = "raise",
         batched: bool = False,
     ) -> None:
-        """Arguments and errors are those of `from_tfrecords`, in `constructors.py`."""
+        """Arguments and errors are those of `from_tfrecords`."""
         if on_error not in ("raise", "skip"):
             raise DataError(f'on_error must be "raise" or "skip", got {shown(on_error)}.')
         self.files = list(files)
@@ -74,8 +111,20 @@ class RecordFiles:
         return int(self._first[-1])
 
     def fingerprint(self) -> Fingerprint:
-        stamps = [index.stamp for index in self._indexes]
-        return fingerprint_of_files(self.files, stamps, [index.records for index in self._indexes])
+        """The numbers of files, bytes and records, and hashes of all names, sizes and times.
+
+        Names are without folders: the same files mounted elsewhere are the same data.
+        """
+        indexes = self._indexes
+        return {
+            "kind": "files",
+            "files": len(indexes),
+            "bytes": sum(index.stamp[0] for index in indexes),
+            "records": len(self),
+            "names": digest(path.rpartition("/")[2].encode() for path in self.files),
+            "sizes": digest(f"{index.stamp[0]} {index.records}".encode() for index in indexes),
+            "time stamps": digest(str(index.stamp[1]).encode() for index in indexes),
+        }
 
     def take(self, indices: tf.Tensor) -> Any:
         payloads = tf.numpy_function(self.read, [indices], tf.string, stateful=False)

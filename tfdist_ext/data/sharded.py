@@ -11,11 +11,12 @@ import tensorflow as tf
 
 from tfdist_ext.data.pipelines import data_errors_as_raised
 from tfdist_ext.data.shards import ReadBy, Remainder, Shard
+from tfdist_ext.data.sources import difference
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import shown
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["ShardedDataset", "check_reads_here", "check_state_fields", "sharded_already"]
+__all__ = ["ShardedDataset", "check_reads_here", "check_state", "sharded_already"]
 
 
 @filter_traceback
@@ -181,12 +182,17 @@ class ShardedDataset(abc.ABC):
         return self.steps
 
 
-def check_state_fields(state: object, current: Mapping[str, Any]) -> None:
-    """Raise DataError unless a state has the fields of the current one."""
+def check_state(state: object, current: Mapping[str, Any]) -> None:
+    """Raise DataError unless a state has the fields and the fingerprint of the current one."""
     if not isinstance(state, Mapping) or state.keys() != current.keys():
         raise DataError(
             f"state must have the fields {', '.join(current)}, got {shown(state)}; give what"
             " state() of the same data returned."
+        )
+    if changed := difference(state["fingerprint"], current["fingerprint"]):
+        raise DataError(
+            f"the data has changed since this position was saved: {changed}. Resume with the data"
+            " as it was, or start again without the saved position."
         )
 
 
@@ -203,7 +209,7 @@ def check_reads_here(strategy: tf.distribute.Strategy) -> None:
     """Raise DataError if the steps of a strategy run in other processes."""
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise DataError(
-            "strategy must run its steps in this process, got ParameterServerStrategy, whose steps"
-            " run on the workers: train with tfd.distribute(...).fit(data), or read"
+            "the steps of ParameterServerStrategy run on the workers, so this process cannot read"
+            " their batches. Train with tfd.distribute(...).fit(data), or read"
             " data.dataset(Shard(index, workers)) in ClusterCoordinator.create_per_worker_dataset."
         )

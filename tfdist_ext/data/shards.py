@@ -1,14 +1,19 @@
-"""Splits a range into contiguous shards whose sizes differ by at most one."""
+"""Shards of a range of rows and of a list of files, and the shard of a task."""
 
 from __future__ import annotations
 
 import enum
+import heapq
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
 from tfdist_ext.cluster import ClusterConfig, Task
+from tfdist_ext.data.files import Patterns, files_of, stamp_of
+from tfdist_ext.data.record_index import FILES_AT_ONCE, begins_with_record, indexes_of
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int, shown
 from tfdist_ext.user_frames import filter_traceback
@@ -19,9 +24,11 @@ __all__ = [
     "Remainder",
     "Shard",
     "ShardRange",
+    "assign",
     "bounds",
     "check_field",
     "check_remainder",
+    "shard_files",
     "shard_range",
 ]
 
@@ -41,14 +48,7 @@ def bounds(n: Number, index: Number, count: Number) -> tuple[Number, Number]:
 def check_field(
     owner: object, name: str, called: str = "", low: int = 0, high: int | None = None
 ) -> None:
-    """Check a field of a frozen dataclass, and make it a plain integer, as JSON needs it.
-
-    Args:
-        called: name of the field in messages; by default `name`.
-
-    Raises:
-        DataError: the field is not an integer in [low, high].
-    """
+    """Check that a field of a frozen dataclass is in [low, high]; make it a plain integer."""
     number = check_int(getattr(owner, name), called or name, low, high, error=DataError)
     object.__setattr__(owner, name, number)
 
@@ -120,11 +120,7 @@ class Remainder(enum.Enum):
 
 
 def check_remainder(remainder: object) -> None:
-    """Check the type of an argument `remainder`.
-
-    Raises:
-        DataError: it is not a Remainder.
-    """
+    """Raise DataError unless an argument is a Remainder."""
     if not isinstance(remainder, Remainder):
         raise DataError(
             "remainder must be Remainder.KEEP, Remainder.DROP or Remainder.PAD, got"
@@ -163,8 +159,7 @@ def shard_range(n: int, shard: Shard, remainder: Remainder = Remainder.KEEP) -> 
         DataError: `n` is not a whole number from 0, or another argument is of another type.
     """
     n = check_int(n, "the number of rows to share out", error=DataError)
-    if not isinstance(shard, Shard):
-        raise DataError(f"shard must be a Shard(index, count), got {shown(shard)}.")
+    _check_shard(shard)
     check_remainder(remainder)
     if remainder is Remainder.DROP:
         size = n // shard.count
@@ -172,6 +167,66 @@ def shard_range(n: int, shard: Shard, remainder: Remainder = Remainder.KEEP) -> 
     start, stop = bounds(n, shard.index, shard.count)
     size = -(-n // shard.count) if remainder is Remainder.PAD else stop - start
     return ShardRange(start, stop, size - (stop - start))
+
+
+def _check_shard(shard: object) -> None:
+    if not isinstance(shard, Shard):
+        raise DataError(f"shard must be a Shard(index, count), got {shown(shard)}.")
+
+
+@filter_traceback
+def shard_files(patterns: Patterns, shard: Shard, *, check: bool = True) -> list[str]:
+    """The files of a shard. Each file belongs to one shard.
+
+    Shards get about the same number of bytes: the largest file goes first, each to the shard with
+    the fewest bytes.
+
+    Args:
+        patterns: a path, a pattern (`*`, `?`, `[a-z]`) or a list of them, on any file system that
+            `tf.io.gfile` opens. Every task must see the same files under the same names.
+        shard: selects the files to return.
+        check: read the length fields of this shard's files if one of them begins with a record, so
+            that a truncated TFRecord file is an error now.
+
+    Returns:
+        Sorted paths.
+
+    Raises:
+        DataError: a pattern matches no file; there are fewer files than shards; or a file cannot be
+            read or is truncated.
+    """
+    _check_shard(shard)
+    files = files_of(patterns)
+    if len(files) < shard.count:
+        raise DataError(
+            f"{len(files)} files are not enough for {shard.count} shards. Write more files, or use"
+            " from_tfrecords, which shares out records."
+        )
+    with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+        sizes = [size for size, _ in pool.map(stamp_of, files)]
+        mine = [files[i] for i in assign(sizes, shard.count)[shard.index]]
+        if check and any(list(pool.map(begins_with_record, mine))):
+            indexes_of(mine)
+    return mine
+
+
+def assign(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Divide sizes into `count` shares with about equal sums.
+
+    The largest size goes first, each to the share with the smallest sum. The largest sum is at most
+    4/3 of the optimum (Graham 1969, "Bounds on multiprocessing timing anomalies").
+
+    Returns:
+        The positions in `sizes` of each share, rising.
+    """
+    shares: list[list[int]] = [[] for _ in range(count)]
+    # (sum, number of sizes, share): sizes of 0 are spread, too.
+    filled = [(0, 0, share) for share in range(count)]
+    for position in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        total, number, share = heapq.heappop(filled)
+        shares[share].append(position)
+        heapq.heappush(filled, (total + sizes[position], number + 1, share))
+    return [sorted(share) for share in shares]
 
 
 def _shard_of_task(cluster: ClusterConfig) -> Shard:

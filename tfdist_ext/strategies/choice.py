@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from numbers import Integral
 
 import tensorflow as tf
 
 from tfdist_ext.cluster import describe_environments
 from tfdist_ext.cluster import tpu as tpu_environment
-from tfdist_ext.errors import StrategyError
-from tfdist_ext.strategies.devices import make_logical_cpus, requested_count, seen_devices
-from tfdist_ext.strategies.resolvers import Cluster, Described, describe, describe_if_known
+from tfdist_ext.strategies.devices import seen_devices
+from tfdist_ext.strategies.resolvers import Cluster, Described, describe
 
 __all__ = ["CLUSTER_STRATEGIES", "Choice", "Environment", "choose", "describe_environment"]
 
@@ -28,8 +27,6 @@ class Environment:
         devices: lists the devices of this machine, as "GPU:0". Called only if the choice depends
             on them, because listing devices starts TensorFlow.
         cluster: the cluster that was given or found. None: no cluster, or the strategy uses none.
-        is_given: whether a cluster was passed to `create_strategy`.
-        is_alone: whether each task of a cluster trains by itself.
         tpu: where a TPU is named; "" without a TPU.
         asked_for: the number of devices that `devices=` asks for; None if it was not given.
         others: one line for each place that could have described a cluster.
@@ -37,8 +34,6 @@ class Environment:
 
     devices: Callable[[], Sequence[str]]
     cluster: Described | None = None
-    is_given: bool = False
-    is_alone: bool = False
     tpu: str = ""
     asked_for: int | None = None
     others: tuple[str, ...] = ()
@@ -49,22 +44,13 @@ class Environment:
         return self.cluster is not None and self.cluster.is_evaluator
 
 
-def describe_environment(
-    name: str,
-    cluster: Cluster,
-    settings: Mapping[str, Any],
-    env: Mapping[str, str],
-    *,
-    is_given: bool = False,
-) -> Environment:
+def describe_environment(cluster: Cluster, devices: object, env: Mapping[str, str]) -> Environment:
     """Step 1: describe what surrounds this process.
 
     Args:
-        name: of the strategy, or "auto".
         cluster: the cluster that was given or found.
-        settings: option -> value.
+        devices: the setting `devices`.
         env: the environment's variables.
-        is_given: whether `cluster` was passed to `create_strategy`.
 
     Raises:
         StrategyError: `cluster` is not a cluster.
@@ -72,26 +58,21 @@ def describe_environment(
     """
     signal = tpu_environment.detect(env)
     tpu = "" if signal is None else f"the environment names the TPU {signal.name!r}"
-    asked_for = requested_count(settings.get("devices"))
+    asked_for = None
+    if isinstance(devices, Integral):
+        asked_for = int(devices)
+    elif devices is not None:
+        asked_for = len(devices) if isinstance(devices, list | tuple) else 1
     if isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver):
-        described, tpu, asked_for = None, "a TPUClusterResolver was given", None
-    elif name == "auto" and cluster is not None:
-        described = describe(cluster)
-    else:
-        described = describe_if_known(cluster)  # a registered strategy may have its own kind
+        tpu, asked_for = "a TPUClusterResolver was given", None
+    described = describe(cluster)
     source = "" if described is None else f"from {described.source}"
     others = tuple(
         f"{place}: {text}"
         for place, text in describe_environments(env)
         if place != tpu_environment.NAME and not (source and text.endswith(source))
     )
-
-    def devices() -> list[str]:
-        make_logical_cpus(settings.get("logical_cpus"))
-        return seen_devices()
-
-    is_alone = bool(settings.get("alone"))
-    return Environment(devices, described, is_given, is_alone, tpu, asked_for, others)
+    return Environment(seen_devices, described, tpu, asked_for, others)
 
 
 @dataclass(frozen=True)
@@ -124,24 +105,10 @@ def choose(name: str, asked_in: str, environment: Environment) -> Choice:
     Args:
         name: of a strategy, or "auto".
         asked_in: where the name comes from, for messages.
-
-    Raises:
-        StrategyError: `alone` together with a cluster, or with a strategy that needs one.
     """
-    if environment.is_alone and (environment.is_given or name in CLUSTER_STRATEGIES):
-        other = "a cluster" if environment.is_given else f"the strategy {name!r}"
-        raise StrategyError(
-            f"alone=True makes each task train by itself, so it cannot be combined with {other}."
-            " Leave one of them out."
-        )
-    if name == "auto" or (environment.is_evaluator and name in CLUSTER_STRATEGIES):
-        return _automatic(environment)
-    return Choice(name, f"it was asked for by name in {asked_in}")
-
-
-def _automatic(environment: Environment) -> Choice:
-    """The most specific signal: a cluster, then a TPU, then this machine's devices."""
     cluster, passed_over = environment.cluster, list[str]()
+    if name != "auto" and not (environment.is_evaluator and name in CLUSTER_STRATEGIES):
+        return Choice(name, f"it was asked for by name in {asked_in}")
     if cluster is not None and cluster.jobs and not cluster.is_evaluator:
         jobs = ", ".join(cluster.jobs)
         if "ps" in cluster.jobs:

@@ -1,4 +1,4 @@
-"""The start of a cluster: the preflight, and TensorFlow's errors, in a strategy's words."""
+"""The start of a cluster: the preflight, and a clear error if TensorFlow cannot start."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def run_preflight(
 ) -> Endpoint | None:
     """Return when all tasks of the cluster are there, and agree on it.
 
-    Late tasks are named on stderr. A task that is not in the cluster does not wait, nor does one
-    whose port is in use: TensorFlow listens there already, or will report that it cannot.
+    Late tasks are named on stderr. A task that is not in the cluster does not wait. A task whose
+    port is in use does not wait either: TensorFlow listens there already, or reports the port.
 
     Args:
         wait: seconds; None: 300.
@@ -34,8 +34,8 @@ def run_preflight(
         What still listens at the address of this task; None where there was no preflight.
 
     Raises:
-        StrategyError: names who is missing, or what differs; the same on every task.
-        RuntimeError: as TensorFlow's own, where it has started.
+        StrategyError: TensorFlow has started, or a task is missing or differs. The error names the
+            task, and is the same on every task.
     """
     wait = WAIT if wait is None else wait
     me, source = str(described.task), described.source
@@ -43,26 +43,30 @@ def run_preflight(
     if me not in tasks or not port_is_free(identity(tasks[me])[1]):
         return None
     if first and _has_started():
-        raise RuntimeError("Collective ops must be configured at program startup")
+        raise StrategyError(
+            "multi_worker_mirrored must be made before TensorFlow starts, got TensorFlow started"
+            " already: an operation, a tensor, a model, a dataset or a list of devices came first."
+            " Move create_strategy() to the top of the program, above the first of them."
+        )
     gpus = len(tf.config.list_physical_devices("GPU"))
     try:
         return preflight(info_of(me, described.jobs, gpus), wait=wait, source=source)
     except PreflightError as error:
-        if error.missing:
-            failure = StrategyError(
-                f"all tasks of {source} must be there within {wait:g} s (wait), got {error}. Start"
-                " them, correct their addresses on every task, or allow more seconds."
-            )
-            failure.missing = error.missing
-            raise failure from error
-        raise StrategyError(
-            f"all tasks of {source} must be started alike, each at its own address, got: {error}."
-            " Correct that task, and start the job again."
-        ) from error
+        if not error.missing:
+            raise StrategyError(
+                f"all tasks of {source} must be started alike, each at its own address, got:"
+                f" {error}. Correct that task, and start the job again."
+            ) from error
+        failure = StrategyError(
+            f"all tasks of {source} must be there within {wait:g} s (wait), got {error}. Start"
+            " them, correct their addresses on every task, or allow more seconds."
+        )
+        failure.missing = error.missing
+        raise failure from error
 
 
 def _has_started() -> bool:
-    """Whether TensorFlow has: no public function says it, but its settings cannot change then."""
+    """Whether TensorFlow has started. No public function tells; its settings are fixed then."""
     threads = tf.config.threading.get_inter_op_parallelism_threads()
     try:
         tf.config.threading.set_inter_op_parallelism_threads(threads + 1)
@@ -76,8 +80,8 @@ def _has_started() -> bool:
 def connecting() -> Iterator[None]:
     """Scope in which TensorFlow connects to tasks that have all answered.
 
-    It holds Python's lock meanwhile and ignores SIGTERM. If a task ends at this moment, a timer
-    that needs no Python ends this process and shows its stacks.
+    TensorFlow holds Python's lock meanwhile and ignores SIGTERM. If a task ends at this moment, a
+    timer that needs no Python shows the stacks of this process and ends it.
     """
     faulthandler.dump_traceback_later(_CONNECT, exit=True, file=2)  # stderr may be no file
     try:
@@ -88,28 +92,14 @@ def connecting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def start_failures_in_words(described: Described) -> Iterator[None]:
-    """Raise StrategyError for those failures of the body whose cause is known."""
+    """Scope that raises StrategyError if TensorFlow cannot listen at the address of this task."""
     try:
         yield
-    except RuntimeError as error:
-        if "program startup" not in str(error):
+    except tf.errors.UnknownError as error:
+        if "Could not start gRPC server" not in str(error) or described.task is None:
             raise
         raise StrategyError(
-            "multi_worker_mirrored must be made before TensorFlow starts, got TensorFlow started"
-            " already: an operation, a tensor, a model, a dataset or a list of devices came first."
-            " Move create_strategy() to the top of the program, above the first of them."
+            f"{described.task} cannot listen at {described.address}, the address from"
+            f" {described.source}: the port is in use. Stop the process that uses it (this"
+            " program, started before?), or give this task another port on every task."
         ) from error
-    except (tf.errors.UnknownError, tf.errors.NotFoundError) as error:
-        text = str(error)
-        if "Could not start gRPC server" in text and described.task is not None:
-            raise StrategyError(
-                f"{described.task} cannot listen at {described.address}, the address from"
-                f" {described.source}: the port is in use. Stop the process that uses it (this"
-                " program, started before?), or give this task another port on every task."
-            ) from error
-        if "No server factory registered" in text:
-            raise StrategyError(
-                f"rpc_layer must be one of this TensorFlow, got another from {described.source}:"
-                " leave it out, or write 'grpc'."
-            ) from error
-        raise

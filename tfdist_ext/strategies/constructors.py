@@ -1,27 +1,52 @@
-"""One function for each strategy without tasks: checks what TensorFlow does not, then makes it.
+"""One function for each strategy: checks what TensorFlow does not, then makes the strategy.
 
 The parameters of a function are the options of its strategy.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
 import os
-from collections.abc import Sequence
+import signal
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from tfdist_ext.cluster import tpu as tpu_environment
-from tfdist_ext.cluster.addresses import AddressError
+from tfdist_ext.cluster.addresses import AddressError, identity
 from tfdist_ext.cluster.liveness.wire import STARTED, Connection
 from tfdist_ext.errors import StrategyError
+from tfdist_ext.placement.placer import ServerPlacer
 from tfdist_ext.strategies._tf_private import with_metrics_per_replica
+from tfdist_ext.strategies.cluster_start import (
+    connecting,
+    run_preflight,
+    start_failures_in_words,
+)
 from tfdist_ext.strategies.devices import pick_devices, seen_devices
-from tfdist_ext.strategies.placed import PlacedStrategy
-from tfdist_ext.strategies.resolvers import Cluster, call_with_timeout
+from tfdist_ext.strategies.placed import PlacedParameterServers, PlacedStrategy
+from tfdist_ext.strategies.resolvers import (
+    Cluster,
+    Described,
+    call_with_timeout,
+    describe,
+    resolver_of,
+)
+from tfdist_ext.strategies.serving import serve, serves
 
-__all__ = ["central_storage", "default", "mirrored", "one_device", "placed", "tpu"]
+__all__ = [
+    "central_storage",
+    "default",
+    "mirrored",
+    "multi_worker_mirrored",
+    "one_device",
+    "parameter_server",
+    "placed",
+    "tpu",
+]
 
 Devices: TypeAlias = int | str | Sequence[str] | None
 
@@ -31,19 +56,19 @@ REACH_SECONDS = 10.0  # for a TPU to answer
 
 def default() -> tf.distribute.Strategy:
     """TensorFlow's default strategy, which is available outside of any scope only."""
+    strategy = tf.distribute.get_strategy()
     if tf.distribute.has_strategy():
-        scope = type(tf.distribute.get_strategy()).__name__
         raise StrategyError(
-            "the default strategy must be asked for outside of any scope, got the scope of"
-            f" {scope}: call create_strategy outside of it."
+            "the default strategy is available outside of any scope only, got the scope of"
+            f" {type(strategy).__name__}. Call create_strategy outside of this scope."
         )
-    return tf.distribute.get_strategy()
+    return strategy
 
 
 def one_device(*, devices: Devices = None) -> tf.distribute.Strategy:
     """Everything on one device: the given one, else the first GPU, else the CPU."""
-    picked = pick_devices("one_device", devices, default="first")
-    if len(picked) > 1:
+    picked = pick_devices("one_device", devices)
+    if devices is not None and len(picked) > 1:
         raise StrategyError(f"devices of one_device must be one device, got {', '.join(picked)}.")
     return tf.distribute.OneDeviceStrategy(picked[0])
 
@@ -72,7 +97,7 @@ def central_storage(
     `devices`.
     """
     computing = pick_devices("central_storage", devices)
-    (keeping,) = pick_devices("central_storage", [parameter_device], option="parameter_device")
+    (keeping,) = pick_devices("central_storage", [parameter_device])
     strategy = tf.distribute.experimental.CentralStorageStrategy(computing, keeping)
     return with_metrics_per_replica(strategy)
 
@@ -84,6 +109,154 @@ def placed(
     return PlacedStrategy(devices, placement, owned_from=owned_from)
 
 
+def multi_worker_mirrored(
+    *, cluster: Cluster = None, communication: Any = "auto", wait: float | None = None
+) -> tf.distribute.Strategy:
+    """A copy on each worker of the cluster.
+
+    Blocks for at most `wait` seconds until all workers are there. Workers on one machine share its
+    cores.
+    """
+    implementation = _implementation(communication)
+    described = _described("multi_worker_mirrored", cluster, "--workers N")
+    if others := [job for job in described.jobs if job not in ("chief", "worker")]:
+        raise StrategyError(
+            "the cluster of multi_worker_mirrored must have chief and worker tasks alone, got"
+            f" {' and '.join(others)} tasks from {described.source}. Use parameter_server for ps"
+            " tasks. Start an evaluator by itself, with a TF_CONFIG of its own or none."
+        )
+    if described.task is None:
+        raise StrategyError(
+            "the cluster of multi_worker_mirrored must say which task this process is, got no task"
+            f" from {described.source}. Give it task_type= and task_id=, as in"
+            " SimpleClusterResolver(spec, task_type='worker', task_id=0)."
+        )
+    options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
+    here = identity(described.address)[0]
+    _share_cores([identity(each)[0] for each in described.addresses.values()].count(here))
+    with start_failures_in_words(described):
+        endpoint = run_preflight(described, wait, first=True)
+        if endpoint is not None:
+            endpoint.free_port()
+        with _sigterm_kept(), connecting():
+            return tf.distribute.MultiWorkerMirroredStrategy(
+                cluster_resolver=resolver_of(cluster), communication_options=options
+            )
+
+
+def parameter_server(
+    *, cluster: Cluster = None, placement: Any = None, wait: float | None = None
+) -> tf.distribute.Strategy:
+    """Variables on the cluster's `ps` tasks. The chief makes the strategy and coordinates.
+
+    In a `ps` or `worker` task this serves instead, and ends the process when the coordinator has
+    ended. Blocks for at most `wait` seconds until the other tasks are there.
+    """
+    described = _described("parameter_server", cluster, "--chief --workers N --ps M")
+    if "ps" not in described.jobs or "worker" not in described.jobs:
+        raise StrategyError(
+            f"the cluster of parameter_server must have ps and worker tasks, got {described} from"
+            f" {described.source}."
+        )
+    if serves(described):
+        serve(cluster, wait)
+    placer = ServerPlacer(placement, len(described.jobs["ps"]))
+    with start_failures_in_words(described):
+        endpoint = run_preflight(described, wait)
+        if endpoint is not None:
+            endpoint.free_port()
+        addresses = {
+            task: address
+            for task, address in described.addresses.items()
+            if task.startswith(("ps:", "worker:"))
+        }
+        servers = Servers(str(described.task or "coordinator"), addresses)
+        with connecting():
+            strategy = PlacedParameterServers(resolver_of(cluster), placer, servers)
+    servers.send_result_at_exit()
+    _Coordinator(strategy)  # TensorFlow keeps the first coordinator of a strategy
+    return strategy
+
+
+class _Coordinator(tf.distribute.coordinator.ClusterCoordinator):
+    """A coordinator that lets the process end while a worker is being replaced.
+
+    TensorFlow's own `__del__` waits for a lock. When Python ends, the thread that holds the lock
+    no longer runs.
+    """
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            super().__del__()
+
+
+def _share_cores(processes: int) -> None:
+    """Limit the threads of an operation to this process's share of the cores.
+
+    TensorFlow splits each large operation over as many threads as there are cores. If several
+    processes do so on the same cores, they wait for each other's threads in each operation. A
+    limit that the user has set stays, and so does that of a process bound to some of the cores.
+
+    Args:
+        processes: of this job on this machine.
+    """
+    cores = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    if processes < 2 or usable < cores or "TF_NUM_INTRAOP_THREADS" in os.environ:
+        return
+    threads = tf.config.threading
+    if not threads.get_intra_op_parallelism_threads():
+        with contextlib.suppress(RuntimeError):  # TensorFlow has started
+            threads.set_intra_op_parallelism_threads(max(1, cores // processes))
+
+
+@contextlib.contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Scope after which SIGTERM does what it did before.
+
+    TensorFlow's coordination service sets a handler that only notes a preemption. `signal.signal`
+    works in the main thread only, and a worker of Ray trains in another thread. `faulthandler`
+    restores the handler that it replaced in any thread.
+    """
+    with open(os.devnull, "w") as nowhere:
+        faulthandler.register(signal.SIGTERM, file=nowhere, chain=True)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(signal.SIGTERM)
+
+
+def _implementation(communication: Any) -> Any:
+    value = communication.upper() if isinstance(communication, str) else communication
+    try:
+        return tf.distribute.experimental.CommunicationImplementation(value)
+    except ValueError:
+        raise StrategyError(
+            f"communication must be one of auto, ring, nccl, got {communication!r}."
+        ) from None
+
+
+def _described(strategy: str, cluster: Cluster, options: str) -> Described:
+    """The cluster's description, with an address for every task.
+
+    Args:
+        options: of `tfdist run`, for the message.
+    """
+    described = describe(cluster)
+    if described is None or not described.jobs:
+        source = "the call or the environment" if described is None else described.source
+        raise StrategyError(
+            f"{strategy} must have a cluster, got none from {source}: set TF_CONFIG, start the"
+            f" script with `tfdist run {options}`, or pass cluster=."
+        )
+    if holes := [task for task, address in described.addresses.items() if not address]:
+        raise StrategyError(
+            f"the cluster of {strategy} must have an address for every task, got none for"
+            f" {', '.join(holes)} from {described.source}. Number the tasks from 0."
+        )
+    return described
+
+
 def tpu(
     *,
     cluster: Cluster = None,
@@ -93,63 +266,49 @@ def tpu(
 ) -> tf.distribute.Strategy:
     """A copy on each core of a TPU: its name, "grpc://host:port", or "local" for this machine's."""
     resolver_class = tf.distribute.cluster_resolver.TPUClusterResolver
-    if not isinstance(cluster, resolver_class | None):
+    named = tpu or zone or project
+    if cluster is not None and (named or not isinstance(cluster, resolver_class)):
         raise StrategyError(
-            f"cluster of tpu must be a TPUClusterResolver, got {cluster!r}. Or pass tpu= with the"
-            " name of the TPU."
+            "tpu takes cluster=, a TPUClusterResolver, or tpu=, zone= and project=, got"
+            f" cluster={cluster!r}{f' and {named!r}' if named else ''}."
         )
-    if cluster is not None and any(option is not None for option in (tpu, zone, project)):
-        raise StrategyError(
-            "tpu must get a TPUClusterResolver, or tpu=, zone= and project=, got both."
-        )
-    signal = tpu_environment.detect(os.environ)
-    if cluster is None and tpu is None and signal is not None:
-        tpu, zone, project = signal.name, zone or signal.zone, project or signal.project
     if cluster is None and not tpu:
-        raise StrategyError(
-            f"no TPU found: TPU_NAME is not set and tpu= was not given. {_seen()} Pass tpu= with"
-            " the name or address of a TPU, which is 'local' for a TPU of this machine."
-        )
-    name = "the TPUClusterResolver" if cluster is not None else repr(tpu)
+        raise _not_found("", "Set TPU_NAME, or pass tpu= with the name or address of a TPU")
+    name = repr(tpu) if cluster is None else "the TPUClusterResolver"
 
     def look_up() -> tuple[Any, Any]:
-        resolver = (
-            resolver_class(tpu=tpu, zone=zone, project=project) if cluster is None else cluster
-        )
+        resolver = cluster or resolver_class(tpu=tpu, zone=zone, project=project)
         return resolver, resolver.cluster_spec()
 
     try:
         resolver, spec = call_with_timeout(LOOKUP_SECONDS, look_up)
     except Exception as error:  # depends on the network and on Google Cloud's client
-        raise StrategyError(
-            f"no TPU found at {name}: asking Google Cloud about it failed ({error}). {_seen()}"
-            " Outside of Google Cloud pass zone= and project=, or the address of the TPU as"
-            " 'grpc://host:port'; on a TPU machine pass 'local'."
+        raise _not_found(
+            name,
+            f"asking Google Cloud about it failed ({error}). Outside of Google Cloud pass zone= and"
+            " project=, or the address of the TPU as 'grpc://host:port'; on a TPU machine pass"
+            " 'local'",
         ) from error
-    return _connected(resolver, spec, name)
-
-
-def _connected(
-    resolver: tf.distribute.cluster_resolver.TPUClusterResolver,
-    spec: tf.train.ClusterSpec | None,
-    name: str,
-) -> tf.distribute.Strategy:
     jobs = spec.as_dict() if spec else {}
     for address in [address for tasks in jobs.values() for address in tasks]:
         if not _is_server(address):  # TensorFlow would try to connect forever
-            raise StrategyError(
-                f"no TPU found at {name}: no TPU server answers at {address}. {_seen()} Is the TPU"
-                " running, is its address right, may this host reach it?"
+            raise _not_found(
+                name,
+                f"no TPU server answers at {address}. Check that the TPU is running, that its"
+                " address is right, and that this host may reach it",
             )
     try:
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
     except (tf.errors.OpError, ValueError, RuntimeError) as error:
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise StrategyError(
-            f"no TPU found at {name}: {line.split('. ')[0].rstrip('.')}. {_seen()}"
-        ) from error
+        raise _not_found(name, line.split(". ")[0].rstrip(".")) from error
     return tf.distribute.TPUStrategy(resolver)
+
+
+def _not_found(name: str, why: str) -> StrategyError:
+    at = f" at {name}" if name else ""
+    return StrategyError(f"no TPU found{at}: {why}. Devices seen are {', '.join(seen_devices())}.")
 
 
 def _is_server(address: str) -> bool:
@@ -160,7 +319,3 @@ def _is_server(address: str) -> bool:
     state, _ = connection.ask({}, REACH_SECONDS)
     connection.close()
     return state == STARTED
-
-
-def _seen() -> str:
-    return f"Devices seen are {', '.join(seen_devices())}."

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import counted
 from tfdist_ext.strategies.choice import Choice
-from tfdist_ext.strategies.resolvers import Described, describe_if_known
+from tfdist_ext.strategies.resolvers import Described, describe
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = [
@@ -34,8 +34,6 @@ class Explanation:
     Attributes:
         strategy: its name, as `create_strategy` takes it; "made elsewhere" for other strategies.
         reason: the signal that led to this strategy.
-        settings: one line for each setting, with where it came from.
-        task: what this process is, for example "this process alone".
         replicas: the replicas in sync, over all tasks; 1 under ParameterServerStrategy, whose
             workers train asynchronously.
         devices: the names of the devices of this task that compute; empty for the default
@@ -49,8 +47,6 @@ class Explanation:
 
     strategy: str
     reason: str
-    settings: tuple[str, ...]
-    task: str
     replicas: int
     devices: tuple[str, ...]
     considered: tuple[str, ...]
@@ -110,17 +106,23 @@ def explain(strategy: Any) -> Explanation:
         )
     choice = choice_of(strategy) or Choice("made elsewhere", "it was not made by create_strategy")
     cluster = _cluster_of(strategy)
-    task = _task(strategy, cluster)
-    asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
-    devices = [] if asynchronous else devices_listed(strategy, "worker_devices")
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        devices = []
+        jobs = {} if cluster is None else cluster.jobs
+        workers = counted(len(jobs.get("worker", ())), "worker")
+        replicas = "each worker trains by itself (asynchronous)"
+        places = f"variables on {len(jobs.get('ps', ()))} ps, computing on {workers}"
+    else:
+        devices = devices_listed(strategy, "worker_devices")
+        replicas, places = _replicas(strategy, len(devices)), _places(strategy, devices)
     threads = tf.config.threading.get_intra_op_parallelism_threads()  # 0: as many as cores
     rows = [
         ("strategy", [f"{choice.name} ({type(strategy).__name__})"]),
         ("because", [choice.because]),
         ("settings", choice.settings),
-        ("task", [task]),
-        ("replicas", [_replicas(strategy, len(devices), asynchronous)]),
-        ("devices", [_servers(cluster) if asynchronous else _devices(strategy, devices)]),
+        ("task", [_task(strategy, cluster)]),
+        ("replicas", [replicas]),
+        ("devices", [places]),
         ("threads", [f"at most {threads} in an operation on a CPU"] if threads else []),
         ("steps", steps),
         ("passed over", choice.passed_over),
@@ -133,8 +135,6 @@ def explain(strategy: Any) -> Explanation:
     return Explanation(
         strategy=choice.name,
         reason=choice.because,
-        settings=choice.settings,
-        task=task,
         replicas=strategy.num_replicas_in_sync,
         devices=tuple(devices),
         considered=tuple(choice.passed_over),
@@ -146,7 +146,7 @@ def explain(strategy: Any) -> Explanation:
 def _cluster_of(strategy: tf.distribute.Strategy) -> Described | None:
     if (choice := choice_of(strategy)) is not None:
         return choice.cluster
-    return describe_if_known(getattr(strategy, "cluster_resolver", None))
+    return describe(getattr(strategy, "cluster_resolver", None))
 
 
 def _task(strategy: tf.distribute.Strategy, cluster: Described | None) -> str:
@@ -160,22 +160,14 @@ def _task(strategy: tf.distribute.Strategy, cluster: Described | None) -> str:
     return f"{cluster.task}{chief}, in a cluster of {cluster}"
 
 
-def _replicas(strategy: tf.distribute.Strategy, here: int, asynchronous: bool) -> str:
-    if asynchronous:
-        return "each worker trains by itself (asynchronous)"
+def _replicas(strategy: tf.distribute.Strategy, local: int) -> str:
     together = strategy.num_replicas_in_sync
-    if not here:
+    if not local:
         return str(together)
-    return f"{together} in sync" + (f", {here} of them on this task" if here != together else "")
+    return f"{together} in sync" + (f", {local} of them on this task" if local != together else "")
 
 
-def _servers(cluster: Described | None) -> str:
-    jobs = {} if cluster is None else cluster.jobs
-    workers = counted(len(jobs.get("worker", ())), "worker")
-    return f"variables on {len(jobs.get('ps', ()))} ps, computing on {workers}"
-
-
-def _devices(strategy: tf.distribute.Strategy, computing: list[str]) -> str:
+def _places(strategy: tf.distribute.Strategy, computing: list[str]) -> str:
     if not computing:
         return "wherever TensorFlow places an operation"
     keeping = devices_listed(strategy, "parameter_devices")

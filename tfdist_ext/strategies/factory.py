@@ -12,15 +12,15 @@ import tensorflow as tf
 
 from tfdist_ext import flags
 from tfdist_ext.cluster import ClusterConfig
+from tfdist_ext.cluster import tpu as tpu_environment
 from tfdist_ext.errors import ClusterConfigError, StrategyError
 from tfdist_ext.messages import counted
 from tfdist_ext.strategies.choice import (
     CLUSTER_STRATEGIES,
-    Choice,
-    Environment,
     choose,
     describe_environment,
 )
+from tfdist_ext.strategies.devices import make_logical_cpus
 from tfdist_ext.strategies.explanation import choice_of, devices_listed, remember
 from tfdist_ext.strategies.registry import lookup
 from tfdist_ext.strategies.resolvers import Cluster
@@ -80,45 +80,62 @@ def create_strategy(
             for by name ignores the environment's cluster.
     """
     arguments = dict(devices=devices, placement=placement, wait=wait, alone=alone, **options)
-    if name != "auto":  # the default, which leaves the choice to flags and file
-        arguments["name"] = name
-    settings = Settings()
-    settings.add(_CALL, arguments)
-    settings.add("flags", flags.strategy_flags())
-    if (file := flags.strategy_config() if config is None else config) is not None:
-        settings.add(f"the file {file}", read_file(file))
+    # "auto" is the default, which leaves the choice to flags and file.
+    settings = _all_settings({"name": None if name == "auto" else name, **arguments}, config)
     try:
         return _create(settings, cluster)
     except StrategyError as error:
-        if elsewhere := "; ".join(settings.lines(without=[_CALL])):
+        if elsewhere := "; ".join(settings.lines(without=_CALL)):
             raise StrategyError(f"{error} (Settings: {elsewhere}.)") from error
         raise
 
 
+def _all_settings(arguments: Mapping[str, Any], config: str | Path | None) -> Settings:
+    """The arguments of the call, the flags, and the settings file of the call or of the flags."""
+    of_flags = flags.strategy_flags()
+    file_of_flags = of_flags.pop("config", None)
+    file = file_of_flags if config is None else config
+    settings = Settings()
+    settings.add(_CALL, arguments)
+    settings.add("flags", of_flags)
+    if file is not None:
+        settings.add(f"the file {file}", read_file(file))
+    return settings
+
+
 def _create(settings: Settings, given: Cluster) -> tf.distribute.Strategy:
     values = settings.values
-    _check_values(values)
-    name = values.get("name", "auto")
-    takes_cluster = name == "auto" or lookup(name).takes_found_cluster
+    _check_values(values, given)
+    name, alone = values.get("name", "auto"), bool(values.get("alone"))
     cluster = given
-    if given is None and takes_cluster and not values.get("alone"):
+    takes_cluster = name == "auto" or (name != "tpu" and "cluster" in lookup(name).options)
+    if given is None and takes_cluster and not alone:
         cluster = ClusterConfig.from_env(os.environ)
-    environment = describe_environment(
-        name, cluster, values, os.environ, is_given=given is not None
+    if "logical_cpus" in values:
+        make_logical_cpus(values["logical_cpus"])
+    environment = describe_environment(cluster, values.get("devices"), os.environ)
+    choice = choose(name, settings.places.get("name", _CALL), environment)
+    signal = tpu_environment.detect(os.environ)
+    if choice.name == "tpu" and given is None and "tpu" not in values and signal is not None:
+        found = {"tpu": signal.name, "zone": signal.zone, "project": signal.project}
+        settings.add("the environment", found)
+    gets_cluster = cluster is not None and (
+        choice.name in (name, *CLUSTER_STRATEGIES)
+        or isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver)
     )
-    choice = choose(name, settings.place_of("name") or _CALL, environment)
-    strategy, gets_cluster = _construct(choice, environment, cluster, values)
+    options = _options(choice.name, values, environment.is_evaluator)
+    strategy = lookup(choice.name).make(
+        {**options, **({"cluster": cluster} if gets_cluster else {})}
+    )
     lines = list(settings.lines())
     if given is None and isinstance(cluster, ClusterConfig):
         tasks = counted(cluster.num_tasks, "task")
         lines.append(f"cluster = {cluster.task} of {tasks} from {cluster.source}")
-    if flags.not_parsed():
-        lines.append("flags are defined, but not parsed: start main with absl.app.run(main)")
     choice = replace(
         choice,
         settings=tuple(lines),
         cluster=environment.cluster if gets_cluster or environment.is_evaluator else None,
-        ignores_cluster=environment.is_alone or environment.is_given or gets_cluster,
+        ignores_cluster=alone or given is not None or gets_cluster,
     )
     remember(strategy, choice)
     check_spans_cluster(strategy)
@@ -129,45 +146,38 @@ def automatic_choice(env: Mapping[str, str]) -> list[str]:
     """What "auto" would choose here, and why, one line each; nothing is made or connected."""
     try:
         found = ClusterConfig.from_env(env)
-        choice = choose("auto", _CALL, describe_environment("auto", found, {}, env))
+        choice = choose("auto", _CALL, describe_environment(found, None, env))
     except (ClusterConfigError, StrategyError) as error:
         return [f"an error: {error}"]
     passed_over = [f"passed over: {line}" for line in choice.passed_over]
     return [f"{choice.name}: {choice.because}", *passed_over]
 
 
-def _check_values(values: Mapping[str, Any]) -> None:
+def _check_values(values: Mapping[str, Any], given: Cluster) -> None:
     """Raise StrategyError for a wrong value of a setting that every strategy takes."""
-    alone, wait = values.get("alone"), values.get("wait")
+    alone, wait, name = values.get("alone"), values.get("wait"), values.get("name")
     if not isinstance(alone, bool | None):
         raise StrategyError(f"alone must be True or False, got {alone!r}.")
+    if alone and (given is not None or name in CLUSTER_STRATEGIES):
+        raise StrategyError(
+            "alone=True makes each task train by itself, so it cannot be combined with"
+            f" {'a cluster' if given is not None else f'the strategy {name!r}'}. Leave one of them"
+            " out."
+        )
     is_number = isinstance(wait, int | float) and not isinstance(wait, bool)
     if wait is not None and not (is_number and 0 < wait < 1e9):
         raise StrategyError(f"wait must be a number of seconds above 0, got {wait!r}.")
 
 
-def _construct(
-    choice: Choice, environment: Environment, cluster: Cluster, values: Mapping[str, Any]
-) -> tuple[tf.distribute.Strategy, bool]:
-    """Step 3: make the chosen strategy with the options that it takes.
-
-    Returns:
-        The strategy, and whether it was made for `cluster`.
-    """
-    entry = lookup(choice.name)
-    gets_cluster = cluster is not None and (
-        choice.name == values.get("name")
-        or entry.takes_found_cluster
-        or isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver)
-    )
+def _options(chosen: str, values: Mapping[str, Any], is_evaluator: bool) -> dict[str, Any]:
+    """The settings that are options of the chosen strategy, without those of `create_strategy`."""
     dropped = {"name", "alone", "wait"}
-    if environment.is_evaluator:
+    if chosen not in (*CLUSTER_STRATEGIES, "tpu"):
+        dropped.add("logical_cpus")
+    if is_evaluator:
         dropped.update(option for each in CLUSTER_STRATEGIES for option in lookup(each).options)
-    dropped -= {*entry.options}
-    options = {key: value for key, value in values.items() if key not in dropped}
-    if gets_cluster:
-        options["cluster"] = cluster
-    return entry.make(options), gets_cluster
+    dropped -= {*lookup(chosen).options}
+    return {option: value for option, value in values.items() if option not in dropped}
 
 
 def check_spans_cluster(strategy: tf.distribute.Strategy) -> None:
@@ -178,7 +188,7 @@ def check_spans_cluster(strategy: tf.distribute.Strategy) -> None:
             strategy has no replica on the other tasks, and nobody asked for separate models.
     """
     choice = choice_of(strategy)
-    if choice is not None and choice.ignores_cluster:
+    if _spans_tasks(strategy) or (choice is not None and choice.ignores_cluster):
         return
     try:
         cluster = ClusterConfig.from_env(os.environ)
@@ -186,18 +196,16 @@ def check_spans_cluster(strategy: tf.distribute.Strategy) -> None:
         return  # a strategy of one machine ignores the cluster
     if cluster is None or cluster.task.type == "evaluator":
         return
-    training = [str(task) for task in cluster.tasks() if task.type != "evaluator"]
-    if len(training) < 2 or _spans_tasks(strategy):
+    count = sum(task.type != "evaluator" for task in cluster.tasks())
+    if count < 2:
         return
     name = type(strategy).__name__ if choice is None else choice.name
     for_cluster = "parameter_server" if "ps" in cluster.jobs else "multi_worker_mirrored"
     raise StrategyError(
         f"in a cluster the strategy must span its tasks, got {name!r}, which has replicas on this"
-        f" machine alone: {cluster.source} lists {len(training)} tasks"
-        f" ({', '.join(training[:5])}{', ...' if len(training) > 5 else ''}), and each would train"
-        f" a model of its own. Use create_strategy() or create_strategy({for_cluster!r}). For"
-        " separate models pass alone=True to create_strategy, or to distribute for a strategy made"
-        " elsewhere."
+        f" machine alone: {cluster.source} lists {count} tasks, and each would train a model of its"
+        f" own. Use create_strategy() or create_strategy({for_cluster!r}). For separate models pass"
+        " alone=True to create_strategy, or to distribute for a strategy made elsewhere."
     )
 
 

@@ -126,7 +126,7 @@ def _to_their_places(parts: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 def tells_what_it_reduces(strategy: tf.distribute.Strategy) -> bool:
     """Whether it is a StrategyTemplate: its hook is told what each value is."""
-    return hasattr(strategy.extended, "reducing")
+    return hasattr(strategy.extended, "batch_reduce_described")
 
 
 def batch_reduce_to(
@@ -136,7 +136,6 @@ def batch_reduce_to(
     what: Sequence[Reduced],
 ) -> list[Any]:
     """`extended.batch_reduce_to`, which tells a StrategyTemplate what the values are."""
-    if not tells_what_it_reduces(strategy):
-        return list(strategy.extended.batch_reduce_to(op, pairs))
-    with strategy.extended.reducing(what):
-        return list(strategy.extended.batch_reduce_to(op, pairs))
+    if tells_what_it_reduces(strategy):
+        return list(strategy.extended.batch_reduce_described(op, pairs, what))
+    return list(strategy.extended.batch_reduce_to(op, pairs))

@@ -11,70 +11,47 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
-from tfdist_ext.strategies import cluster_constructors, constructors
-from tfdist_ext.strategies.devices import make_logical_cpus
+from tfdist_ext.messages import nearest, shown
+from tfdist_ext.strategies import constructors
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["Entry", "available_strategies", "lookup", "register_strategy"]
 
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
 
 @dataclass(frozen=True)
 class Entry:
-    """One strategy of the table; its options are the parameters of its factory.
-
-    Attributes:
-        takes_logical_cpus: whether `logical_cpus` is an option too.
-    """
+    """One strategy of the table; its options are the parameters of its factory."""
 
     name: str
     factory: Callable[..., tf.distribute.Strategy]
     description: str
-    takes_logical_cpus: bool = True
 
     @property
     def options(self) -> list[str]:
         """The names of the options that the strategy takes."""
-        names = [each.name for each in self._parameters if each.kind not in _VARIADIC]
-        cpus = self.takes_logical_cpus and "logical_cpus" not in names
-        return [*names, "logical_cpus"] if cpus else names
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        parameters = inspect.signature(self.factory).parameters.values()
+        return [each.name for each in parameters if each.kind not in variadic]
 
-    @property
-    def takes_found_cluster(self) -> bool:
-        """Whether the factory gets the cluster that the environment describes.
-
-        A TPU has variables of its own in the environment, which describe no cluster.
-        """
-        return "cluster" in self.options and self.name != "tpu"
-
-    def make(self, given: Mapping[str, Any]) -> tf.distribute.Strategy:
+    def make(self, options: Mapping[str, Any]) -> tf.distribute.Strategy:
         """Make the strategy with these options.
 
         Raises:
             StrategyError: an option is not known or is missing, or the factory does not return a
                 strategy.
         """
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in self._parameters)
-        unknown = next((key for key in given if key not in self.options), None)
-        if unknown is not None and not takes_any:
-            near = difflib.get_close_matches(unknown, [*self.options, "name"], n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise StrategyError(
-                f"the options of the strategy {self.name!r} must be {', '.join(self.options)}, got"
-                f" {unknown}={given[unknown]!r}.{hint}"
-            )
-        for each in self._parameters:
-            required = each.default is each.empty and each.kind not in _VARIADIC
-            if required and each.name not in given:
+        try:
+            inspect.signature(self.factory).bind(**options)
+        except TypeError as error:
+            unknown = next((key for key in options if key not in self.options), None)
+            if unknown is None:
                 raise StrategyError(
-                    f"the strategy {self.name!r} must get the option {each.name!r}, got none:"
-                    f" write create_strategy({self.name!r}, {each.name}=...)."
-                )
-        options = dict(given)
-        make_logical_cpus(options.get("logical_cpus"))
-        if "logical_cpus" not in {each.name for each in self._parameters}:
-            options.pop("logical_cpus", None)
+                    f"the strategy {self.name!r} cannot be made: {error}."
+                ) from None
+            raise StrategyError(
+                f"the strategy {self.name!r} has no option {unknown}={shown(options[unknown])}."
+                f" {nearest(unknown, [*self.options, 'name'])}"
+            ) from None
         strategy = self.factory(**options)
         if not isinstance(strategy, tf.distribute.Strategy):
             raise StrategyError(
@@ -83,39 +60,20 @@ class Entry:
             )
         return strategy
 
-    @property
-    def _parameters(self) -> list[inspect.Parameter]:
-        return list(inspect.signature(self.factory).parameters.values())
 
-
+_DESCRIPTIONS = {  # of the functions in constructors.py
+    "default": "no distribution: TensorFlow's default, one device",
+    "one_device": "everything on one named device",
+    "mirrored": "a copy of the model on each device of this machine",
+    "multi_worker_mirrored": "a copy on each worker of a cluster",
+    "central_storage": "variables on one device, computing on all",
+    "placed": "each variable on the devices that its rule says",
+    "parameter_server": "variables on parameter servers, asynchronous",
+    "tpu": "a copy on each core of a TPU",
+}
 _TABLE = {
-    entry.name: entry
-    for entry in (
-        Entry("default", constructors.default, "no distribution: TensorFlow's default, one device"),
-        Entry("one_device", constructors.one_device, "everything on one named device"),
-        Entry(
-            "mirrored", constructors.mirrored, "a copy of the model on each device of this machine"
-        ),
-        Entry(
-            "multi_worker_mirrored",
-            cluster_constructors.multi_worker_mirrored,
-            "a copy on each worker of a cluster",
-            takes_logical_cpus=False,
-        ),
-        Entry(
-            "central_storage",
-            constructors.central_storage,
-            "variables on one device, computing on all",
-        ),
-        Entry("placed", constructors.placed, "each variable on the devices that its rule says"),
-        Entry(
-            "parameter_server",
-            cluster_constructors.parameter_server,
-            "variables on parameter servers, asynchronous",
-            takes_logical_cpus=False,
-        ),
-        Entry("tpu", constructors.tpu, "a copy on each core of a TPU", takes_logical_cpus=False),
-    )
+    name: Entry(name, getattr(constructors, name), description)
+    for name, description in _DESCRIPTIONS.items()
 }
 
 
@@ -129,8 +87,7 @@ def register_strategy(
         name: a new name; not "auto".
         factory: returns a `tf.distribute.Strategy`. It is called with keyword arguments: its
             parameters are the strategy's options. None of them may be called `name` or `config`.
-            A parameter `cluster` gets the cluster that was given or found. `logical_cpus` is an
-            option also without a parameter: the logical CPUs are made before the call.
+            A parameter `cluster` gets the cluster that was given or found.
         description: one line, shown in the list of strategies.
 
     Raises:
@@ -138,8 +95,8 @@ def register_strategy(
     """
     if not isinstance(name, str) or not name.isidentifier() or name in ("auto", *_TABLE):
         raise StrategyError(
-            f"a strategy's name must be a new word like 'my_strategy', got {name!r}. These are"
-            f" there already: auto, {', '.join(_TABLE)}."
+            f"a strategy's name must be a new word like 'my_strategy', got {name!r}. These names"
+            f" are taken: auto, {', '.join(_TABLE)}."
         )
     if not callable(factory):
         raise StrategyError(
@@ -161,8 +118,8 @@ def lookup(name: str) -> Entry:
         StrategyError: no strategy has this name.
     """
     if not isinstance(name, str) or name not in _TABLE:
-        near = difflib.get_close_matches(str(name).lower(), ["auto", *_TABLE], n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        close = difflib.get_close_matches(str(name).lower(), ["auto", *_TABLE], n=1)
+        hint = f' Did you mean "{close[0]}"?' if close else ""
         raise StrategyError(
             f"a strategy must be one of auto, {', '.join(_TABLE)}, got {name!r}.{hint}"
         )

@@ -20,7 +20,6 @@ __all__ = [
     "Described",
     "call_with_timeout",
     "describe",
-    "describe_if_known",
     "resolver_of",
 ]
 
@@ -93,32 +92,33 @@ def resolver_of(cluster: Cluster) -> tf.distribute.cluster_resolver.ClusterResol
     )
 
 
-def describe(cluster: Cluster) -> Described:
-    """Describe a cluster, checked as a TF_CONFIG is.
+def describe(cluster: Cluster) -> Described | None:
+    """Describe a cluster, checked as a TF_CONFIG is; None without one, and for a TPU.
 
     Raises:
         StrategyError: it is no cluster, or the resolver failed or did not answer in a minute.
         ClusterConfigError: it describes a cluster that cannot be right.
     """
+    if cluster is None or isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver):
+        return None  # a TPU's resolver asks the cloud each time
     if isinstance(cluster, ClusterConfig):
         return Described(cluster.jobs, cluster.task, cluster.source)
     resolver, source = resolver_of(cluster), type(cluster).__name__
+
+    def look_up() -> tuple[tf.train.ClusterSpec, str | None, int | None]:
+        # SlurmClusterResolver knows its task only after the cluster.
+        return resolver.cluster_spec(), resolver.task_type, resolver.task_id
+
     try:
-        # In this order: SlurmClusterResolver knows its task only after the cluster.
-        spec, task_type, task_id = call_with_timeout(
-            LOOKUP_SECONDS,
-            lambda: (resolver.cluster_spec(), resolver.task_type, resolver.task_id),
-        )
+        spec, task_type, task_id = call_with_timeout(LOOKUP_SECONDS, look_up)
     except Exception as error:  # what it raises depends on the resolver and on its clients
         raise StrategyError(
             f"{source} must describe the cluster, got {type(error).__name__}: {error}"
         ) from error
     jobs = {job: _addresses(tasks) for job, tasks in (spec.as_dict() if spec else {}).items()}
-    if not jobs:
-        return Described({}, None, source)
-    if not task_type:
-        return Described(Jobs(jobs, source), None, source)
-    task = Task(task_type, 0 if task_id is None else task_id)
+    task = Task(task_type, task_id or 0) if jobs and task_type else None
+    if task is None:
+        return Described(Jobs(jobs, source) if jobs else {}, None, source)
     return Described(ClusterConfig(jobs, task, source=source).jobs, task, source)
 
 
@@ -142,16 +142,6 @@ def call_with_timeout(seconds: float, call: Callable[[], Result]) -> Result:
     if not wait([future], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
     return future.result()
-
-
-def describe_if_known(cluster: Cluster) -> Described | None:
-    """Describe a cluster; None without one, for a TPU's, and where `describe` would raise."""
-    if cluster is None or isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver):
-        return None  # a TPU's resolver asks the cloud each time
-    try:
-        return describe(cluster)
-    except ValueError:  # not ours to refuse: a registered strategy's own kind of cluster
-        return None
 
 
 def _addresses(tasks: Any) -> tuple[str, ...]:

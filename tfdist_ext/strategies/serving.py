@@ -71,6 +71,7 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
             time.
     """
     described = describe(cluster)
+    assert described is not None
     assert described.task is not None
     resolver = resolver_of(cluster)
     endpoint = run_preflight(described, wait)

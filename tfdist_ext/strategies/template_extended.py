@@ -6,19 +6,23 @@ of values. TensorFlow leaves the methods with an underscore to each strategy.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import shown
-from tfdist_ext.placement.live.creating import is_partitioned
+from tfdist_ext.placement import VariableSpec
+from tfdist_ext.placement.live._tf_private import partitioned_variable_class
+from tfdist_ext.placement.live.creating import Where, is_partitioned, made_in_pieces
+from tfdist_ext.placement.live.initial_values import InitialValue
+from tfdist_ext.placement.specs import piece_rows
 from tfdist_ext.strategies import _tf_private as tp
+from tfdist_ext.strategies.devices import pick_devices
 from tfdist_ext.strategies.reductions import OTHER, Reduced
-from tfdist_ext.strategies.template_variables import Creation
 
 __all__ = ["TemplateExtended", "check_owner"]
 
@@ -42,7 +46,6 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         self._devices = tuple(devices)
         self._input_workers_devices = ((tp.full_name("/device:CPU:0"), self._devices),)
         self._communication_options = tf.distribute.experimental.CommunicationOptions()
-        self._reducing: Sequence[Reduced] = ()  # what is reduced now, inside `reducing`
         self._hook_takes_what = "what" in inspect.signature(strategy.reduce_values).parameters
 
     def _use_merge_call(self) -> bool:
@@ -58,21 +61,83 @@ class TemplateExtended(tf.distribute.StrategyExtended):
     ) -> tf.Variable:
         strategy = self._container_strategy()
         beside = kwargs.pop("colocate_with", None)
-        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
-            # A metric: each replica has its own value, and reading aggregates the values.
-            return self.made_on_each(next_creator, **kwargs)
-        creation = Creation(strategy, next_creator, kwargs)
-        if creation.spec is None:
-            return creation.create(self._devices)
-        made = strategy.create_variable(creation.spec, creation.create, beside)
-        if not any(made is each for each in creation.made):
-            wanted = f"the variable that create() makes of {creation.spec.path!r}"
+        spec = None
+        # Each replica has its own value of a metric (ON_READ); reading aggregates the values.
+        if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
+            spec = _spec(kwargs, self._devices[0])
+        if spec is None:
+            return self._copied(next_creator, **kwargs)
+        of = f"{type(strategy).__name__}.create_variable, for {spec.path!r}"
+        created: list[tf.Variable] = []
+
+        def create(devices: Sequence[str], *, in_pieces: bool = False) -> tf.Variable:
+            picked = pick_devices(of, devices)
+            names = [tp.full_name(name) for name in picked]
+            if in_pieces and len(picked) > 1:
+                made = self._in_pieces(next_creator, kwargs, spec, names)
+            elif picked == list(strategy.devices):
+                made = self._copied(next_creator, **kwargs)
+            elif len(picked) == 1:
+                made = self._shared(next_creator, names[0], **kwargs)
+            else:
+                raise StrategyError(
+                    f"{of}: create() must get one device for all replicas, or the devices of all"
+                    f" replicas in their order, {list(strategy.devices)}, got {picked}. With"
+                    " in_pieces=True it takes the device of each piece."
+                )
+            created.append(made)
+            return made
+
+        made = strategy.create_variable(spec, create, beside)
+        if not any(made is each for each in created):
+            wanted = f"the variable that create() makes of {spec.path!r}"
             raise _wrong(strategy, "create_variable", wanted, made)
         return made
 
-    def made_on_each(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+    def _copied(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         """One variable with a copy on each device, which begin equal."""
         return tp.with_own_reading(super()._create_variable(next_creator, **kwargs))
+
+    def _shared(
+        self,
+        next_creator: Callable[..., tf.Variable],
+        device: str,
+        aggregation: tf.VariableAggregation = tf.VariableAggregation.NONE,
+        **kwargs: Any,
+    ) -> tf.Variable:
+        """One plain variable on a device, for all replicas.
+
+        Without an aggregation it takes the value that the first replica writes.
+        """
+        with tp.across(device), tp.outside_of_tapes():
+            plain = next_creator(**kwargs)
+        if aggregation in (None, tf.VariableAggregation.NONE):
+            aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        return tp.shared_variable(self._container_strategy(), plain, aggregation)
+
+    def _in_pieces(
+        self,
+        next_creator: Callable[..., tf.Variable],
+        kwargs: dict[str, Any],
+        spec: VariableSpec,
+        devices: list[str],
+    ) -> tf.Variable:
+        """One variable in even pieces along axis 0, one on each device, for all replicas."""
+        if kwargs["initial_value"] is None or spec.rows < len(devices):
+            raise StrategyError(
+                f"create() cannot cut {spec.path!r} into more pieces than it has rows, and cannot"
+                f" cut a variable that is loaded from a SavedModel. Got {len(devices)} devices for"
+                f" a variable of shape {list(spec.shape)}. Give it fewer devices."
+            )
+        initial = InitialValue(kwargs, where=devices[0])
+        where: Where = []
+        start = 0
+        for device, count in zip(devices, piece_rows(spec.rows, len(devices)), strict=True):
+            where.append((device, start, start + count, {"device": device}))
+            start += count
+        create = functools.partial(self._shared, next_creator)
+        pieces = made_in_pieces(create, kwargs, initial, where)
+        return partitioned_variable_class()(pieces, kwargs.get("name") or "Variable", spec.path)
 
     def _validate_colocate_with_variable(self, colocate_with_variable: tf.Variable) -> None:
         tp.validate_colocated(colocate_with_variable, self)
@@ -118,15 +183,6 @@ class TemplateExtended(tf.distribute.StrategyExtended):
 
     # Values
 
-    @contextlib.contextmanager
-    def reducing(self, what: Sequence[Reduced]) -> Iterator[None]:
-        """Scope of a `batch_reduce_to` of these values, in cross-replica context."""
-        before, self._reducing = self._reducing, what
-        try:
-            yield
-        finally:
-            self._reducing = before
-
     def _reduce_to(
         self, reduce_op: tf.distribute.ReduceOp, value: Any, destinations: Any, options: Any
     ) -> Any:
@@ -143,21 +199,29 @@ class TemplateExtended(tf.distribute.StrategyExtended):
     def _batch_reduce_to(
         self, reduce_op: tf.distribute.ReduceOp, value_destination_pairs: Any, options: Any
     ) -> Any:
-        results = []
-        untold: list[Reduced | None] = [None] * len(value_destination_pairs)
-        told = self._reducing or untold
-        for (value, destinations), what in zip(value_destination_pairs, told, strict=True):
-            if not isinstance(value, tf.distribute.DistributedValues):
-                # The same tensor comes from every replica. It may be on no device, and the device
-                # does not matter: it goes to where the replicas are.
-                copies = [tp.copied_to(device, value) for device in self._devices]
-                value = destinations = tp.per_replica(copies, always=True)
-                what = what or OTHER
-            if what is None:
-                results.append(self._reduce_to(reduce_op, value, destinations, options))
-            else:
-                results.append(self._reduced(reduce_op, value.values, destinations, what))
-        return results
+        return [
+            self._reduce_to(reduce_op, *self._per_replica(*pair), options)
+            for pair in value_destination_pairs
+        ]
+
+    def batch_reduce_described(
+        self, op: tf.distribute.ReduceOp, pairs: Any, what: Sequence[Reduced]
+    ) -> list[Any]:
+        """`batch_reduce_to` of values with their descriptions, in cross-replica context."""
+        reduced = []
+        for pair, description in zip(pairs, what, strict=True):
+            value, destinations = self._per_replica(*pair)
+            reduced.append(self._reduced(op, value.values, destinations, description))
+        return reduced
+
+    def _per_replica(self, value: Any, destinations: Any) -> tuple[Any, Any]:
+        """A value per replica, and where it is needed; a tensor comes from every replica alike."""
+        if isinstance(value, tf.distribute.DistributedValues):
+            return value, destinations
+        # The tensor may be on no device, and its device does not matter.
+        copies = [tp.copied_to(device, value) for device in self._devices]
+        value = tp.per_replica(copies, always=True)
+        return value, value
 
     def _reduced(
         self,
@@ -203,6 +267,28 @@ class TemplateExtended(tf.distribute.StrategyExtended):
     def split(self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None) -> Any:
         """TensorFlow's own way: each batch is cut into one part for each replica."""
         return super()._experimental_distribute_dataset(dataset, options)
+
+
+def _spec(kwargs: dict[str, Any], device: str) -> VariableSpec | None:
+    """The description of a variable; makes its initial value if `kwargs` have no shape.
+
+    None if the shape is not known before the variable is created.
+    """
+    value = kwargs["initial_value"]
+    if hasattr(value, "checkpoint_position"):  # from a checkpoint that was restored before
+        value = value() if callable(value) else value
+        kwargs["initial_value"] = value = value.wrapped_value
+    if value is None:  # the value comes from a SavedModel
+        shape = tf.TensorShape(kwargs["shape"])
+        if not shape.is_fully_defined():
+            return None
+        dtype = tf.as_dtype(kwargs["dtype"]).name
+        return VariableSpec(kwargs.get("name") or "Variable", tuple(shape), dtype)
+    if tf.is_tensor(value) and not value.shape.is_fully_defined():
+        return None
+    initial = InitialValue(kwargs, where=device)
+    kwargs["initial_value"] = initial.given
+    return initial.spec
 
 
 def _what(value: Any, destinations: Any) -> Reduced:
