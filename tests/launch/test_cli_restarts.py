@@ -57,17 +57,17 @@ def test_a_job_starts_again_on_other_ports_until_it_is_done(tfdist, tmp_path: Pa
     assert "2 {" in (tmp_path / "restart-2" / "worker-1.log").read_text()
 
 
-def test_an_exception_in_the_same_place_is_permanent(tfdist) -> None:
+def test_an_exception_that_repeats_is_permanent(tfdist) -> None:
     script = """python3 -c '
 def step():
-    raise ValueError(int("'$n'") * "x")
-step()'"""
+    raise ValueError("the same one")
+step()'; echo 'and so on'; exit 1"""
     status, out, err = run(tfdist, script, "--max-restarts", "5")
     assert status == 1
     assert out.count("Traceback") == 2
     assert said(err) == [
         "tfdist: restart 1 of 5",
-        "tfdist: the same exception as before, in the same place: not started again",
+        "tfdist: the same exception as before: not started again",
     ]
 
 
@@ -151,11 +151,11 @@ def test_a_task_that_was_preempted_makes_the_others_end_and_start_again(tfdist) 
 
 
 def test_a_worker_beside_parameter_servers_starts_again_alone(tfdist) -> None:
-    """The chief does not notice; a worker that fails again is left out."""
+    """The chief does not notice. If the worker fails again, the run restarts without it."""
     script = """
     echo $job $me started
     case $job in
-    chief) sleep 2.5;;
+    chief) sleep 2;;
     ps) trap 'exit 0' TERM; while :; do sleep 0.05; done;;
     worker) [ $me = 1 ] && { sleep 0.3; kill -9 $$; }; while :; do sleep 0.05; done;;
     esac"""
@@ -163,10 +163,9 @@ def test_a_worker_beside_parameter_servers_starts_again_alone(tfdist) -> None:
                "--linger", "0")  # fmt: skip
     status, out, err = run(tfdist, script, *options)
     assert status == 0
-    assert out.count("chief 0 started") == out.count("worker 0 started") == 1
+    assert out.count("chief 0 started") == out.count("worker 0 started") == 2
     assert out.count("worker 1 started") == 2
     assert said(err) == [
         "tfdist: worker:1 failed (exit status 137); the others do its work; restart 1 of 5",
-        "tfdist: worker:1 failed (exit status 137); the others do its work; restart 2 of 5; worker"
-        " 1 has failed 2 times in a row and is left out: 1 workers",
+        "tfdist: restart 2 of 5; worker 1 has failed 2 times in a row and is left out: 1 workers",
     ]

@@ -14,7 +14,6 @@ import pytest
 LOADED = {
     "tfdist_ext",
     "tfdist_ext.launch",
-    "tfdist_ext.launch.functions",
     "tfdist_ext.testing",
     "tfdist_ext.testing.plugin",
     "tfdist_ext.user_frames",

@@ -16,10 +16,10 @@ from tfdist_ext.cluster.jobs import JOB_NAMES
 from tfdist_ext.errors import LaunchError, TaskError
 from tfdist_ext.launch.function_task import DONE
 from tfdist_ext.launch.functions import (
+    failure_message,
     function_plan,
     raise_stop_signal,
     results_in,
-    said_by,
 )
 from tfdist_ext.launch.plan import task_counts
 from tfdist_ext.launch.run import Limits, Replaces, RunResult, run_plan
@@ -163,7 +163,7 @@ def _failure(ended: RunResult, folder: Path, timeout: float) -> tuple[tuple[str,
         return hung, f"{names} had not ended after {timeout:g} s; their stacks are in their output."
     if ended.failed_task is None:
         return (), ""
-    return (ended.failed_task,), said_by(ended, folder)
+    return (ended.failed_task,), failure_message(ended, folder)
 
 
 def _output(log_file: Path | None) -> str:

@@ -65,13 +65,16 @@ class WarmProcess:
         return status
 
 
-def start(argv: Sequence[str], env: Mapping[str, str], output: int) -> WarmProcess:
+def start(
+    argv: Sequence[str], env: Mapping[str, str], output: int
+) -> tuple[int, Callable[[], int]]:
     """Start a task that runs a function; for `run_plan`.
 
     Args:
         argv: the command of `function_plan`; the last word is the file of the call.
     """
-    return start_function(function_task.main, (argv[-1],), env, output)
+    process = start_function(function_task.main, (argv[-1],), env, output)
+    return process.pid, process.wait
 
 
 def start_function(
