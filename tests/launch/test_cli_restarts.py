@@ -121,23 +121,6 @@ def test_a_signal_while_others_save_after_a_preemption_is_the_end(tfdist, tmp_pa
     assert (tmp_path / "saved").exists()
 
 
-def test_a_task_that_is_missing_at_the_start_is_blamed_by_servers_and_workers(tfdist) -> None:
-    """The chief is frozen before it listens: the job starts again, and no worker alone."""
-    script = """
-    [ $n = 1 ] && [ $job = chief ] && exit 0
-    [ $job = chief ] && exec sleep 30
-    [ $n = 1 ] && exec sleep 30
-    sleep 0.$me; echo 'Traceback (most recent call last):'; echo '  File "a.py", line 1, in run'
-    echo "x.StrategyError: all tasks of TF_CONFIG must be there within 3 s (wait), got no answer" \
-        "from chief:0 (127.0.0.1:2222). Start them, or allow more seconds."
-    exit 1"""
-    options = ("--workers", "2", "--ps", "1", "--max-restarts", "3", "--linger", "0.5")
-    status, _, err = run(tfdist, script, *options)
-    assert status == 0
-    assert said(err) == ["tfdist: restart 1 of 3"]
-    assert "failed because of chief:0" in err
-
-
 def test_a_task_that_was_preempted_makes_the_others_end_and_start_again(tfdist) -> None:
     script = """
     [ $n = 1 ] && exit 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tfdist_ext.launch.lines import Line, LineSplitter, is_startup_noise
+from tfdist_ext.launch.lines import Line, LineSplitter, blame_in, is_startup_noise
 
 
 @pytest.mark.parametrize(
@@ -76,3 +76,20 @@ def test_a_run_does_not_show_it(run_tasks, tmp_path: Path) -> None:
     assert ran.lines("worker:0") == ["Epoch 1/2 uses oneDNN", "level 1"]
     assert ran.result.last_lines == {"worker:0": ("Epoch 1/2 uses oneDNN", "level 1")}
     assert (tmp_path / "worker-0.log").read_text() == text.read_text() + "level 1\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "task"),
+    [
+        ("tfdist_ext.errors.PeerError: worker:1 left at 12:03:04", "worker:1"),
+        (
+            "x.StrategyError: all tasks must be there within 3 s, got no answer from ps:0 (a:1)",
+            "ps:0",
+        ),
+        ("E0000 Error reported from /job:worker/task:12: it is gone", "worker:12"),
+        ("worker:1 is at work", None),
+    ],
+)
+def test_blame(line: str, task: str | None) -> None:
+    blame = blame_in(line)
+    assert (blame and blame.task) == task

@@ -44,7 +44,6 @@ def end(status: int, failed: int | None = None, workers: tuple[int, ...] = THREE
             THREE,
             "restart 2 of 3",
         ),
-        ([end(FAILED, 1, lost=True)] * 2, THREE, "restart 2 of 3"),
         ([end(KILLED, 1)] * 4, None, "all 3 restarts (--max-restarts) are used up"),
         ([end(PREEMPTED, 1)] * 9, THREE, "preempted; this start does not count"),
     ],
@@ -89,9 +88,9 @@ def test_a_run_ends(statuses: list[int]) -> None:
 @pytest.mark.parametrize(
     ("numbers", "said"),
     [
-        ((-1, 3, 3), "--max-restarts must be a number of at least 0, got -1"),
-        ((3, 3, 4), "--min-workers must be from 1 to the number of workers, 3, got 4"),
-        ((0, 3, 2), "--min-workers 2 must come with --max-restarts"),
+        ((-1, 3, 3), "--max-restarts must be an integer of at least 0, got -1"),
+        ((3, 3, 4), "--min-workers must be an integer from 1 to 3, got 4"),
+        ((0, 3, 2), "--min-workers 2 needs --max-restarts"),
     ],
 )
 def test_numbers_that_make_no_sense(numbers: tuple[int, int, int], said: str) -> None:

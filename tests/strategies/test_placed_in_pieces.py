@@ -321,7 +321,5 @@ def test_a_strategy_of_ones_own_cuts() -> None:
 
 @pytest.mark.long
 class TestInPieces(StrategyConformance):
-    test_trains_dense_with_sgd = None  # test_placed_training.py
-
     def strategy(self) -> tf.distribute.Strategy:
         return PlacedStrategy(3, {".*/(kernel|embeddings)": "sharded(2)"})

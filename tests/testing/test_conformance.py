@@ -8,37 +8,31 @@ import pytest
 from conformance_matrix import CentralStorage, Frugal, Mirrored, OneDevice, Placed, Template
 
 
-class Less:
-    """Trainings that take long, and that tests/exactness and the new strategy's test have, too."""
-
-    test_trains_dense_with_sgd = None
-
-
-@pytest.mark.long("trains_table_with_adamw")
-class TestMirrored(Less, Mirrored):
+@pytest.mark.long("trains_like_one_device")  # tests/exactness compares trainings
+class TestMirrored(Mirrored):
     pass
 
 
 @pytest.mark.long
-class TestCentralStorage(Less, CentralStorage):
+class TestCentralStorage(CentralStorage):
     pass
 
 
 @pytest.mark.long
-class TestOneDevice(Less, OneDevice):
+class TestOneDevice(OneDevice):
     pass
 
 
 @pytest.mark.long
-class TestTemplate(Less, Template):
+class TestTemplate(Template):
     pass
 
 
 @pytest.mark.long
-class TestPlaced(Less, Placed):
+class TestPlaced(Placed):
     pass
 
 
 @pytest.mark.long
-class TestFrugal(Less, Frugal):
+class TestFrugal(Frugal):
     pass

@@ -241,10 +241,6 @@ class Tasks:
         while self._has_leftovers() and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def has_shown_all(self, seconds: float) -> bool:
-        """Whether all output is shown; waits this long for each task."""
-        return all(task.output.wait(seconds) for task in self.all)
-
     def close(self) -> None:
         """Dismiss the watchdog; after `kill`."""
         self._closed.set()

@@ -45,10 +45,9 @@ def failure_report(
         others: the tasks that were still running then.
         victim: the task that failed because of it, and what that task wrote about it.
     """
-    how, after = task.killed_because or outcome(task.returncode), task.ended_after
-    if verb == "does not answer":
-        how = "its process was still running"
-    elif verb == "left":
+    returncode = None if verb == "does not answer" else task.returncode  # tfdist killed it later
+    how, after = task.killed_because or outcome(returncode), task.ended_after
+    if verb == "left":
         how += ", and the others still needed it"
     if victim is not None:  # a task may tell the others of its failure before its process ends
         after = min(after or math.inf, victim[0].ended_after)

@@ -21,6 +21,7 @@ from tfdist_ext.launch.output import Printer
 from tfdist_ext.launch.plan import LaunchPlan
 from tfdist_ext.launch.run import Limits, RunResult, run_plan
 from tfdist_ext.launch.stop_signals import StopSignals
+from tfdist_ext.messages import check_int
 
 __all__ = ["RESTARTS", "Attempt", "RestartPolicy", "next_attempt", "run_with_restarts"]
 
@@ -51,21 +52,14 @@ class RestartPolicy:
     min_workers: int
 
     def __post_init__(self) -> None:
-        if self.max_restarts < 0:
-            raise LaunchError(
-                f"--max-restarts must be a number of at least 0, got {self.max_restarts}; 3, for"
-                " example"
-            )
-        if self.min_workers != self.workers and not 1 <= self.min_workers < self.workers:
-            raise LaunchError(
-                f"--min-workers must be from 1 to the number of workers, {self.workers}, got"
-                f" {self.min_workers}; change it, or leave it out"
-            )
-        if self.min_workers < self.workers and not self.max_restarts:
-            raise LaunchError(
-                f"--min-workers {self.min_workers} must come with --max-restarts, got none: workers"
-                " are left out when the run starts again; add --max-restarts 3"
-            )
+        check_int(self.max_restarts, "--max-restarts", error=LaunchError)
+        if self.min_workers != self.workers:
+            check_int(self.min_workers, "--min-workers", 1, self.workers, error=LaunchError)
+            if not self.max_restarts:
+                raise LaunchError(
+                    f"--min-workers {self.min_workers} needs --max-restarts: workers are left out"
+                    " when the run restarts. Add --max-restarts 3."
+                )
 
 
 @dataclass(frozen=True)
@@ -78,7 +72,6 @@ class Attempt:
         seconds: how long it took.
         failed: the worker that was the root cause; None where it was no worker.
         raised: the last line of the traceback of the root cause; "" without a traceback.
-        lost: the root cause is a task that does not answer.
     """
 
     status: int
@@ -86,7 +79,6 @@ class Attempt:
     seconds: float = 0.0
     failed: int | None = None
     raised: str = ""
-    lost: bool = False
 
 
 def next_attempt(
@@ -103,7 +95,7 @@ def next_attempt(
     if last.raised:
         if any(attempt.raised == last.raised for attempt in past[:-1]):
             return None, "the same exception as before: not started again"
-    elif last.status < _SIGNALS and not last.lost:
+    elif last.status < _SIGNALS:
         return None, f"exit code {last.status} is a permanent failure: not started again"
     failed = [attempt.failed for attempt in past if _counts(attempt)]
     if len(failed) > policy.max_restarts:
@@ -192,18 +184,16 @@ class _History:
         status, task = result.exit_status, result.failed_task
         if not self._policy.max_restarts or status == DONE or result.ended_by != "tasks":
             return False
-        self._past.append(self._attempt(task, status, result.raised, seconds, lost=result.lost))
+        self._past.append(self._attempt(task, status, result.raised, seconds))
         workers, why = next_attempt(self._policy, self._past)
         self._say(why)
         self.workers = workers or self.workers
         return workers is not None
 
-    def _attempt(
-        self, task: str | None, status: int, raised: str, seconds: float, lost: bool = False
-    ) -> Attempt:
+    def _attempt(self, task: str | None, status: int, raised: str, seconds: float) -> Attempt:
         # The exit code that a script chose is the cause, and not an earlier traceback.
         raised = raised if status == FAILED else ""
-        return Attempt(status, self.workers, seconds, self._number_of(task), raised, lost)
+        return Attempt(status, self.workers, seconds, self._number_of(task), raised)
 
     def _number_of(self, task: str | None) -> int | None:
         """The number of a worker in the first start; None where the task is no worker."""

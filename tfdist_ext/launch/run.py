@@ -61,13 +61,12 @@ class RunResult:
     """How a run ended.
 
     Attributes:
-        exit_status: 0, or that of the task that failed first (128 + n where signal n ended it;
-            where it failed because another one had left with 0 or does not answer: its own);
-            128 + n where the run itself was ended by signal n, 124 where its time was up.
+        exit_status: 0, or that of the root cause (128 + n where signal n ended it). If the root
+            cause left with 0: that of the task that failed because of it. 138 if the root cause
+            does not answer. 128 + n if signal n ended the run itself, 124 if its time was up.
         failed_task: the root cause: the task that failed first, or the task that the first one
             blames for its failure; None where no task failed.
         raised: the last line of the traceback of that task; "" without a traceback.
-        lost: that task does not answer: it had not ended by itself.
         ended_by: "tasks"; or what has ended them: "signal" or "timeout".
         returncodes: of each task; -n where signal n ended it, None where nothing could end it.
         last_lines: of each task, at most 20.
@@ -76,7 +75,6 @@ class RunResult:
     exit_status: int
     failed_task: str | None
     raised: str
-    lost: bool
     ended_by: EndedBy
     returncodes: Mapping[str, int | None]
     last_lines: Mapping[str, tuple[str, ...]]
@@ -167,12 +165,10 @@ class _Run:
         if self.stop.first is not None:
             self.ended_by = "signal"
         self._report_failure()
-        lost = self.verb == "does not answer"
         return RunResult(
             exit_status=self.status,
             failed_task=None if self.failed is None else self.failed.name,
-            raised="" if not self.failed or lost else self.failed.output.raised,
-            lost=lost,
+            raised="" if self.failed is None else self.failed.output.raised,
             ended_by=self.ended_by,
             returncodes={task.name: task.returncode for task in self.tasks.all},
             last_lines={task.name: tuple(task.output.last_lines) for task in self.tasks.all},
@@ -243,7 +239,7 @@ class _Run:
                     break
         self.status = shell_status(self.failed.returncode or task.returncode or 0)
         if self.failed.returncode is None:
-            self.verb = "does not answer"
+            self.verb, self.status = "does not answer", RESTART
         elif self.failed.returncode == 0:
             self.verb = "left"
         elif self.status == PREEMPTED:
@@ -277,7 +273,7 @@ class _Run:
     def _wait_for_output(self) -> None:
         """Wait until the output is shown. A reader such as a pager may take its time."""
         patience = _PATIENCE
-        while patience > 0 and not self.tasks.has_shown_all(_LOOK_EVERY):
+        while patience > 0 and not all(t.output.wait(_LOOK_EVERY) for t in self.tasks.all):
             if self.stop.first is not None or self.ended_by == "timeout":
                 patience -= _LOOK_EVERY
 
