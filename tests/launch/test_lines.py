@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tfdist_ext.launch.lines import Line, LineSplitter, blame_in, is_startup_noise
+from tfdist_ext.launch.lines import STARTUP_NOISE, Line, LineSplitter, blame_in
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ CUDA = f"E{GLOG}cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error
     ],
 )
 def test_startup_noise(line: str, is_noise: bool) -> None:
-    assert is_startup_noise(line) == is_noise
+    assert bool(STARTUP_NOISE.fullmatch(line)) == is_noise
 
 
 def test_a_run_does_not_show_it(run_tasks, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import codecs
 import re
 from typing import NamedTuple
 
-__all__ = ["Blame", "Line", "LineSplitter", "blame_in", "is_startup_noise"]
+__all__ = ["STARTUP_NOISE", "Blame", "Line", "LineSplitter", "blame_in"]
 
 _LONGEST = 65_536  # characters; a longer line comes in pieces
 # A carriage return at the very end stays undecided: the next byte may be its newline.
@@ -61,7 +61,7 @@ def _line(text: str) -> Line:
 # What TensorFlow writes before it reads TF_CPP_MIN_LOG_LEVEL, as
 # "I0000 00:00:1795702528.736741    2947 port.cc:153] oneDNN custom operations are on.", and
 # "2026-11-26 12:13:14.567890: I tensorflow/core/util/port.cc:153] oneDNN ...".
-_STARTUP_NOISE = re.compile(
+STARTUP_NOISE = re.compile(
     r"(?:I\d{4} \d\d:\d\d:\d+(?:\.\d+)? +\d+ |\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: I )"
     r"(?:[\w.+-]+/)*(?:port|cudart_stub)\.cc:\d+\] .*"
     # A machine without a GPU. Other errors of CUDA are shown.
@@ -69,13 +69,6 @@ _STARTUP_NOISE = re.compile(
     r"(?:UNKNOWN ERROR \(303\)|CUDA_ERROR_NO_DEVICE: .*)"
     r"|WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
 )
-
-
-def is_startup_noise(line: str) -> bool:
-    """Whether TensorFlow writes this line at every start."""
-    return _STARTUP_NOISE.fullmatch(line) is not None
-
-
 # The last line of a PeerError's traceback, and of the error about a task that is missing at the
 # start; what TensorFlow logs when the process of a task is gone.
 _BLAMES = (

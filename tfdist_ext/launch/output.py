@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.lines import Blame, Line, LineSplitter, blame_in, is_startup_noise
+from tfdist_ext.launch.lines import STARTUP_NOISE, Blame, Line, LineSplitter, blame_in
 
 __all__ = ["Printer", "TaskOutput"]
 
@@ -147,7 +147,7 @@ class TaskOutput:
 
     def _show(self, lines: list[Line]) -> None:
         for text, is_rewritten in lines:
-            if is_startup_noise(text) or (is_rewritten and not self._shows_rewritten(text)):
+            if STARTUP_NOISE.fullmatch(text) or (is_rewritten and not self._shows_bar(text)):
                 continue
             self.blame = blame_in(text) or self.blame
             self._find_exception(text)
@@ -161,9 +161,8 @@ class TaskOutput:
         elif self._in_traceback and line[:1].strip():
             self.raised, self._in_traceback = line, False
 
-    def _shows_rewritten(self, text: str) -> bool:
-        """Whether to show a line that is about to be rewritten, as a progress bar does."""
-        # The lines of several tasks cannot be rewritten, so the bar is shown now and then.
+    def _shows_bar(self, text: str) -> bool:
+        """Whether to show this state of a progress bar: one a second, as no line is rewritten."""
         now = time.monotonic()
         if not text or now - self._rewritten < _REWRITE:
             return False

@@ -115,12 +115,8 @@ def run_function(
     check_timeout(timeout)
     tasks = None if cluster is None else tasks_of(cluster)
     env = dict(os.environ if env is None else env)
-    stop = StopSignals()
-    with (
-        stop.handled(),
-        function_plan(fn, args, tasks, folder, env, folder, timeout=timeout) as plan,
-    ):
-        nowhere = io.StringIO()
+    stop, nowhere = StopSignals(), io.StringIO()
+    with function_plan(fn, args, tasks, folder, env, folder, timeout=timeout) as plan:
         ended = run_plan(
             plan,
             Limits(grace=1.0, timeout=timeout + _STACKS),

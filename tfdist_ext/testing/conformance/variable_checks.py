@@ -185,11 +185,10 @@ class VariableChecks(StrategyCase):
         mine = self.variable([1.0, 2.0])
         with strategy.scope(), strategy.extended.colocate_vars_with(mine):
             slot = tf.Variable(tf.zeros_like(mine))
-        expect_equal("devices of the slot alone", self._devices(slot) - self._devices(mine), set())
+        local = strategy.experimental_local_results
+        other = {copy.device for copy in local(slot)} - {copy.device for copy in local(mine)}
+        expect_equal("devices of the slot alone", other, set())
         self.expect_everywhere("the slot", slot, [0.0, 0.0])
-
-    def _devices(self, variable: Any) -> set[str]:
-        return {copy.device for copy in self.under_test().experimental_local_results(variable)}
 
     def test_checkpoint(self) -> None:
         """`tf.train.Checkpoint`: saved for a program without a strategy, and restored from one."""
