@@ -51,16 +51,14 @@ class WarmProcess:
             return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end; the status.
+        """Wait for the end of the process; returns its status.
 
         Raises:
-            subprocess.TimeoutExpired: it still runs after `timeout` seconds.
+            subprocess.TimeoutExpired: the process still runs after `timeout` seconds.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        connection.wait([self._process.sentinel], timeout)
+        if not connection.wait([self._process.sentinel], timeout):
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         while (status := self.poll()) is None:
-            if deadline is not None and time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
             time.sleep(0.001)  # its pipe is closed just before it is gone
         return status
 
@@ -86,8 +84,8 @@ def start_function(
 ) -> WarmProcess:
     """Run a function of a module as the program of a process that leads a session of its own.
 
-    Where `env` differs in variables that TensorFlow reads while it is imported, the process imports
-    TensorFlow anew.
+    If `env` differs in variables that are read during the import of TensorFlow, the process imports
+    TensorFlow again.
 
     Args:
         env: the environment of the process.
