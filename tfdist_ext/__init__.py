@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 # The first import of the package `launch` binds its name here. This import does it now, so that
 # `launch` stays the function.
-from tfdist_ext.launch.functions import launch
+from tfdist_ext.launch import launch
 
 if TYPE_CHECKING:
     from tfdist_ext import data as data

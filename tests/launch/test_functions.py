@@ -200,27 +200,9 @@ def test_what_cannot_be_launched(arguments, message):
         launch(**{"fn": print, **arguments})
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import tfdist_ext.launch, tfdist_ext as tfd; call = tfd.launch",
-        "from tfdist_ext.launch.ports import reserve_ports; from tfdist_ext import launch as call",
-    ],
-)
-def test_it_is_the_function_in_every_order_of_imports(mark, imports):
-    code = f"""
-{imports}
-import importlib
-import tfdist_ext as tfd, tfdist_ext.launch.run
-from tfdist_ext.launch.run import run_plan
-assert importlib.import_module("tfdist_ext.launch.run").run_plan is run_plan
-assert call is tfd.launch
-try:
-    call(None)
-except tfd.LaunchError as error:
-    print(error)
-"""
+def test_it_is_the_function_although_a_package_has_its_name(mark):
+    code = "import tfdist_ext.launch.run, tfdist_ext as tfd; tfd.launch(None)"
     done = subprocess.run(
         [sys.executable, "-c", code], env=mark.env, capture_output=True, text=True, timeout=30
     )
-    assert done.stdout.startswith("fn must be a function, got None"), done.stderr
+    assert "LaunchError: fn must be a function, got None" in done.stderr

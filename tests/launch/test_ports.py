@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -63,39 +64,19 @@ def test_a_reservation_ends_with_its_block(among):
         assert ports == (port,)
 
 
-def _reserve_in_a_process(among, together, pipe):
-    ports_module._candidates = lambda: among
-    together.wait()
-    try:
-        with reserve_ports(5) as ports:
-            pipe.send(ports)
-            pipe.recv()  # hold them until the test has seen all
-    except LaunchError as error:
-        pipe.send(error)
+def test_launchers_that_reserve_at_once_never_share(among):
+    # Both begin with the first port, so they meet. Other tests may take some of them meanwhile.
+    ports = _some_ports(60)
+    among(ports)
+    together = threading.Barrier(2)
 
+    def reserve(_: int) -> tuple[int, ...]:
+        together.wait()
+        with reserve_ports(5) as mine:
+            together.wait()  # hold them until the other has its ports
+            return mine
 
-def test_processes_that_reserve_at_once_never_share():
-    context = multiprocessing.get_context("spawn")
-    # Both begin with the first, so they meet however many there are to spare, and other tests may
-    # take some of them meanwhile (of 14 too few were left, once).
-    among = _some_ports(60)
-    together = context.Barrier(2)
-    pipes = [context.Pipe() for _ in range(2)]
-    processes = [
-        context.Process(target=_reserve_in_a_process, args=(among, together, there), daemon=True)
-        for _, there in pipes
-    ]
-    for process in processes:
-        process.start()
-    answers = [here.recv() for here, _ in pipes]
-    for here, _ in pipes:
-        here.send("done")
-    for process in processes:
-        process.join()
-    for here, there in pipes:
-        here.close()
-        there.close()
-    assert not [answer for answer in answers if isinstance(answer, LaunchError)]
-    got = [port for ports in answers for port in ports]
-    assert len(set(got)) == len(got) == 10
-    assert set(got) <= set(among)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(reserve, range(2))
+    assert len({*first, *second}) == 10
+    assert {*first, *second} <= set(ports)

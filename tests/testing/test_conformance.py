@@ -4,41 +4,72 @@ Variables in pieces: `tests/strategies/test_placed_in_pieces.py`.
 `scripts/figures/conformance` runs all checks on all of them.
 """
 
+from __future__ import annotations
+
+import re
+
 import pytest
-from conformance_matrix import CentralStorage, Frugal, Mirrored, OneDevice, Placed, Template
+import task_bodies
+from check_results import check_names, known_fault
+from conformance_matrix import (
+    MATRIX,
+    PAGE,
+    CentralStorage,
+    Frugal,
+    Mirrored,
+    OneDevice,
+    Placed,
+    Template,
+)
+
+from tfdist_ext.testing import run_tasks
 
 
-class Less:
-    """Trainings that take long, and that tests/exactness and the new strategy's test have, too."""
+def test_the_table_is_of_these_checks_and_faults() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    between = text.split("<!-- conformance begin -->")[1].split("<!-- conformance end -->")[0]
+    header, _, *rows = [
+        re.split(r" ?\| ?", line)[1:-1] for line in between.splitlines() if line.startswith("|")
+    ]
+    assert header == ["check", *MATRIX]
+    checks = check_names(next(iter(MATRIX.values())))
+    assert [row[0] for row in rows] == [c.removeprefix("test_").replace("_", " ") for c in checks]
+    for row, check in zip(rows, checks, strict=True):
+        for verdict, tests in zip(row[1:], MATRIX.values(), strict=True):
+            fault = known_fault(tests, check)
+            assert verdict == ("passed" if fault is None else "known fault")
+            assert fault is None or fault in between
 
-    test_trains_dense_with_sgd = None
+
+def test_pytest_is_not_needed() -> None:
+    run_tasks(task_bodies.checks_without_pytest, None)
 
 
-@pytest.mark.long("trains_table_with_adamw")
-class TestMirrored(Less, Mirrored):
+@pytest.mark.long("trains_like_one_device")  # tests/exactness compares trainings
+class TestMirrored(Mirrored):
     pass
 
 
 @pytest.mark.long
-class TestCentralStorage(Less, CentralStorage):
+class TestCentralStorage(CentralStorage):
     pass
 
 
 @pytest.mark.long
-class TestOneDevice(Less, OneDevice):
+class TestOneDevice(OneDevice):
     pass
 
 
 @pytest.mark.long
-class TestTemplate(Less, Template):
+class TestTemplate(Template):
     pass
 
 
 @pytest.mark.long
-class TestPlaced(Less, Placed):
+class TestPlaced(Placed):
     pass
 
 
 @pytest.mark.long
-class TestFrugal(Less, Frugal):
+class TestFrugal(Frugal):
     pass

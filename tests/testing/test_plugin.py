@@ -1,271 +1,114 @@
-"""The pytest plugin, in a pytest of its own: what it reports of tests that pass, fail and hang."""
+"""The pytest plugin in sessions that do not use it, or use it wrongly: imports and messages."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from processes import is_alive
-from task_programs import LEFT_OUT
 
-PROJECT = '''
-import os
-import subprocess
-import time
-
-import pytest
-
-CHILDREN = []
-
-
-@pytest.fixture
-def prepared(tmp_path):
-    return tmp_path
-
-
-@pytest.fixture
-def slow_end(tfdist_cluster):
-    yield "value"
-    if tfdist_cluster.task.index == 1:
-        open(os.path.join(os.environ["SHARED_FOLDER"], "failed"), "w").close()  # it was reported
-        time.sleep(20)
-
-
-@pytest.mark.tfdist_cluster(worker=2)
-@pytest.mark.parametrize("offset", [1.0])
-def test_sum(tfdist_cluster, offset, prepared):
-    import tensorflow as tf
-
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    mine = tf.constant(float(tfdist_cluster.task.index) + offset)
-    add = lambda: tf.distribute.get_replica_context().all_reduce("SUM", mine)
-    assert float(strategy.run(add)) == 1.0 + 2 * offset
-
-
-@pytest.mark.tfdist_cluster(worker=2)
-def test_one_fails(tfdist_cluster):
-    print("hello from", tfdist_cluster.task.index)
-    wanted = [1, 2]
-    assert tfdist_cluster.task.index == 0 or wanted == [1, 3]
-    time.sleep(100)
-
-
-@pytest.mark.tfdist_cluster(worker=2, timeout=12)
-def test_hangs(tfdist_cluster):
-    time.sleep(100)
-
-
-@pytest.mark.tfdist_cluster(worker=2)
-def test_skipped(tfdist_cluster):
-    pytest.skip("not here")
-
-
-@pytest.mark.xfail(strict=True)
-@pytest.mark.tfdist_cluster(worker=2)
-def test_fails_as_expected(tfdist_cluster):
-    assert tfdist_cluster.task.index == 5
-
-
-@pytest.mark.tfdist_cluster(worker=2)
-def test_a_fixture_is_missing(tfdist_cluster, absent):
-    pass
-
-
-@pytest.mark.tfdist_cluster(worker=3)
-def test_killed_and_started_again(tfdist_cluster):
-    """The first task ends the others, and starts one again, which then has its second attempt."""
-    folder = os.environ["SHARED_FOLDER"]
-    here = os.path.join(folder, f"{tfdist_cluster.task.index}-{tfdist_cluster.attempt}")
-    open(here, "w").close()
-    if tfdist_cluster.task.index == 0:
-        while not os.path.exists(os.path.join(folder, "2-0")):
-            time.sleep(0.01)
-        tfdist_cluster.kill("worker", 1)
-        tfdist_cluster.restart("worker", 2)
-        while not os.path.exists(os.path.join(folder, "2-1")):
-            time.sleep(0.01)
-        assert {"2-0", "2-1"} <= {*os.listdir(folder)}
-        for index, message in ((7, "there is no task worker:7"), (0, "cannot kill itself")):
-            with pytest.raises(Exception, match=message):
-                tfdist_cluster.kill("worker", index)
-    elif not tfdist_cluster.attempt:
-        time.sleep(100)
-
-
-@pytest.mark.tfdist_cluster(worker=1, ps=1)
-def test_with_servers(tfdist_cluster):
-    import tfdist_ext as tfd
-
-    assert set(tfdist_cluster.config.jobs) == {"chief", "worker", "ps"}
-    tfd.run(lambda: tfd.create_strategy())
-
-
-@pytest.mark.slow
-@pytest.mark.tfdist_cluster(worker=2)
-def test_options_of_the_command_line(tfdist_cluster, request):
-    assert request.config.getoption("--width") == 5
-    print("seen by", tfdist_cluster.task)
-
-
-@pytest.mark.tfdist_cluster(worker=2)
-def test_failed_before_it_was_killed(tfdist_cluster, slow_end):
-    if tfdist_cluster.task.index == 1:
-        assert slow_end == "never"
-    while not os.path.exists(os.path.join(os.environ["SHARED_FOLDER"], "failed")):
-        time.sleep(0.01)
-    tfdist_cluster.kill("worker", 1)
-
-
-@pytest.mark.tfdist_cluster(worker=2)
-def test_leaves_processes(tfdist_cluster):
-    CHILDREN.append(subprocess.Popen(["sleep", "600"]))
-    file = f"{CHILDREN[-1].pid}.child"
-    open(os.path.join(os.environ["SHARED_FOLDER"], file), "w").close()
-
-
-@pytest.mark.tfdist_cluster(worker=2)
-def test_one_leaves(tfdist_cluster):
-    if tfdist_cluster.task.index == 1:
-        pytest.exit("enough", returncode=0)
-
-
-def check_sum(strategy):
-    import tensorflow as tf
-
-    with strategy.scope():
-        variable = tf.Variable(1.0)
-    total = strategy.reduce("SUM", strategy.run(lambda: variable + 1.0), axis=None)
-    assert float(total) == 2.0 * strategy.num_replicas_in_sync
-
-
-@pytest.mark.parametrize("tfdist_strategy", ["mirrored_4"], indirect=True)
-def test_a_strategy_of_its_own(tfdist_strategy):
-    assert tfdist_strategy.num_replicas_in_sync == 4
-    check_sum(tfdist_strategy)
-
-
-@pytest.mark.tfdist_cluster(worker=3)
-@pytest.mark.parametrize("tfdist_strategy", ["multi_worker_2"], indirect=True)
-def test_a_strategy_of_another_cluster(tfdist_strategy):
-    check_sum(tfdist_strategy)
-'''
+# What the plugin may import, in a process that has imported pytest.
+LOADED = {
+    "tfdist_ext",
+    "tfdist_ext.launch",
+    "tfdist_ext.testing",
+    "tfdist_ext.testing.plugin",
+    "tfdist_ext.user_frames",
+}
 
 CONFTEST = """
-def pytest_addoption(parser):
-    parser.addoption("--width", type=int, default=4)
+import json
+import sys
+
+def pytest_sessionfinish():
+    with open("loaded.json", "w") as file:
+        json.dump(sorted(sys.modules), file)
 """
-OUTCOMES = {
-    "test_sum[1.0]": "PASSED",
-    "test_one_fails": "FAILED",
-    "test_hangs": "FAILED",
-    "test_skipped": "SKIPPED",
-    "test_fails_as_expected": "XFAIL",
-    "test_a_fixture_is_missing": "FAILED",
-    "test_killed_and_started_again": "PASSED",
-    "test_with_servers": "PASSED",
-    "test_options_of_the_command_line": "PASSED",
-    "test_failed_before_it_was_killed": "FAILED",
-    "test_leaves_processes": "PASSED",
-    "test_one_leaves": "FAILED",
-    "test_a_strategy_of_its_own[mirrored_4]": "PASSED",
-    "test_a_strategy_of_another_cluster[multi_worker_2]": "ERROR",
+HEAVY = ("asyncio", "hypothesis", "keras", "multiprocessing", "numpy", "tensorflow")
+
+
+def run_pytest(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest with this plugin and no other: others import what they like."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command += ["-p", "tfdist_ext.testing.plugin"]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_a_session_that_does_not_use_it_loads_nothing_more(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("def test_it():\n    pass\n")
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    run = run_pytest(tmp_path, "--strict-markers", "-W", "error")
+    assert run.returncode == 0, run.stdout + run.stderr
+    loaded = set(json.loads((tmp_path / "loaded.json").read_text()))
+    assert {name for name in loaded if name.partition(".")[0] == "tfdist_ext"} == LOADED
+    assert not loaded & set(HEAVY)
+
+
+WRONG_MARKS = {
+    "tfdist_cluster(2)": "tfdist_cluster must get numbers of tasks by name, got (2,): write"
+    " @pytest.mark.tfdist_cluster(worker=2, ps=1).",
+    "tfdist_cluster(ps=1)": "--ps must come with workers, got --ps 1 alone",
+    "tfdist_cluster(worker=2, timeout=None)": "timeout must be a number of seconds above 0, got"
+    " None.",
+    "tfdist_logical_cpus(4, cores=2)": "tfdist_logical_cpus must get one integer from 1, got (4,"
+    " cores=2): write @pytest.mark.tfdist_logical_cpus(4).",
 }
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("shared")
+def test_a_wrong_mark_is_a_collection_error(tmp_path: Path) -> None:
+    """pytest reports its own `parametrize` in the same way."""
+    test = "import pytest\n@pytest.mark.{}\ndef test_{}():\n    pass\n"
+    for number, mark in enumerate([*WRONG_MARKS, "tfdist_cluster(worker=2)"]):
+        (tmp_path / f"test_{number}.py").write_text(test.format(mark, number))
+    run = run_pytest(tmp_path)
+    assert run.returncode == pytest.ExitCode.INTERRUPTED
+    assert f"Interrupted: {len(WRONG_MARKS)} errors during collection" in run.stdout
+    assert "Traceback" not in run.stdout + run.stderr
+    assert "/testing/" not in run.stdout
+    for number, message in enumerate(WRONG_MARKS.values()):
+        text = run.stdout[run.stdout.index(f"ERROR collecting test_{number}.py") :]
+        assert re.match(rf".*\nIn test_{number}: {re.escape(message)}", text)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> str:
-    """What a pytest on the project prints, under xdist; the sample project's runs without it."""
-    folder = tmp_path_factory.mktemp("project")
-    (folder / "test_it.py").write_text(PROJECT)
-    (folder / "conftest.py").write_text(CONFTEST)
-    # Some are of pytest's own plugins, and some are overruled on the command line.
-    options = "--strict-markers -W error -ra --verbosity=0 --ff -m 'not slow'"
-    (folder / "pytest.ini").write_text(f"[pytest]\naddopts = {options}\nmarkers = slow\n")
-    command = [sys.executable, "-m", "pytest", "-vv", "-rA", "-m", "", "--width", "5", "-n", "2"]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": LEFT_OUT, "SHARED_FOLDER": str(shared)},
-        capture_output=True,
-        text=True,
-        timeout=200,
+def test_a_wrong_option_is_a_usage_error(tmp_path: Path) -> None:
+    run = run_pytest(tmp_path, "--tfdist-strategies=mirrored_2,mirored_2")
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    assert run.stderr.strip() == (
+        "ERROR: --tfdist-strategies: a strategy for tests must be one of one_device, mirrored_2,"
+        " central_storage_2, template_2, placed_2, multi_worker_2 (with any number of replicas),"
+        " got 'mirored_2'."
     )
-    return done.stdout + done.stderr
 
 
-def section(run: str, test: str) -> str:
-    """What is said of a test that failed."""
-    found = re.search(rf"^_+ {re.escape(test)} _+\n(.*?)^(?:_{{5}}|={{5}})", run, re.M | re.S)
-    assert found, run
-    return found[1]
+WRONG_FIXTURES = """
+import pytest
+
+def test_no_mark(tfdist_cluster):
+    pass
+
+def test_too_late(request):
+    request.getfixturevalue("tfdist_strategy")
+
+@pytest.mark.parametrize("tfdist_strategy", ["mirored_2"], indirect=True)
+def test_no_such_strategy(tfdist_strategy):
+    pass
+"""
 
 
-def test_outcomes(run: str) -> None:
-    pattern = r"^(PASSED|FAILED|ERROR|XFAIL) test_it\.py::(\S+)"
-    found = {name: outcome for outcome, name in re.findall(pattern, run, re.M)}
-    wanted = {name: outcome for name, outcome in OUTCOMES.items() if outcome != "SKIPPED"}
-    assert found == wanted, run
-    assert re.search(r"^SKIPPED \[1\] test_it\.py:\d+: not here$", run, re.M)
-
-
-def test_a_failure_names_the_task_and_shows_the_values(run: str) -> None:
-    text = section(run, "test_one_fails")
-    assert re.search(r"^worker:1: AssertionError: .*\n\ntfdist_cluster = <", text, re.M)
-    assert "At index 1 diff: 2 != 3" in text
-    assert re.search(r"Captured output of worker:0 call -*\nhello from 0\n", text)
-
-
-@pytest.mark.parametrize(
-    ("test", "summary"),
-    [
-        ("test_one_fails", r"worker:1: .*assert"),
-        ("test_failed_before_it_was_killed", r"worker:1: .*assert"),
-        ("test_one_leaves", r"worker:1 ended before the test did"),
-    ],
-)
-def test_the_summary_shows_the_assertion(run: str, test: str, summary: str) -> None:
-    assert re.search(rf"^FAILED test_it\.py::{test} - Failed: {summary}", run, re.M), run
-
-
-def test_a_hang_shows_where_each_task_is(run: str) -> None:
-    text = section(run, "test_hangs")
-    assert "worker:0, worker:1 had not ended after 12 s" in text
-    assert text.count("in test_hangs") == 2
-    assert "_pytest" not in text
-
-
-def test_an_output_is_kept_of_what_passes(run: str) -> None:
-    for index in (0, 1):
-        pattern = rf"Captured output of worker:{index} call -*\n(?:.*\n)*?seen by worker:{index}"
-        assert re.search(pattern, run), run
-
-
-def test_no_process_is_left_of_what_passes(run: str, shared: Path) -> None:
-    children = [int(file.stem) for file in shared.glob("*.child")]
-    assert len(children) == 2
-    deadline = time.monotonic() + 5
-    while any(map(is_alive, children)):
-        assert time.monotonic() < deadline, "processes are left"
-        time.sleep(0.05)
-
-
-def test_mistakes_are_named(run: str) -> None:
-    assert "\n\ntfdist_cluster = <" in section(run, "test_failed_before_it_was_killed")
-    assert "worker:1 ended before the test did" in section(run, "test_one_leaves")
-    assert "fixture 'absent' not found" in section(run, "test_a_fixture_is_missing")
-    text = section(run, "ERROR at setup of test_a_strategy_of_another_cluster[multi_worker_2]")
-    assert "Traceback" not in text
-    assert text.endswith(
-        "the mark and the strategy of a test must agree on the number of workers, got {'worker': 3}"
-        " and multi_worker_2, which has 2 workers: remove one of them.\n"
-    )
+def test_a_fixture_that_cannot_be_made_fails_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(WRONG_FIXTURES)
+    run = run_pytest(tmp_path)
+    assert "1 failed, 2 errors in" in run.stdout
+    for message in (
+        "the fixture `tfdist_cluster` needs a cluster: mark the test with"
+        " @pytest.mark.tfdist_cluster(worker=2).",
+        "the fixture `tfdist_strategy` must be an argument of the test or of one of its fixtures;",
+        "a strategy for tests must be one of one_device, mirrored_2,",
+    ):
+        assert message in run.stdout
+    assert "/testing/" not in run.stdout

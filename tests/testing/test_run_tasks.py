@@ -40,7 +40,6 @@ def test_each_run_has_processes_and_a_tensorflow_of_its_own() -> None:
     first = run_tasks(task_bodies.summed, TWO, 60)
     assert list(first) == ["worker:0", "worker:1"]
     assert [value for value, _ in first.values()] == [3.0, 3.0]
-    assert "worker 1 has 2 replicas\n" in first.outputs["worker:1"]
     second = run_tasks(task_bodies.summed, {"worker": 3}, 60, args=(1.0,))
     assert [value for value, _ in second.values()] == [9.0, 9.0, 9.0]
     assert len({pid for _, pid in [*first.values(), *second.values()]}) == 5
@@ -56,16 +55,15 @@ def test_a_failure_names_the_task_with_its_traceback(tmp_path: Path) -> None:
     assert text.startswith("worker:1 failed first, exit status 1:\nTraceback (most recent call ")
     assert "in fails_on_one" in text
     assert "ValueError: not today" in text
-    assert "/tfdist_ext/testing/" not in text
     assert text.count("about to fail") == 2
 
 
 def test_a_hang_shows_the_stacks_of_all_tasks_and_leaves_none(tmp_path: Path) -> None:
     with pytest.raises(TaskError) as error:
-        run_tasks(task_bodies.hangs, TWO, 4, args=(str(tmp_path),))
+        run_tasks(task_bodies.hangs, TWO, 3, args=(str(tmp_path),))
     assert error.value.failed == ("worker:0", "worker:1")
     text = str(error.value)
-    assert "worker:0, worker:1 had not ended after 4 s; their stacks are in their output" in text
+    assert "worker:0, worker:1 had not ended after 3 s; their stacks are in their output" in text
     assert "in _initialize_multi_worker" in text
     assert text.count("in hangs") == 2
     wait_until_dead(tmp_path, 2)
@@ -76,8 +74,12 @@ def test_a_hang_shows_the_stacks_of_all_tasks_and_leaves_none(tmp_path: Path) ->
     [
         (threading.Lock().acquire, TWO, "must be copied to other processes, got: cannot pickle"),
         (task_bodies.setting, {"wrker": 2}, "types chief, worker, ps, evaluator, got 'wrker'"),
-        (task_bodies.setting, {"worker": -1}, "worker must be a number of tasks, got -1"),
-        (task_bodies.setting, {"worker": 1, "chief": 2}, "chief must be 0 or 1, got 2"),
+        (task_bodies.setting, {"worker": -1}, "worker must be an integer of at least 0, got -1"),
+        (
+            task_bodies.setting,
+            {"worker": 1, "chief": 2},
+            "chief must be an integer from 0 to 1, got 2",
+        ),
     ],
 )
 def test_bad_input(fn: Any, cluster: Any, message: str) -> None:

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Mapping
 
 from tfdist_ext.errors import LaunchError
+from tfdist_ext.messages import check_int
 
 __all__ = ["gpus_of", "one_gpu_each"]
 
@@ -29,11 +30,7 @@ def one_gpu_each(workers: int | None, gpus: list[str]) -> list[str]:
             " the workers divide the cores among them"
         )
     count = len(gpus) if workers is None else workers
-    if not 1 <= count <= len(gpus):
-        raise LaunchError(
-            f"--workers must be from 1 to {len(gpus)} with --process-per-device, one for each of"
-            f" the GPUs ({', '.join(gpus)}), got {workers}"
-        )
+    check_int(count, "--workers with --process-per-device", 1, len(gpus), error=LaunchError)
     return gpus[:count]
 
 

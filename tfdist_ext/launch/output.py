@@ -13,18 +13,12 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.lines import (
-    Blame,
-    Line,
-    LineSplitter,
-    TracebackReader,
-    blame_in,
-    is_startup_noise,
-)
+from tfdist_ext.launch.lines import STARTUP_NOISE, Blame, Line, LineSplitter, blame_in
 
 __all__ = ["Printer", "TaskOutput"]
 
 LAST_LINES = 20
+_TRACEBACK = "Traceback (most recent call last):"
 _QUIET = 1.0  # seconds without output after which an unfinished line is shown
 _REWRITE = 1.0  # seconds between two states of a progress bar
 # Seconds to wait for the end of a pipe after the task has ended: a grandchild may hold it open.
@@ -51,18 +45,18 @@ class Printer:
         with self._lock:
             if self._stream is None:
                 return
-            encoding = getattr(self._stream, "encoding", None) or "utf-8"
             try:
-                self._write(text.encode(encoding, "replace"), self._stream, encoding)
+                self._write(text, self._stream)
             except (OSError, ValueError):
                 # The reader has gone (`tfdist run ... | head`): the training matters more.
                 self._stream = None
 
-    def _write(self, data: bytes, stream: TextIO, encoding: str) -> None:
+    def _write(self, text: str, stream: TextIO) -> None:
         if self._fd is None:
-            stream.write(data.decode(encoding))
+            stream.write(text)
             stream.flush()
             return
+        data = text.encode(stream.encoding, "replace")
         # Past the stream's buffer: a thread that hangs in a buffered write (Ctrl-S, a pager)
         # holds its lock, and the interpreter could not end.
         while data:
@@ -78,7 +72,7 @@ class TaskOutput:
     Args:
         name: of the task.
         prefix: stands before each line that is shown.
-        log_file: gets all that the process writes, without codes for terminals.
+        log_file: gets every byte that the process writes.
         append: whether the log file has the output of an earlier process of this task.
         screen: shows the lines.
         report: shows why the log file is incomplete.
@@ -90,6 +84,7 @@ class TaskOutput:
         write_end: the descriptor of the pipe into which the process writes.
         last_lines: the last lines that were shown.
         blame: the task that this task blames for its failure.
+        raised: the last line of the last Python traceback; "" without a traceback.
     """
 
     def __init__(
@@ -105,13 +100,14 @@ class TaskOutput:
         self.name = name
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self.blame: Blame | None = None
+        self.raised = ""
         self._prefix = prefix
         self._log = None if log_file is None else _opened(name, log_file, append)
         self._fd, self.write_end = os.pipe()
         self._screen = screen
         self._report = report
         self._splitter = LineSplitter()
-        self._traceback = TracebackReader()
+        self._in_traceback = False
         self._ended_at = float("inf")
         self._rewritten = float("-inf")
         self._thread = threading.Thread(target=self._read_all, name=f"output {name}", daemon=True)
@@ -130,11 +126,6 @@ class TaskOutput:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def raised(self) -> str:
-        """The last Python exception in the output of a task that has ended, and its place."""
-        self.wait()
-        return self._traceback.raised
-
     def _read_all(self) -> None:
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
@@ -146,6 +137,7 @@ class TaskOutput:
                 if not data:
                     break
                 received = time.monotonic()
+                self._keep(data)
                 self._show(self._splitter.feed(data))
             elif time.monotonic() - received >= _QUIET:
                 self._show(self._splitter.flush())
@@ -154,27 +146,30 @@ class TaskOutput:
         self._close_log()
 
     def _show(self, lines: list[Line]) -> None:
-        for line in lines:
-            self._keep(line)
-            text = line.text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-            if is_startup_noise(text) or (line.end == "\r" and not self._shows_rewritten(text)):
+        for text, is_rewritten in lines:
+            if STARTUP_NOISE.fullmatch(text) or (is_rewritten and not self._shows_bar(text)):
                 continue
             self.blame = blame_in(text) or self.blame
-            self._traceback.feed(text)
+            self._find_exception(text)
             self.last_lines.append(text)
             self._screen.write(f"{self._prefix}{text}\n")
 
-    def _shows_rewritten(self, text: str) -> bool:
-        """Whether to show a line that is about to be rewritten, as a progress bar does."""
-        # The lines of several tasks cannot be rewritten, so the bar is shown now and then.
+    def _find_exception(self, line: str) -> None:
+        """Remember the last line of a traceback: its first line that is not indented."""
+        if line.endswith(_TRACEBACK):
+            self.raised, self._in_traceback = line, True
+        elif self._in_traceback and line[:1].strip():
+            self.raised, self._in_traceback = line, False
+
+    def _shows_bar(self, text: str) -> bool:
+        """Whether to show this state of a progress bar: one a second, as no line is rewritten."""
         now = time.monotonic()
         if not text or now - self._rewritten < _REWRITE:
             return False
         self._rewritten = now
         return True
 
-    def _keep(self, line: Line) -> None:
-        data = f"{line.text}{line.end}".encode("utf-8", "surrogateescape")
+    def _keep(self, data: bytes) -> None:
         try:
             while self._log is not None and data:
                 data = data[self._log.write(data) :]  # a disk that gets full takes a part

@@ -14,15 +14,9 @@ from pathlib import Path
 from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.ports import reserve_ports
+from tfdist_ext.messages import check_int
 
-__all__ = [
-    "LaunchPlan",
-    "TaskPlan",
-    "find_command",
-    "local_plan",
-    "shell_line",
-    "task_counts",
-]
+__all__ = ["LaunchPlan", "TaskPlan", "find_command", "local_plan", "shell_line", "task_counts"]
 
 
 @dataclass(frozen=True)
@@ -124,19 +118,17 @@ def task_counts(
         LaunchError: these tasks make no cluster.
     """
     has_chief = ps > 0 if chief is None else chief
-    for option, count in {"--workers": workers, "--ps": ps}.items():
-        if count < 0:
-            raise LaunchError(f"{option} must be a number of tasks of at least 0, got {count}")
+    check_int(workers, "--workers", error=LaunchError)
+    check_int(ps, "--ps", error=LaunchError)
     if ps and not workers:
         raise LaunchError(
-            f"--ps must come with workers, got --ps {ps} alone: parameter servers hold variables"
-            " and compute nothing; add --workers 1 or more"
+            f"--ps must come with workers, got --ps {ps} alone: parameter servers only hold"
+            " variables. Add --workers 1 or more."
         )
     if ps and not has_chief:
         raise LaunchError(
-            f"--ps must come with a chief, got --ps {ps} without one: training with parameter"
-            " servers is driven by a coordinator, which is the chief task; leave out --no-chief, or"
-            " leave out --ps"
+            f"--ps must come with a chief, got --ps {ps} without one: the chief is the coordinator"
+            " of the training. Leave out --no-chief or --ps."
         )
     if not workers and not has_chief:
         raise LaunchError(
@@ -169,10 +161,7 @@ def find_command(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, .
     if program in ("python", "python3") and sys.executable:
         # A virtual environment that is not activated has no python on PATH: take its own.
         return (sys.executable, *command[1:])
-    if program.endswith(".py"):
-        advice = f"a script is run by its interpreter: -- python {shlex.join(command)}"
-    elif os.sep in program:
-        advice = "check that the file is there and may be executed (chmod +x)"
-    else:
-        advice = "check the spelling, install it, or give its path"
-    raise LaunchError(f"there is no program {program!r} to run; {advice}")
+    raise LaunchError(
+        f"there is no executable program {program!r}. Check its path, and start a script by its"
+        " interpreter: -- python train.py"
+    )

@@ -1,16 +1,12 @@
 """Ports that no other process takes between being chosen and being used.
 
-The usual way, binding port 0 and closing the socket, gives back a port of the kernel's ephemeral
-range. Until the task binds it, seconds later, the kernel may hand it to any `bind(0)` and to any
-outgoing connection. Keeping the socket open is no way out: TensorFlow's gRPC server switches
-SO_REUSEPORT off, and fails on a port that another socket holds (measured with 2.21: "Could not
-start gRPC server"; TF_GRPC_REUSE_PORT=1 changes that, and then two servers that were given one
-address by mistake would silently share it).
+A port that the kernel chooses (`bind` to port 0) is in its ephemeral range: until the task binds
+the port, seconds later, the kernel may give it to another socket. The socket cannot stay open,
+because TensorFlow's server fails on a port that another socket holds (measured with 2.21).
 
-So the ports lie outside the ephemeral range, where the kernel hands out nothing by itself, and
-were seen free by binding them. The UDP socket of the same number is a lock that keeps other
-launchers away. TensorFlow uses TCP only, so the lock is not in its way. The kernel gives the lock
-to one process on the machine, and takes it back when that process dies.
+So the ports are outside of the ephemeral range, and were seen free by binding them. The UDP socket
+of the same number is a lock that keeps other launchers away; TensorFlow uses TCP only. The kernel
+releases the lock when the launcher dies.
 """
 
 from __future__ import annotations
@@ -46,19 +42,16 @@ def reserve_ports(count: int) -> Iterator[tuple[int, ...]]:
                 break
             try:
                 lock = locks.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
-            except OSError as error:  # more open files than a process may have
-                raise LaunchError(
-                    f"{count} ports must be free, got {len(ports)}: {error}; ask for fewer tasks,"
-                    " or raise the limit of open files (ulimit -n)"
-                ) from error
-            if _binds(lock, _LOOPBACK, port) and _is_free(port):
+            except OSError:  # more open files than a process may have
+                break
+            if _binds(lock, port) and _is_free(port):
                 ports.append(port)
             else:
                 lock.close()
         if len(ports) < count:
             raise LaunchError(
-                f"{count} ports must be free, got {len(ports)}; end what uses them, or ask"
-                " for fewer tasks"
+                f"{count} ports must be free, got {len(ports)}; end what uses them, ask for fewer"
+                " tasks, or raise the limit of open files (ulimit -n)"
             )
         yield tuple(ports)
 
@@ -80,23 +73,19 @@ def _candidates() -> list[int]:
 
 def _is_free(port: int) -> bool:
     # gRPC listens on every address, IPv4 and IPv6: a server on ::1 alone is in its way too.
-    for family, host in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+    for family in (socket.AF_INET, socket.AF_INET6):
         try:
-            probe = socket.socket(family, socket.SOCK_STREAM)
-        except OSError:  # a machine without IPv6
-            continue
-        with probe:
-            if family == socket.AF_INET6:
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            if not _binds(probe, host, port):
+            socket.create_server(("", port), family=family).close()
+        except OSError as error:
+            # On a machine without IPv6, IPv4 decides.
+            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
                 return False
     return True
 
 
-def _binds(sock: socket.socket, host: str, port: int) -> bool:
+def _binds(lock: socket.socket, port: int) -> bool:
     try:
-        sock.bind((host, port))
-    except OSError as error:
-        # IPv6 compiled in and switched off: no address to bind is not a port in use.
-        return sock.family == socket.AF_INET6 and error.errno == errno.EADDRNOTAVAIL
+        lock.bind((_LOOPBACK, port))
+    except OSError:
+        return False
     return True

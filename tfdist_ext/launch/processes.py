@@ -12,37 +12,33 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.exit_codes import PREEMPTION_SIGNAL
 from tfdist_ext.launch.output import Printer, TaskOutput
 from tfdist_ext.launch.plan import LaunchPlan, TaskPlan
 
-__all__ = ["Process", "StartProcess", "TaskProcess", "Tasks", "start_process"]
+__all__ = ["StartProcess", "TaskProcess", "Tasks", "start_process"]
 
 _LOOK_EVERY = 1.0  # seconds between two looks for tasks that are stopped
 _UNKILLABLE = 5.0  # seconds; a process that SIGKILL has not ended by then will not end
 
 
-class Process(Protocol):
-    """What the launcher uses of `subprocess.Popen`."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
+# (command, environment, descriptor for its output) -> the id of a process that leads a session of
+# its own, and a function that waits for its return code.
+StartProcess: TypeAlias = Callable[
+    [Sequence[str], Mapping[str, str], int], tuple[int, Callable[[], int]]
+]
 
 
-# (command, environment, descriptor for its output) -> a process that leads a session of its own.
-StartProcess: TypeAlias = Callable[[Sequence[str], Mapping[str, str], int], Process]
-
-
-def start_process(argv: Sequence[str], env: Mapping[str, str], output: int) -> Process:
+def start_process(
+    argv: Sequence[str], env: Mapping[str, str], output: int
+) -> tuple[int, Callable[[], int]]:
     """Start a program."""
-    return subprocess.Popen(
+    process = subprocess.Popen(
         argv,
         # No standard input: several tasks cannot share a keyboard.
         stdin=subprocess.DEVNULL,
@@ -53,15 +49,18 @@ def start_process(argv: Sequence[str], env: Mapping[str, str], output: int) -> P
         start_new_session=True,
         env=env,
     )
+    return process.pid, process.wait
 
 
 class TaskProcess:
     """A task that was started.
 
     Args:
+        wait: waits for the return code of the process.
         on_end: called with this task and its return code, from a thread, at the moment it ends.
 
     Attributes:
+        pid: the process, which leads a session of its own.
         output: what the process writes.
         returncode: None until the process has ended; -n where signal n ended it.
         began: when it was started, in monotonic time.
@@ -72,28 +71,28 @@ class TaskProcess:
     def __init__(
         self,
         plan: TaskPlan,
-        process: Process,
+        pid: int,
+        wait: Callable[[], int],
         output: TaskOutput,
         on_end: Callable[[TaskProcess, int], object],
     ) -> None:
         self.plan = plan
         self.name = plan.name
-        self.pid = process.pid
+        self.pid = pid
         self.output = output
         self.returncode: int | None = None
         self.began = time.monotonic()
         self.ended_after = 0.0
         self.killed_because = ""
-        self._process = process
         # One thread for each task, because the order in which tasks end decides which failure is
         # the root cause.
         self._waiting = threading.Thread(
-            target=self._wait, args=(on_end,), name=f"wait {self.name}", daemon=True
+            target=self._wait, args=(wait, on_end), name=f"wait {self.name}", daemon=True
         )
         self._waiting.start()
 
-    def _wait(self, on_end: Callable[[TaskProcess, int], object]) -> None:
-        code = self._process.wait()
+    def _wait(self, wait: Callable[[], int], on_end: Callable[[TaskProcess, int], object]) -> None:
+        code = wait()
         self.signal_group(signal.SIGTERM)  # the children of the task end with it
         self.output.task_ended()
         on_end(self, code)
@@ -107,11 +106,6 @@ class TaskProcess:
         """Send a signal to the process and to its children that are still there."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the process is stopped (SIGSTOP); False where there is no /proc."""
-        return _state_and_group(self.pid)[0] == "T"  # "t": a debugger holds it
 
 
 class Tasks:
@@ -175,8 +169,10 @@ class Tasks:
         defaults = {"PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "1"}
         env = {**defaults, **self._env, **plan.env}
         try:
-            process = self._start_process(self._argv(plan), env, output.write_end)
-            self._watchdog.add(process.pid)  # before anybody can see the task's output
+            pid, wait = self._start_process(self._argv(plan), env, output.write_end)
+            # Before anybody can see the output of the task.
+            others = [task.pid for task in self.all if task.plan is not plan]
+            self._watchdog.watch([pid, *others])
         except (OSError, ValueError) as error:
             raise LaunchError(
                 f"{plan.name} could not be started: {plan.argv[0]!r}: {error}; "
@@ -184,7 +180,7 @@ class Tasks:
             ) from error
         finally:
             output.start()
-        return TaskProcess(plan, process, output, self._on_end)
+        return TaskProcess(plan, pid, wait, output, self._on_end)
 
     def _argv(self, plan: TaskPlan) -> tuple[str, ...]:
         name = self._env.get(PREEMPTION_SIGNAL, "SIGTERM")
@@ -196,25 +192,23 @@ class Tasks:
         return ("sh", "-c", ignoring, *plan.argv)
 
     def kill_stopped(self, after: float) -> None:
-        """Kill each task that is stopped for this many seconds, from now on.
+        """Kill each task that is stopped for this many seconds, until `close`.
 
         Before its servers listen, other tasks cannot tell a stopped task from a late one.
         """
-
-        def look() -> None:
-            looks: dict[TaskProcess, int] = {}
-            # Looks are counted, because this process may have been stopped itself.
-            while not self._closed.wait(_LOOK_EVERY):
-                looks = {task: looks.get(task, 0) + 1 for task in self.running() if task.is_stopped}
-                for task, count in looks.items():
-                    if count * _LOOK_EVERY >= after and not task.killed_because:
-                        task.killed_because = (
-                            f"killed by tfdist, as it was stopped (SIGSTOP) for {after:g} s"
-                            " (--stall-timeout)"
-                        )
-                        task.signal_group(signal.SIGKILL)
-
-        threading.Thread(target=look, name="stopped tasks", daemon=True).start()
+        looks: dict[TaskProcess, int] = {}
+        # Looks are counted, because this process may have been stopped itself.
+        while not self._closed.wait(_LOOK_EVERY):
+            states = {task: _state_and_group(task.pid)[0] for task in self.running()}
+            # "t", of a task that a debugger holds, is another state.
+            looks = {task: looks.get(task, 0) + 1 for task in states if states[task] == "T"}
+            for task, count in looks.items():
+                if count * _LOOK_EVERY >= after:
+                    task.killed_because = (
+                        f"killed by tfdist, as it was stopped (SIGSTOP) for {after:g} s"
+                        " (--stall-timeout)"
+                    )
+                    task.signal_group(signal.SIGKILL)
 
     def running(self) -> list[TaskProcess]:
         """The tasks that have not ended."""
@@ -247,10 +241,6 @@ class Tasks:
         while self._has_leftovers() and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def has_shown_all(self, seconds: float) -> bool:
-        """Whether all output is shown; waits this long for each task."""
-        return all(task.output.wait(seconds) for task in self.all)
-
     def close(self) -> None:
         """Dismiss the watchdog; after `kill`."""
         self._closed.set()
@@ -264,14 +254,11 @@ class _Watchdog:
     started the task.
     """
 
-    # At the end of its input without the word `done`, the launcher is dead.
+    # Each line names all groups. The end of the input is the end of the launcher.
     _SCRIPT = """
         trap '' HUP USR1 USR2
-        while read -r word; do
-            [ "$word" = done ] && exit
-            groups="$groups -$word"
-        done
-        kill -s KILL -- $groups
+        while read -r line; do groups=$line; done
+        [ -z "$groups" ] || kill -s KILL -- $groups
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
@@ -285,23 +272,20 @@ class _Watchdog:
             env=env,
         )
 
-    def add(self, group: int) -> None:
-        """Kill this group, too."""
-        self._write(f"{group}\n")
+    def watch(self, groups: Iterable[int]) -> None:
+        """Kill these groups, and no others, if this process is killed."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # killed from outside: the run continues
+            self._process.stdin.write((" ".join(f"-{group}" for group in groups) + "\n").encode())
+            self._process.stdin.flush()
 
     def dismiss(self) -> None:
         """Stop watching: all processes have ended."""
-        self._write("done\n")
+        self.watch(())
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         self._process.wait()
-
-    def _write(self, line: str) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # killed from outside: the run continues
-            self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
 
 
 def _state_and_group(pid: int) -> tuple[str, int]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 from tfdist_ext.launch.lines import Blame
 from tfdist_ext.launch.processes import TaskProcess
 
-__all__ = ["failure_report", "shell_status", "timeout_report"]
+__all__ = ["Verb", "failure_report", "shell_status"]
+
+Verb: TypeAlias = Literal["failed", "was preempted", "left", "does not answer"]
 
 
 def shell_status(returncode: int) -> int:
@@ -30,7 +33,7 @@ def outcome(returncode: int | None) -> str:
 
 def failure_report(
     task: TaskProcess,
-    verb: str,
+    verb: Verb,
     others: Sequence[TaskProcess],
     victim: tuple[TaskProcess, Blame] | None = None,
 ) -> str:
@@ -38,20 +41,19 @@ def failure_report(
 
     Args:
         task: the root cause.
-        verb: what it did: "failed first"; "left", where it ended with 0 and was needed; or "does
-            not answer", where it had not ended by itself.
+        verb: "left" if it ended with 0 and was needed; "does not answer" if it had not ended.
         others: the tasks that were still running then.
         victim: the task that failed because of it, and what that task wrote about it.
     """
-    how, after = task.killed_because or outcome(task.returncode), task.ended_after
-    if verb == "does not answer":
-        how = "its process was still running"
-    elif verb == "left":
+    returncode = None if verb == "does not answer" else task.returncode  # tfdist killed it later
+    how, after = task.killed_because or outcome(returncode), task.ended_after
+    if verb == "left":
         how += ", and the others still needed it"
     if victim is not None:  # a task may tell the others of its failure before its process ends
         after = min(after or math.inf, victim[0].ended_after)
-    lines = [f"{task.name} {verb}, after {after:.1f} s: {how}"]
-    if task.returncode == -signal.SIGKILL and verb == "failed first" and not task.killed_because:
+    what = "failed first" if verb == "failed" else verb
+    lines = [f"{task.name} {what}, after {after:.1f} s: {how}"]
+    if task.returncode == -signal.SIGKILL and verb == "failed" and not task.killed_because:
         lines.append("nothing in this run sent that signal: is the machine out of memory?")
     if task.output.last_lines:
         lines.append(f"the last lines of {task.name}:")
@@ -70,19 +72,4 @@ def failure_report(
     if others:
         ended = ", ".join(f"{other.name} {outcome(other.returncode)}" for other in others)
         lines.append(f"then the others ended: {ended}")
-    return _text(lines)
-
-
-def timeout_report(seconds: float, last_lines: Mapping[str, Sequence[str]]) -> str:
-    """The tasks that had not ended in time, and the last output of each."""
-    last = {name: said[-1] if said else "(wrote nothing)" for name, said in last_lines.items()}
-    return _text(
-        [
-            f"not finished after {seconds:g} s (--timeout); these tasks were still running:",
-            *(f"    {name}: {line}" for name, line in last.items()),
-        ]
-    )
-
-
-def _text(lines: list[str]) -> str:
     return "".join(f"{line}\n" if line.startswith(" ") else f"tfdist: {line}\n" for line in lines)

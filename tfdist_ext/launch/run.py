@@ -1,8 +1,7 @@
-"""Running a plan: start the tasks, watch them, and leave nothing behind."""
+"""Runs a plan: starts its tasks, watches them, and leaves no process behind."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
@@ -14,13 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TextIO, TypeAlias
 
-from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.exit_codes import FAILED, GRACE, PREEMPTED, PREEMPTION_SIGNAL, RESTART
 from tfdist_ext.launch.lines import Blame
 from tfdist_ext.launch.output import Printer
 from tfdist_ext.launch.plan import LaunchPlan
 from tfdist_ext.launch.processes import StartProcess, TaskProcess, Tasks, start_process
-from tfdist_ext.launch.report import failure_report, shell_status, timeout_report
+from tfdist_ext.launch.report import Verb, failure_report, shell_status
 from tfdist_ext.launch.stop_signals import StopSignals
 
 __all__ = ["Limits", "RunResult", "run_plan"]
@@ -34,9 +32,9 @@ _PATIENCE = 1.0  # seconds to wait for a reader of the output after a signal or 
 _LOOK_EVERY = 0.05  # seconds between two looks for events, and for what tasks have left behind
 
 
-# (task, its exit status, the Python exception in it, seconds that it ran) -> what becomes of a task
-# that has failed: another process in its place, a run without it, or the failure of the run.
-Replaces: TypeAlias = Callable[[str, int, str, float], Literal["start", "leave out", "fail"]]
+# (task, its exit status, the last line of its traceback, seconds that it ran) -> whether a process
+# takes the place of a task that has failed. False: the run fails.
+Replaces: TypeAlias = Callable[[str, int, str, float], bool]
 EndedBy: TypeAlias = Literal["tasks", "signal", "timeout"]
 
 
@@ -50,9 +48,6 @@ class Limits:
         linger: seconds between the coordinator's success and SIGTERM for the others.
         timeout: seconds that all starts together may take; None: any time.
         stall_timeout: seconds after which a task that is stopped (SIGSTOP) is killed; 0: never.
-
-    Raises:
-        LaunchError: a value is not a number of seconds.
     """
 
     grace: float = 30.0
@@ -60,26 +55,18 @@ class Limits:
     timeout: float | None = None
     stall_timeout: float = 0.0
 
-    def __post_init__(self) -> None:
-        for name, seconds in vars(self).items():
-            if seconds is not None and not 0 <= seconds < threading.TIMEOUT_MAX:
-                raise LaunchError(
-                    f"{name} must be a number of seconds of at least 0, got {seconds}"
-                )
-
 
 @dataclass(frozen=True)
 class RunResult:
     """How a run ended.
 
     Attributes:
-        exit_status: 0, or that of the task that failed first (128 + n where signal n ended it;
-            where it failed because another one had left with 0 or does not answer: its own);
-            128 + n where the run itself was ended by signal n, 124 where its time was up.
+        exit_status: 0, or that of the root cause (128 + n where signal n ended it). If the root
+            cause left with 0: that of the task that failed because of it. 138 if the root cause
+            does not answer. 128 + n if signal n ended the run itself, 124 if its time was up.
         failed_task: the root cause: the task that failed first, or the task that the first one
             blames for its failure; None where no task failed.
-        raised: the Python exception of that task, with its frames; "" where there was none.
-        lost: that task does not answer: it had not ended by itself.
+        raised: the last line of the traceback of that task; "" without a traceback.
         ended_by: "tasks"; or what has ended them: "signal" or "timeout".
         returncodes: of each task; -n where signal n ended it, None where nothing could end it.
         last_lines: of each task, at most 20.
@@ -88,7 +75,6 @@ class RunResult:
     exit_status: int
     failed_task: str | None
     raised: str
-    lost: bool
     ended_by: EndedBy
     returncodes: Mapping[str, int | None]
     last_lines: Mapping[str, tuple[str, ...]]
@@ -96,7 +82,7 @@ class RunResult:
 
 def run_plan(
     plan: LaunchPlan,
-    limits: Limits | None = None,
+    limits: Limits,
     *,
     env: Mapping[str, str] | None = None,
     stream: TextIO | None = None,
@@ -113,27 +99,25 @@ def run_plan(
     kills at once. Where the plan has a coordinator, its success ends the run.
 
     Args:
-        limits: None: those of `Limits()`.
-        env: what the tasks' environment starts from; None: this process's.
-        stream: where the tasks' lines go; None: standard output.
-        report: where the launcher itself speaks; None: standard error.
+        limits: how long the run waits for what.
+        env: the environment that tasks start with; None: that of this process.
+        stream: shows the lines of tasks; None: standard output.
+        report: shows the messages of the launcher; None: standard error.
         stop: the signals of several runs one after another; None: those of this run.
-        replaces: what becomes of a task that fails; None: it fails the run.
+        replaces: decides whether a task that fails is replaced; None: it fails the run.
         start: starts the process of a task.
 
     Raises:
         LaunchError: a program could not be started, or a log file cannot be written. Tasks that
             had started by then have been ended.
     """
-    limits = limits or Limits()
-    own = stop is None
     stop = stop or StopSignals()
     env = {**(os.environ if env is None else env), GRACE: f"{limits.grace:g}"}
     env[PREEMPTION_SIGNAL] = stop.preemption.name
     reporter = Printer(report or sys.stderr)
     tasks = Tasks(plan, env, Printer(stream or sys.stdout), reporter, start)
     run = _Run(plan, tasks, reporter, limits, stop, replaces)
-    with stop.handled() if own else contextlib.nullcontext():
+    with stop.handled():
         return run.run()
 
 
@@ -155,7 +139,7 @@ class _Run:
     ended_by: EndedBy = "tasks"
     signals: int = 0  # how many have arrived
     failed: TaskProcess | None = None  # the root cause
-    lost: bool = False  # the root cause had not ended by itself
+    verb: Verb = "failed"  # what the root cause did
     victim: tuple[TaskProcess, Blame] | None = None  # failed because of another
     others: Sequence[TaskProcess] = ()  # that were running when the ending began
 
@@ -168,7 +152,9 @@ class _Run:
             self.tasks.start(lambda task, code: self.events.append((task, code)))
             self.start = time.monotonic()
             if self.limits.stall_timeout:
-                self.tasks.kill_stopped(self.limits.stall_timeout)
+                threading.Thread(
+                    target=self.tasks.kill_stopped, args=(self.limits.stall_timeout,), daemon=True
+                ).start()
             self._watch()
             self._end()
         finally:
@@ -182,8 +168,7 @@ class _Run:
         return RunResult(
             exit_status=self.status,
             failed_task=None if self.failed is None else self.failed.name,
-            raised="" if not self.failed or self.lost else self.failed.output.raised(),
-            lost=self.lost,
+            raised="" if self.failed is None else self.failed.output.raised,
             ended_by=self.ended_by,
             returncodes={task.name: task.returncode for task in self.tasks.all},
             last_lines={task.name: tuple(task.output.last_lines) for task in self.tasks.all},
@@ -219,9 +204,11 @@ class _Run:
                 return
             if lingers:
                 continue
-            if event.returncode and not self._is_replaced(event):
-                self._find_root_cause(event)
-                return
+            if event.returncode:
+                event.output.wait()  # it may blame another task
+                if not self._is_replaced(event):
+                    self._find_root_cause(event)
+                    return
             if event.returncode == 0 and event.name == self.plan.coordinator:
                 lingers = True
                 deadline = min(deadline, time.monotonic() + self.limits.linger)
@@ -230,19 +217,18 @@ class _Run:
         """Whether the run continues after this task failed; restarts the task if possible."""
         if self.replaces is None:
             return False
-        status = shell_status(task.returncode or 0)
-        blame = _blame(task) if status in (FAILED, RESTART) else None
-        if blame is not None and blame.task != task.name:  # another task is the one to replace
-            return False
+        status, blame = shell_status(task.returncode or 0), task.output.blame
+        if status in (FAILED, RESTART) and blame is not None and blame.task != task.name:
+            return False  # another task is the one to replace
         lasted = time.monotonic() - task.began
-        decision = self.replaces(task.name, status, task.output.raised(), lasted)
-        if decision == "start":
-            self.tasks.start_again(task)
-        return decision != "fail"
+        if not self.replaces(task.name, status, task.output.raised, lasted):
+            return False
+        self.tasks.start_again(task)
+        return True
 
     def _find_root_cause(self, task: TaskProcess) -> None:
-        """The first task that has failed may blame another task of this run, which then ends."""
-        blame = _blame(task)
+        """Find the root cause: this task, which failed first, or the task that it blames."""
+        blame = task.output.blame
         others = {each.name: each for each in self.tasks.all if each is not task}
         self.failed = task
         if blame is not None and blame.task in others:
@@ -251,18 +237,25 @@ class _Run:
             while self.failed.returncode is None:
                 if not isinstance(self._next_event(deadline), TaskProcess):
                     break
-        self.lost = self.failed.returncode is None
         self.status = shell_status(self.failed.returncode or task.returncode or 0)
+        if self.failed.returncode is None:
+            self.verb, self.status = "does not answer", RESTART
+        elif self.failed.returncode == 0:
+            self.verb = "left"
+        elif self.status == PREEMPTED:
+            self.verb = "was preempted"
 
     def _end(self) -> None:
         """Give the tasks, and the processes that they left behind, the grace to end."""
         if not self.tasks.are_there():
             return
-        grace, running = self._grace, self.tasks.running()
+        grace, running = self.limits.grace, self.tasks.running()
+        if self.status != PREEMPTED:
+            grace = min(grace, _GRACE_OF_CTRL_C if self.failed is None else _GRACE_OF_FAILURE)
         self.others = [task for task in running if task is not self.failed]
         if self.failed is not None and running:
-            ending = "all tasks" if self.lost else "the others"
-            self._say(f"{self.failed.name} {self._what_it_did}; ending {ending}")
+            ending = "all tasks" if self.verb == "does not answer" else "the others"
+            self._say(f"{self.failed.name} {self.verb}; ending {ending}")
         elif self.ended_by == "signal" and self.stop.first is not None:
             self._say(
                 f"{self.stop.first.name}: ending {len(running)} tasks, for at most {grace:g} s;"
@@ -272,51 +265,27 @@ class _Run:
         deadline = time.monotonic() + grace
         while self.tasks.are_there() and time.monotonic() < deadline and self.signals < 2:
             # Processes that tasks have left behind end without an event.
-            event = self._next_event(time.monotonic() + _LOOK_EVERY)
-            if isinstance(event, signal.Signals) and self.signals == 1:
-                self._say(f"{event.name}: not started again; once more kills what is left at once")
+            self._next_event(time.monotonic() + _LOOK_EVERY)
         self.tasks.kill()
         while self._next_event(0.0):  # the ends of the tasks
             pass
 
-    @property
-    def _grace(self) -> float:
-        """Seconds from SIGTERM to SIGKILL."""
-        if self.status == PREEMPTED:
-            return self.limits.grace
-        at_most = _GRACE_OF_CTRL_C if self.failed is None else _GRACE_OF_FAILURE
-        return min(self.limits.grace, at_most)
-
     def _wait_for_output(self) -> None:
         """Wait until the output is shown. A reader such as a pager may take its time."""
         patience = _PATIENCE
-        while patience > 0 and not self.tasks.has_shown_all(_LOOK_EVERY):
+        while patience > 0 and not all(t.output.wait(_LOOK_EVERY) for t in self.tasks.all):
             if self.stop.first is not None or self.ended_by == "timeout":
                 patience -= _LOOK_EVERY
-
-    @property
-    def _what_it_did(self) -> str:
-        """The verb for the root cause."""
-        if self.lost:
-            return "does not answer"
-        if self.victim is not None and self.failed is not None and self.failed.returncode == 0:
-            return "left"
-        return "was preempted" if self.status == PREEMPTED else "failed"
 
     def _say(self, text: str) -> None:
         self.report.write(f"tfdist: {text}\n")
 
     def _report_failure(self) -> None:
         if self.failed is not None:
-            verb = self._what_it_did
-            verb = f"{verb} first" if verb == "failed" else verb
-            self.report.write(failure_report(self.failed, verb, self.others, self.victim))
-        elif self.ended_by == "timeout" and self.limits.timeout is not None:
-            last = {task.name: tuple(task.output.last_lines) for task in self.others}
-            self.report.write(timeout_report(self.limits.timeout, last))
-
-
-def _blame(task: TaskProcess) -> Blame | None:
-    """The task that a task which has ended blames for its failure."""
-    task.output.wait()
-    return task.output.blame
+            self.report.write(failure_report(self.failed, self.verb, self.others, self.victim))
+        elif self.ended_by == "timeout":
+            after = f"{self.limits.timeout:g} s (--timeout)"
+            self._say(f"not finished after {after}; these tasks were still running:")
+            for task in self.others:
+                last = task.output.last_lines[-1] if task.output.last_lines else "(wrote nothing)"
+                self.report.write(f"    {task.name}: {last}\n")

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from tfdist_ext.cluster.addresses import AddressError, identity
+from tfdist_ext.cluster.liveness.sessions import Servers
 from tfdist_ext.cluster.liveness.wire import STARTED, Connection
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.placement.placer import ServerPlacer

@@ -15,39 +15,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfdist_ext.errors import TaskError
+    from tfdist_ext.errors import TaskError as TaskError
     from tfdist_ext.testing.assertions import (
-        assert_same_on_all_replicas,
-        assert_trains_like_one_device,
+        assert_same_on_all_replicas as assert_same_on_all_replicas,
     )
-    from tfdist_ext.testing.conformance import StrategyConformance
-    from tfdist_ext.testing.matrix import logical_cpus, strategy_matrix
-    from tfdist_ext.testing.tasks import run_tasks
+    from tfdist_ext.testing.assertions import (
+        assert_trains_like_one_device as assert_trains_like_one_device,
+    )
+    from tfdist_ext.testing.conformance import StrategyConformance as StrategyConformance
+    from tfdist_ext.testing.matrix import logical_cpus as logical_cpus
+    from tfdist_ext.testing.matrix import strategy_matrix as strategy_matrix
+    from tfdist_ext.testing.tasks import run_tasks as run_tasks
 
 _HOME = {
-    "StrategyConformance": "tfdist_ext.testing.conformance",
-    "TaskError": "tfdist_ext.errors",
-    "assert_same_on_all_replicas": "tfdist_ext.testing.assertions",
-    "assert_trains_like_one_device": "tfdist_ext.testing.assertions",
-    "logical_cpus": "tfdist_ext.testing.matrix",
-    "run_tasks": "tfdist_ext.testing.tasks",
-    "strategy_matrix": "tfdist_ext.testing.matrix",
+    "StrategyConformance": "testing.conformance",
+    "TaskError": "errors",
+    "assert_same_on_all_replicas": "testing.assertions",
+    "assert_trains_like_one_device": "testing.assertions",
+    "logical_cpus": "testing.matrix",
+    "run_tasks": "testing.tasks",
+    "strategy_matrix": "testing.matrix",
 }
 
-__all__ = [
-    "StrategyConformance",
-    "TaskError",
-    "assert_same_on_all_replicas",
-    "assert_trains_like_one_device",
-    "logical_cpus",
-    "run_tasks",
-    "strategy_matrix",
-]
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    value = getattr(import_module(f"tfdist_ext.{_HOME[name]}"), name)
     globals()[name] = value
     return value

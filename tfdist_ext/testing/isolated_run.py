@@ -59,9 +59,7 @@ class Cluster:
         Raises:
             LaunchError: there is no such task.
         """
-        other = self._other("kill", type, index)
-        if not Path(f"{other}{_KILLED}").exists():
-            _kill(other)
+        _kill(self._other("kill", type, index))
 
     def restart(self, type: str, index: int) -> None:
         """Kill a task if it still runs, and start it again at its address.
@@ -72,10 +70,8 @@ class Cluster:
             LaunchError: there is no such task.
         """
         other = self._other("restart", type, index)
-        was_killed = Path(f"{other}{_KILLED}").exists()
+        _kill(other)
         Path(f"{other}{_RESTART}").touch()
-        if not was_killed:
-            _kill(other)
         while Path(f"{other}{_KILLED}").exists():  # until it has begun
             time.sleep(_LOOK_EVERY)
 
@@ -89,9 +85,11 @@ class Cluster:
 
 
 def _kill(task: Path) -> None:
-    """Kill a task and its children, once the task has started."""
-    Path(f"{task}{_KILLED}").touch()
-    file = Path(f"{task}{PID}")
+    """Kill a task and its children, once the task has started; nothing if it was killed before."""
+    killed, file = Path(f"{task}{_KILLED}"), Path(f"{task}{PID}")
+    if killed.exists():
+        return
+    killed.touch()
     while not file.exists() or not (text := file.read_text()):
         time.sleep(_LOOK_EVERY)
     with contextlib.suppress(ProcessLookupError):
@@ -106,10 +104,11 @@ def run_isolated(item: pytest.Item, needs: Needs) -> None:
     with tempfile.TemporaryDirectory(prefix="tfdist-") as made:
         folder = Path(made)
 
-        def replaces(task: str, *_: Any) -> Any:
-            return "start" if (folder / f"{task}{_KILLED}").exists() else "fail"
+        def replaces(task: str, *_: Any) -> bool:
+            return (folder / f"{task}{_KILLED}").exists()
 
-        arguments = (str(folder), _test_of(item), _options(item.config), needs.logical_cpus)
+        test = "::".join([str(item.path), *item.nodeid.split("::")[1:]])
+        arguments = (str(folder), test, _options(item.config), needs.logical_cpus)
         ended = run_function(
             _run, arguments, needs.cluster, needs.timeout, folder=folder, replaces=replaces
         )
@@ -119,15 +118,12 @@ def run_isolated(item: pytest.Item, needs: Needs) -> None:
             item.add_report_section("call", f"output of {task}", text)
             if item.config.getoption("capture") == "no":
                 sys.stdout.write(f"---- output of {task}\n{text}")
-    first = ended.failed[:1]
-    for task in sorted(found, key=lambda name: name not in first):  # also of one that was killed
+    # The task that failed first comes first; a task that was killed may have failed before.
+    for task in sorted(found, key=lambda name: name not in ended.failed[:1]):
         if wrong := [_text_of(report) for report in found[task] if report.failed]:
             pytest.fail(f"{task}: {wrong[0]}", pytrace=False)
     if ended.failed:
         pytest.fail(ended.message, pytrace=False)
-    ends = {task for task, reports in found.items() if any(r.when == "teardown" for r in reports)}
-    if without := [task for task, ran in ended.results.items() if ran and task not in ends]:
-        pytest.fail(f"{without[0]} ended before the test did.", pytrace=False)
     _skip_as(found)
 
 
@@ -139,8 +135,6 @@ def _skip_as(found: Mapping[str, list[pytest.TestReport]]) -> None:
     skipped = [report for report in reports if report.skipped]
     if not skipped:
         pytest.fail("no task has run the test: all were ended.", pytrace=False)
-    if hasattr(skipped[0], "wasxfail"):
-        pytest.xfail(skipped[0].wasxfail.removeprefix("reason: "))
     reason = skipped[0].longrepr[2] if isinstance(skipped[0].longrepr, tuple) else ""
     raise pytest.skip.Exception(reason.removeprefix("Skipped: "), _use_item_location=True)
 
@@ -155,18 +149,11 @@ def _text_of(report: pytest.TestReport) -> str:
 
 
 def _reports_in(file: Path, item: pytest.Item) -> list[pytest.TestReport]:
-    reports = []
+    reports, from_data = [], item.config.hook.pytest_report_from_serializable
     with open(file, "rb") as stream, contextlib.suppress(EOFError, pickle.UnpicklingError):
         while True:
-            data = pickle.load(stream)
-            from_data = item.config.hook.pytest_report_from_serializable
-            reports.append(from_data(config=item.config, data=data))
+            reports.append(from_data(config=item.config, data=pickle.load(stream)))
     return reports
-
-
-def _test_of(item: pytest.Item) -> str:
-    _, *rest = item.nodeid.split("::")
-    return "::".join([str(item.path), *rest])
 
 
 # Options that select tests, or that concern a whole session: a task gets their defaults.
@@ -191,17 +178,18 @@ def _options(config: pytest.Config) -> dict[str, Any]:
         "invocation_dir": str(config.invocation_params.dir),
         "pythonwarnings": warnings,
         "rootdir": str(config.rootpath),
+        "runxfail": True,  # the session judges marks such as xfail
         "timeout": 0,  # of pytest-timeout; the session has a limit for all tasks
     }
 
 
-def _run(folder: str, test: str, options: dict[str, Any], cpus: int) -> bool:
-    """What each task does; whether it has run the test."""
+def _run(folder: str, test: str, options: dict[str, Any], cpus: int) -> None:
+    """Run the test in a pytest of this task."""
     config = ClusterConfig.from_env()
     task = Path(folder) / ("process" if config is None else str(config.task))
     others = [] if config is None else [str(each) for each in config.tasks()]
     if not _is_wanted(task, [Path(folder) / name for name in others if name != task.name]):
-        return False
+        return
     with open(f"{task}{_STARTS}", "ab") as file:
         file.write(b".")
     if cpus > 1:
@@ -213,11 +201,13 @@ def _run(folder: str, test: str, options: dict[str, Any], cpus: int) -> bool:
     options["override_ini"] = [*(options["override_ini"] or ()), f"cache_dir={own}-cache"]
     session = pytest.Config.fromdictargs(options, [test])
     with open(f"{task}{_REPORTS}", "ab") as file:
-        session.pluginmanager.register(_Reporter(file))
+        reporter = _Reporter(file)
+        session.pluginmanager.register(reporter)
         status = session.hook.pytest_cmdline_main(config=session)
     if status != pytest.ExitCode.OK:
         sys.exit(1)
-    return True
+    if not reporter.has_ended:
+        sys.exit("The test exited before its end.")
 
 
 def _is_wanted(task: Path, others: list[Path]) -> bool:
@@ -228,17 +218,22 @@ def _is_wanted(task: Path, others: list[Path]) -> bool:
             restart.unlink()
             killed.unlink()
             return True
-        ended = [DONE, _KILLED]
-        if all(any(Path(f"{each}{end}").exists() for end in ended) for each in others):
+        ends = [(Path(f"{other}{DONE}"), Path(f"{other}{_KILLED}")) for other in others]
+        if all(done.exists() or gone.exists() for done, gone in ends):
             return False
         time.sleep(_LOOK_EVERY)
     return True
 
 
 class _Reporter:
-    """A plugin of a task's pytest: writes its reports to a file."""
+    """A plugin of a task's pytest: writes its reports to a file.
+
+    Attributes:
+        has_ended: whether the last part of the test, its teardown, was reported.
+    """
 
     def __init__(self, file: Any) -> None:
+        self.has_ended = False
         self._file = file
 
     @pytest.hookimpl(trylast=True)
@@ -248,12 +243,8 @@ class _Reporter:
         if config.pluginmanager.has_plugin("terminalreporter"):
             config.pluginmanager.unregister(name="terminalreporter")
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        for node in {node for item in items for node in item.listchain()}:
-            # It is judged by the session.
-            node.own_markers[:] = [mark for mark in node.own_markers if mark.name != "xfail"]
-
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.has_ended = report.when == "teardown"
         self._write(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

@@ -14,15 +14,7 @@ __all__ = ["DEFAULT", "Case", "case_of", "logical_cpus", "strategy_matrix"]
 
 DEFAULT = ("one_device", "mirrored_2", "central_storage_3", "multi_worker_2")
 
-# Kind -> name for create_strategy; None for the template, which is not in its registry.
-_KINDS = {
-    "one_device": "one_device",
-    "mirrored": "mirrored",
-    "central_storage": "central_storage",
-    "template": None,
-    "placed": "placed",
-    "multi_worker": "multi_worker_mirrored",
-}
+_KINDS = ("one_device", "mirrored", "central_storage", "template", "placed", "multi_worker")
 
 
 @dataclass(frozen=True)
@@ -54,12 +46,11 @@ class Case:
         from tfdist_ext.strategies import StrategyTemplate, create_strategy
 
         devices = [f"CPU:{number}" for number in range(self.replicas)]
-        name = _KINDS[self.kind]
-        if name is None:
+        if self.kind == "template":  # it is not in the registry
             return StrategyTemplate(devices)
-        if self.workers or self.kind == "one_device":
-            return create_strategy(name)
-        return create_strategy(name, devices=devices)
+        if self.workers:
+            return create_strategy("multi_worker_mirrored")
+        return create_strategy(self.kind, devices=devices)
 
 
 def case_of(name: str) -> Case:

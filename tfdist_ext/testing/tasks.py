@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import math
 import os
-import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,39 +14,22 @@ from tfdist_ext.cluster.jobs import JOB_NAMES
 from tfdist_ext.errors import LaunchError, TaskError
 from tfdist_ext.launch.function_task import DONE
 from tfdist_ext.launch.functions import (
+    failure_message,
     function_plan,
     raise_stop_signal,
     results_in,
-    said_by,
 )
 from tfdist_ext.launch.plan import task_counts
 from tfdist_ext.launch.run import Limits, Replaces, RunResult, run_plan
 from tfdist_ext.launch.stop_signals import StopSignals
+from tfdist_ext.messages import check_int
 from tfdist_ext.testing import warm
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["Ended", "Results", "check_timeout", "run_function", "run_tasks", "tasks_of"]
+__all__ = ["Ended", "check_timeout", "run_function", "run_tasks", "tasks_of"]
 
 _STACKS = 0.5  # seconds to write the stacks in a hang
 _MAX_OUTPUT = 8000  # characters of each task
-# Frames between the start of the process and the function that the task runs.
-_OUTER_FRAMES = re.compile(
-    r'^  File "(.*/(_pytest|pluggy|multiprocessing|runpy|tfdist_ext/(testing|launch))\b.*|<.*>)",'
-    r" line .*\n?",
-    re.M,
-)
-
-
-class Results(dict[str, Any]):
-    """What the function returned, by the name of the task, as "worker:0".
-
-    Tasks that did not return are missing.
-
-    Attributes:
-        outputs: what each task wrote to standard output and error.
-    """
-
-    outputs: dict[str, str]
 
 
 @filter_traceback
@@ -59,7 +40,7 @@ def run_tasks(
     *,
     args: tuple[Any, ...] = (),
     env: Mapping[str, str] | None = None,
-) -> Results:
+) -> dict[str, Any]:
     """Run `fn(*args)` once in each task of a cluster of processes on this machine.
 
     Like `tfd.launch`, with a time limit, and in processes that have imported TensorFlow before.
@@ -76,7 +57,8 @@ def run_tasks(
         env: environment of the tasks, to which TF_CONFIG is added; None: that of this process.
 
     Returns:
-        What `fn` returned in each task, by the name of the task.
+        What `fn` returned in each task, by the name of the task, as "worker:0". Tasks that did not
+        return are missing.
 
     Raises:
         LaunchError: the tasks are not a cluster, or `fn` cannot be sent to them.
@@ -91,9 +73,7 @@ def run_tasks(
                 cut = "" if len(shown) <= _MAX_OUTPUT else f", the last {_MAX_OUTPUT} characters"
                 lines.append(f"---- output of {name}{cut}\n{shown[-_MAX_OUTPUT:]}")
         raise TaskError("\n".join(lines), ended.failed)
-    results = Results(ended.results)
-    results.outputs = ended.outputs
-    return results
+    return ended.results
 
 
 @dataclass(frozen=True)
@@ -135,12 +115,8 @@ def run_function(
     check_timeout(timeout)
     tasks = None if cluster is None else tasks_of(cluster)
     env = dict(os.environ if env is None else env)
-    stop = StopSignals()
-    with (
-        stop.handled(),
-        function_plan(fn, args, tasks, folder, env, folder, timeout=timeout) as plan,
-    ):
-        nowhere = io.StringIO()
+    stop, nowhere = StopSignals(), io.StringIO()
+    with function_plan(fn, args, tasks, folder, env, folder, timeout=timeout) as plan:
         ended = run_plan(
             plan,
             Limits(grace=1.0, timeout=timeout + _STACKS),
@@ -152,7 +128,7 @@ def run_function(
             start=warm.start,
         )
     raise_stop_signal(stop.first)
-    outputs = {task.name: _output(task.log_file) for task in plan.tasks}
+    outputs = {name: _output(folder, name) for name in ended.returncodes}
     return Ended(*_failure(ended, folder, timeout), results_in(folder, ended), outputs)
 
 
@@ -163,13 +139,12 @@ def _failure(ended: RunResult, folder: Path, timeout: float) -> tuple[tuple[str,
         return hung, f"{names} had not ended after {timeout:g} s; their stacks are in their output."
     if ended.failed_task is None:
         return (), ""
-    return (ended.failed_task,), said_by(ended, folder)
+    return (ended.failed_task,), failure_message(ended, folder)
 
 
-def _output(log_file: Path | None) -> str:
-    assert log_file is not None
-    text = log_file.read_text(errors="replace") if log_file.exists() else ""
-    return _OUTER_FRAMES.sub("", text)
+def _output(folder: Path, task: str) -> str:
+    file = folder / f"{task.replace(':', '-')}.log"
+    return file.read_text(errors="replace") if file.exists() else ""
 
 
 def check_timeout(timeout: Any) -> None:
@@ -190,10 +165,8 @@ def tasks_of(cluster: Mapping[str, int] | int) -> dict[str, Any]:
             raise LaunchError(
                 f"the tasks of a cluster must be of the types {', '.join(JOB_NAMES)}, got {name!r}."
             )
-        most = 1 if name in ("chief", "evaluator") else math.inf
-        if type(count) is not int or not 0 <= count <= most:
-            limit = "0 or 1" if most == 1 else "a number of tasks"
-            raise LaunchError(f"{name} must be {limit}, got {count!r}.")
+        most = 1 if name in ("chief", "evaluator") else None
+        check_int(count, name, high=most, error=LaunchError)
     tasks: dict[str, Any] = {
         "workers": given.get("worker", 0),
         "chief": bool(given["chief"]) if "chief" in given else None,

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -31,7 +32,6 @@ _READ_AT_IMPORT = ("TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "MKL_", "CUDA_"
 # Exceptions: read later, or without effect on results.
 _NOT_READ_AT_IMPORT = ("TF_CONFIG", "TF_CPP_MIN_LOG_LEVEL", "CUDA_VISIBLE_DEVICES")
 
-_environment: dict[str, str] | None = None  # of the forkserver, where it has started
 # A status can be read once. Two threads that read it, and starting a process reads those of all
 # others, leave one of them with 255 for a process that ended well.
 _reading = threading.Lock()
@@ -51,27 +51,28 @@ class WarmProcess:
             return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end; the status.
+        """Wait for the end of the process; returns its status.
 
         Raises:
-            subprocess.TimeoutExpired: it still runs after `timeout` seconds.
+            subprocess.TimeoutExpired: the process still runs after `timeout` seconds.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        connection.wait([self._process.sentinel], timeout)
+        if not connection.wait([self._process.sentinel], timeout):
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         while (status := self.poll()) is None:
-            if deadline is not None and time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
             time.sleep(0.001)  # its pipe is closed just before it is gone
         return status
 
 
-def start(argv: Sequence[str], env: Mapping[str, str], output: int) -> WarmProcess:
+def start(
+    argv: Sequence[str], env: Mapping[str, str], output: int
+) -> tuple[int, Callable[[], int]]:
     """Start a task that runs a function; for `run_plan`.
 
     Args:
         argv: the command of `function_plan`; the last word is the file of the call.
     """
-    return start_function(function_task.main, (argv[-1],), env, output)
+    process = start_function(function_task.main, (argv[-1],), env, output)
+    return process.pid, process.wait
 
 
 def start_function(
@@ -83,8 +84,8 @@ def start_function(
 ) -> WarmProcess:
     """Run a function of a module as the program of a process that leads a session of its own.
 
-    Where `env` differs in variables that TensorFlow reads while it is imported, the process imports
-    TensorFlow anew.
+    If `env` differs in variables that are read during the import of TensorFlow, the process imports
+    TensorFlow again.
 
     Args:
         env: the environment of the process.
@@ -110,29 +111,17 @@ def _copy(descriptor: int) -> Connection:
 
 
 def _context(env: Mapping[str, str]) -> ForkServerContext | SpawnContext:
-    global _environment
-    wanted = _read_at_import(env)
-    context = multiprocessing.get_context("forkserver")
-    if _environment is None and wanted == _read_at_import(os.environ):
-        context.set_forkserver_preload(list(_PRELOADED))
-        with _nothing_on_stderr():
-            forkserver.ensure_running()
-        _environment = wanted
-    return context if wanted == _environment else multiprocessing.get_context("spawn")
+    if _read_at_import(env) == _start_server():
+        return multiprocessing.get_context("forkserver")
+    return multiprocessing.get_context("spawn")
 
 
-@contextlib.contextmanager
-def _nothing_on_stderr() -> Iterator[None]:
-    """Hide what TensorFlow writes while it is imported; processes write to files."""
-    kept = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+@functools.cache
+def _start_server() -> dict[str, str]:
+    """Start the process to fork from, once; returns the variables that its libraries have read."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(_PRELOADED))
+    forkserver.ensure_running()
+    return _read_at_import(os.environ)
 
 
 def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
@@ -163,23 +152,14 @@ def _run(
         pipe.close()
     is_ready.send(None)
     is_ready.close()
-    status = 0
     try:
         function(*args)
-    except SystemExit as error:
-        if isinstance(error.code, int | None):
-            status = error.code or 0
-        else:
-            print(error.code, file=sys.stderr)
-            status = 1
-    except BaseException as error:
+    except Exception as error:
         sys.last_value = error  # as Python does; exit functions read it
         sys.excepthook(type(error), error, error.__traceback__)
-        status = 1
-    for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.daemon:
-            thread.join()
-    atexit._run_exitfuncs()  # a coordinator tells its servers; multiprocessing calls none
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # TensorFlow's threads may wait for peers forever
+        sys.exit(1)
+    finally:
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()  # a coordinator tells its servers; multiprocessing calls none

@@ -11,7 +11,6 @@ belongs to each part of the interface of a strategy.
 
 from __future__ import annotations
 
-from tfdist_ext.testing.conformance.dataset_checks import DatasetChecks
 from tfdist_ext.testing.conformance.replica_checks import ReplicaChecks
 from tfdist_ext.testing.conformance.training_checks import TrainingChecks
 from tfdist_ext.testing.conformance.variable_checks import VariableChecks
@@ -19,7 +18,7 @@ from tfdist_ext.testing.conformance.variable_checks import VariableChecks
 __all__ = ["StrategyConformance"]
 
 
-class StrategyConformance(TrainingChecks, DatasetChecks, VariableChecks, ReplicaChecks):
+class StrategyConformance(TrainingChecks, VariableChecks, ReplicaChecks):
     """The contract of a synchronous strategy on the devices of one machine.
 
     A subclass defines `strategy()`. It may leave checks out (`test_gather = None`), override a

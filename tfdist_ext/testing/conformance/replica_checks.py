@@ -1,7 +1,8 @@
-"""What a step and its replicas see: scope, run, collectives, reduce, gather, local values."""
+"""What replicas see: scope, run, collectives, reduce, gather, their rows of a dataset."""
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import tensorflow as tf
@@ -21,7 +22,10 @@ __all__ = ["ReplicaChecks"]
 
 
 class ReplicaChecks(StrategyCase):
-    """On N replicas, the number r = 1 to N on each: sums of it tell who took part."""
+    """On N replicas, the number r = 1 to N on each: sums of it tell who took part.
+
+    Each row of a dataset is a number of its own, so that a lost or doubled row is seen.
+    """
 
     def test_scope(self) -> None:
         """`scope()` gives the strategy, in cross-replica context, and is left again."""
@@ -53,39 +57,18 @@ class ReplicaChecks(StrategyCase):
         result = strategy.run(lambda *, x: x * replica_number(), kwargs={"x": 3.0})
         self.expect_values("run with kwargs", result, [3 * r for r in each])
 
-    def test_step_errors_are_raised(self) -> None:
-        """What a step raises is raised by `run`."""
-
-        def fails() -> None:
-            raise ZeroDivisionError
-
-        try:
-            self.under_test().run(fails)
-        except ZeroDivisionError:
-            return
-        raise AssertionError("an exception in a step: run must raise it, got a return.")
-
     def test_all_reduce(self) -> None:
         """SUM and MEAN over all replicas, on each of them; of structures, too."""
-        strategy, count = self.under_test(), self.replicas()
-        mean = (count + 1) / 2
+        count = self.replicas()
+        right = {"mean": (count + 1) / 2, **probe_sums(count)}
 
         def step() -> Any:
-            values = {"a": replica_number(), "b": [tf.fill([2, 3], replica_number())]}
-            mean = tf.distribute.ReduceOp.MEAN
-            return _all_reduce("SUM", replica_number()), _all_reduce(mean, values)
+            means = _all_reduce(tf.distribute.ReduceOp.MEAN, {"mean": replica_number()})
+            return {**means, **_all_reduce("SUM", reduction_probe())}
 
         for mode in RUN_MODES:
-            sums, means = run(strategy, step, mode)
-            self.expect_values(f"the sum, {mode}", sums, [sum(self.numbers())] * count)
-            self.expect_values(f"the mean, {mode}", means["a"], [mean] * count)
-            matrix = [[mean] * 3] * 2
-            self.expect_values(f"the mean of a matrix, {mode}", means["b"][0], [matrix] * count)
-        for mode in RUN_MODES[:2]:
-            summed = run(strategy, lambda: _all_reduce("SUM", reduction_probe()), mode)
-            right = probe_sums(count)
-            for kind, wanted in right.items():
-                self.expect_values(f"the sum of {kind}, {mode}", summed[kind], [wanted] * count)
+            for kind, value in run(self.under_test(), step, mode).items():
+                self.expect_values(f"all_reduce of {kind}, {mode}", value, [right[kind]] * count)
 
     def test_all_reduce_of_slices(self) -> None:
         """Slices of a table are added by their rows, as gradients of embeddings are."""
@@ -136,39 +119,36 @@ class ReplicaChecks(StrategyCase):
     def test_reduce(self) -> None:
         """`reduce` of what `run` returned, in Python and in a tf.function."""
         strategy, count = self.under_test(), self.replicas()
+        right = {"mean": (count + 1) / 2, **probe_sums(count)}
 
         def reduced() -> Any:
-            number = strategy.run(replica_number)
-            return [strategy.reduce(operation, number, axis=None) for operation in ("SUM", "MEAN")]
-
-        def reduced_wide() -> Any:
-            values = strategy.run(reduction_probe)
             # One at a time: not every strategy takes a structure.
-            return {kind: strategy.reduce("SUM", each, axis=None) for kind, each in values.items()}
+            values = strategy.run(reduction_probe)
+            sums = {kind: strategy.reduce("SUM", each, axis=None) for kind, each in values.items()}
+            mean = strategy.reduce("MEAN", strategy.run(replica_number), axis=None)
+            return {"mean": mean, **sums}
 
-        sums = probe_sums(count)
-        for where, call in {"": lambda f: f, ", in a tf.function": tf.function}.items():
-            total, mean = call(reduced)()
-            expect_equal(f"reduce SUM{where}", float(total), sum(self.numbers()))
-            expect_equal(f"reduce MEAN{where}", float(mean), (count + 1) / 2)
-            found = {kind: each.numpy().tolist() for kind, each in call(reduced_wide)().items()}
-            for kind, wanted in sums.items():
-                expect_equal(f"reduce SUM of {kind}{where}", found[kind], wanted)
+        for where, call in {"": reduced, ", in a tf.function": tf.function(reduced)}.items():
+            for kind, value in call().items():
+                expect_equal(f"reduce of {kind}{where}", value.numpy().tolist(), right[kind])
 
     def test_reduce_along_an_axis(self) -> None:
         """Along an axis every row counts the same, on whichever replica it is."""
         strategy, count = self.under_test(), self.replicas()
         even = strategy.run(lambda: tf.fill([2, 2], replica_number()))
         total, squares = sum(self.numbers()), sum(r * r for r in self.numbers())
-        rows = strategy.reduce("SUM", even, axis=0).numpy().tolist()
-        expect_equal("the sum of 2 rows of each replica", rows, [2 * total] * 2)
-        rows = strategy.reduce("MEAN", even, axis=0).numpy().tolist()
-        expect_equal("the mean of 2 rows of each replica", rows, [(count + 1) / 2] * 2)
-        result = tf.function(lambda: strategy.reduce("SUM", strategy.run(_uneven_rows), axis=0))()
-        expect_equal("the sum of r rows of each replica", float(result), squares)
-        result = tf.function(lambda: strategy.reduce("MEAN", strategy.run(_uneven_rows), axis=0))()
-        off = abs(float(result) - squares / total)
-        expect_equal("the mean of r rows of each replica, right", off < 1e-5, True)
+        for operation, right in {"SUM": [2 * total] * 2, "MEAN": [(count + 1) / 2] * 2}.items():
+            rows = strategy.reduce(operation, even, axis=0).numpy().tolist()
+            expect_equal(f"the {operation} of 2 rows of each replica", rows, right)
+
+        @tf.function
+        def uneven() -> Any:
+            rows = strategy.run(_uneven_rows)
+            return [strategy.reduce(operation, rows, axis=0) for operation in ("SUM", "MEAN")]
+
+        summed, mean = map(float, uneven())
+        expect_equal("the SUM of r rows of each replica", summed, squares)
+        expect_equal("the MEAN of r rows is right", abs(mean - squares / total) < 1e-5, True)
 
     def test_gather(self) -> None:
         """`gather` joins the values of all replicas along an axis, in their order."""
@@ -187,6 +167,32 @@ class ReplicaChecks(StrategyCase):
         )
         right = [11.0 * number + count + 1 for number in range(count)]
         self.expect_run("values given to run", lambda x: x + replica_number(), right, made)
+
+    def test_distribute_dataset(self) -> None:
+        """The parts of the replicas, in their order, are the global batch; the last is short."""
+        strategy, size = self.under_test(), 2 * self.replicas()
+        rows = tf.data.Dataset.range(2 * size - 1).batch(size)
+        distributed = strategy.experimental_distribute_dataset(rows)
+        parts = [local_values(strategy, batch) for batch in distributed]
+        joined = [list(chain(*batch)) for batch in parts]
+        expect_equal("rows of each batch", joined, [[*range(size)], [*range(size, 2 * size - 1)]])
+        expect_equal("how many each replica has", [len(p) for p in parts[0]], [2] * self.replicas())
+
+    def test_datasets_from_a_function(self) -> None:
+        """`distribute_datasets_from_function`: the context gives the shard, each row comes once."""
+        strategy, count = self.under_test(), self.replicas()
+
+        def pipeline(context: tf.distribute.InputContext) -> tf.data.Dataset:
+            rows = tf.data.Dataset.range(4 * count)
+            shard = rows.shard(context.num_input_pipelines, context.input_pipeline_id)
+            return shard.batch(context.get_per_replica_batch_size(2 * count))
+
+        distributed = strategy.distribute_datasets_from_function(pipeline)
+        parts = [local_values(strategy, batch) for batch in distributed]
+        each = [[len(part) for part in batch] for batch in parts]
+        expect_equal("rows of each replica in each step", each, [[2] * count] * 2)
+        rows = sorted(row for batch in parts for part in batch for row in part)
+        expect_equal("all rows", rows, list(range(4 * count)))
 
 
 def _all_reduce(operation: Any, value: Any) -> Any:

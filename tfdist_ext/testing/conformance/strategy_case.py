@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -16,7 +14,6 @@ __all__ = [
     "RUN_MODES",
     "StrategyCase",
     "expect_equal",
-    "ignore_known_warnings",
     "local_values",
     "probe_sums",
     "reduction_probe",
@@ -75,16 +72,6 @@ def expect_equal(what: str, got: Any, wanted: Any) -> None:
     __tracebackhide__ = True
     if got != wanted:
         raise AssertionError(f"{what}: must be {wanted!r}, got {got!r}.")
-
-
-@contextlib.contextmanager
-def ignore_known_warnings() -> Iterator[None]:
-    """Scope that ignores warnings about how TensorFlow and Keras call each other."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        # TensorFlow warns about each distributed dataset that a tf.function iterates over.
-        warnings.filterwarnings("ignore", message="To make it possible to preserve tf.data options")
-        yield
 
 
 class StrategyCase:

@@ -1,0 +1,211 @@
+"""Tests in processes of their own: what is reported of tests that pass, fail and hang."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from processes import is_alive
+from task_programs import LEFT_OUT
+
+PROJECT = '''
+import os
+import subprocess
+import time
+
+import pytest
+
+CHILDREN = []
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    return tmp_path
+
+
+@pytest.mark.tfdist_cluster(worker=2)
+def test_one_fails(tfdist_cluster):
+    print("hello from", tfdist_cluster.task.index)
+    wanted = [1, 2]
+    assert tfdist_cluster.task.index == 0 or wanted == [1, 3]
+    time.sleep(100)
+
+
+@pytest.mark.tfdist_cluster(worker=2, timeout=12)
+def test_hangs(tfdist_cluster):
+    time.sleep(100)
+
+
+@pytest.mark.tfdist_cluster(worker=2)
+def test_skipped(tfdist_cluster):
+    pytest.skip("not here")
+
+
+@pytest.mark.xfail(strict=True)
+@pytest.mark.tfdist_cluster(worker=2)
+def test_fails_as_expected(tfdist_cluster):
+    assert tfdist_cluster.task.index == 5
+
+
+@pytest.mark.tfdist_cluster(worker=2)
+def test_a_fixture_is_missing(tfdist_cluster, absent):
+    pass
+
+
+@pytest.mark.tfdist_cluster(worker=3)
+def test_killed_and_started_again(tfdist_cluster):
+    """The first task ends the others, and starts one again, which then has its second attempt."""
+    folder = os.environ["SHARED_FOLDER"]
+    here = os.path.join(folder, f"{tfdist_cluster.task.index}-{tfdist_cluster.attempt}")
+    open(here, "w").close()
+    if tfdist_cluster.task.index == 0:
+        while not os.path.exists(os.path.join(folder, "2-0")):
+            time.sleep(0.01)
+        tfdist_cluster.kill("worker", 1)
+        tfdist_cluster.restart("worker", 2)
+        while not os.path.exists(os.path.join(folder, "2-1")):
+            time.sleep(0.01)
+        assert {"2-0", "2-1"} <= {*os.listdir(folder)}
+        for index, message in ((7, "there is no task worker:7"), (0, "cannot kill itself")):
+            with pytest.raises(Exception, match=message):
+                tfdist_cluster.kill("worker", index)
+    elif not tfdist_cluster.attempt:
+        time.sleep(100)
+
+
+@pytest.mark.slow
+@pytest.mark.tfdist_cluster(worker=1, ps=1)
+@pytest.mark.parametrize("offset", [1.0])
+def test_passes(tfdist_cluster, request, offset, prepared):
+    assert set(tfdist_cluster.config.jobs) == {"chief", "worker", "ps"}
+    assert request.config.getoption("--width") == 5
+    print("seen by", tfdist_cluster.task)
+    CHILDREN.append(subprocess.Popen(["sleep", "600"]))
+    file = f"{CHILDREN[-1].pid}.child"
+    open(os.path.join(os.environ["SHARED_FOLDER"], file), "w").close()
+
+
+@pytest.mark.tfdist_cluster(worker=2)
+def test_one_leaves(tfdist_cluster):
+    if tfdist_cluster.task.index == 1:
+        pytest.exit("enough", returncode=0)
+
+
+@pytest.mark.parametrize("tfdist_strategy", ["mirrored_4"], indirect=True)
+def test_a_strategy_of_its_own(tfdist_strategy):
+    import tensorflow as tf
+
+    with tfdist_strategy.scope():
+        variable = tf.Variable(1.0)
+    each = tfdist_strategy.run(lambda: variable + 1.0)
+    assert float(tfdist_strategy.reduce("SUM", each, axis=None)) == 8.0
+
+
+@pytest.mark.tfdist_cluster(worker=3)
+@pytest.mark.parametrize("tfdist_strategy", ["multi_worker_2"], indirect=True)
+def test_a_strategy_of_another_cluster(tfdist_strategy):
+    pass
+'''
+
+CONFTEST = """
+def pytest_addoption(parser):
+    parser.addoption("--width", type=int, default=4)
+"""
+OUTCOMES = {
+    "test_passes[1.0]": "PASSED",
+    "test_one_fails": "FAILED",
+    "test_hangs": "FAILED",
+    "test_skipped": "SKIPPED",
+    "test_fails_as_expected": "XFAIL",
+    "test_a_fixture_is_missing": "FAILED",
+    "test_killed_and_started_again": "PASSED",
+    "test_one_leaves": "FAILED",
+    "test_a_strategy_of_its_own[mirrored_4]": "PASSED",
+    "test_a_strategy_of_another_cluster[multi_worker_2]": "ERROR",
+}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> str:
+    """What a pytest on the project prints."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "test_it.py").write_text(PROJECT)
+    (folder / "conftest.py").write_text(CONFTEST)
+    # Some are of pytest's own plugins, and some are overruled on the command line.
+    options = "--strict-markers -W error -ra --verbosity=0 --ff -m 'not slow'"
+    (folder / "pytest.ini").write_text(f"[pytest]\naddopts = {options}\nmarkers = slow\n")
+    command = [sys.executable, "-m", "pytest", "-vv", "-rA", "-m", "", "--width", "5"]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": LEFT_OUT, "SHARED_FOLDER": str(shared)},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    return done.stdout + done.stderr
+
+
+def section(run: str, test: str) -> str:
+    """What is said of a test that failed."""
+    found = re.search(rf"^_+ {re.escape(test)} _+\n(.*?)^(?:_{{5}}|={{5}})", run, re.M | re.S)
+    assert found, run
+    return found[1]
+
+
+def test_outcomes(run: str) -> None:
+    pattern = r"^(PASSED|FAILED|ERROR|XFAIL) test_it\.py::(\S+)"
+    found = {name: outcome for outcome, name in re.findall(pattern, run, re.M)}
+    wanted = {name: outcome for name, outcome in OUTCOMES.items() if outcome != "SKIPPED"}
+    assert found == wanted, run
+    assert re.search(r"^SKIPPED \[1\] test_it\.py:\d+: not here$", run, re.M)
+
+
+def test_a_failure_names_the_task_and_shows_the_values(run: str) -> None:
+    assert re.search(r"^FAILED test_it\.py::test_one_fails - Failed: worker:1: .*assert", run, re.M)
+    text = section(run, "test_one_fails")
+    assert re.search(r"^worker:1: AssertionError: .*\n\ntfdist_cluster = <", text, re.M)
+    assert "At index 1 diff: 2 != 3" in text
+    assert re.search(r"Captured output of worker:0 call -*\nhello from 0\n", text)
+
+
+def test_a_hang_shows_where_each_task_is(run: str) -> None:
+    text = section(run, "test_hangs")
+    assert "worker:0, worker:1 had not ended after 12 s" in text
+    assert text.count("in test_hangs") == 2
+
+
+def test_an_output_is_kept_of_what_passes(run: str) -> None:
+    for task in ("chief:0", "worker:0", "ps:0"):
+        pattern = rf"Captured output of {task} call -*\n(?:.*\n)*?seen by {task}"
+        assert re.search(pattern, run), run
+
+
+def test_no_process_is_left_of_what_passes(run: str, shared: Path) -> None:
+    children = [int(file.stem) for file in shared.glob("*.child")]
+    assert len(children) == 3
+    deadline = time.monotonic() + 5
+    while any(map(is_alive, children)):
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.05)
+
+
+def test_mistakes_are_named(run: str) -> None:
+    assert "The test exited before its end." in section(run, "test_one_leaves")
+    assert "fixture 'absent' not found" in section(run, "test_a_fixture_is_missing")
+    text = section(run, "ERROR at setup of test_a_strategy_of_another_cluster[multi_worker_2]")
+    assert "Traceback" not in text
+    assert text.endswith(
+        "the mark and the strategy of a test must agree on the number of workers, got {'worker': 3}"
+        " and multi_worker_2, which has 2 workers: remove one of them.\n"
+    )
