@@ -20,6 +20,7 @@ setup(
         "keras>=3.12,<3.16",
         "absl-py",
         "grpcio",
+        "ml_dtypes",
     ],
     extras_require={
         # Since 2.21 TensorFlow does not bring it, and writes no scalars without it.

@@ -17,7 +17,7 @@ from placement_models import bert_large, criteo_tables, many_tables
 from tfdist_ext import cli
 from tfdist_ext.placement import PlacementPlan, VariableSpec, plan
 from tfdist_ext.placement.live.learning import learn_specs
-from tfdist_ext.placement.sizes import size_text
+from tfdist_ext.placement.specs import size_text
 
 PLAN, PLAN_END = "<!-- plan begin -->\n", "<!-- plan end -->\n"
 TASKS = (2, 3, 8, 64)

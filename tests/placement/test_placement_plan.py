@@ -1,11 +1,19 @@
-"""The plan itself: what it knows, its table, and another model or cluster."""
+"""The plan itself: its table, another model, and a plan as JSON."""
 
 from __future__ import annotations
 
-import pytest
-from placement_models import resnet50
+import json
+from typing import Any
 
-from tfdist_ext.placement import Owned, PlacementError, VariableSpec, plan
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from placement_models import resnet50
+from test_planner import models, ruled
+
+from tfdist_ext.placement import Owned, PlacementError, PlacementPlan, VariableSpec, plan
+
+QUICK = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 SPECS = [
     VariableSpec("users", (1000, 16), slots=2, load=3.0),
@@ -66,16 +74,54 @@ def test_a_plan_for_another_model_names_the_differences() -> None:
         made.check([*SPECS, *(VariableSpec(f"n{i}", ()) for i in range(50))])
 
 
-def test_a_plan_for_another_number_of_tasks() -> None:
-    made = plan(SPECS, 2)
-    made.check_tasks(2)
-    with pytest.raises(
-        PlacementError, match=r"plan must be for the cluster's 3 .*got one for 2\. Plan again"
-    ):
-        made.check_tasks(3)
-    with pytest.raises(
-        PlacementError, match=r"for the cluster's 1 ps tasks, got one for the devices CPU:0"
-    ):
-        plan(SPECS, devices=["CPU:0"]).check_tasks(1)
+def test_a_path_that_the_plan_does_not_have() -> None:
     with pytest.raises(PlacementError, match=r"no variable 'user'.* 'users'"):
-        made.tasks_of("user")
+        plan(SPECS, 2).tasks_of("user")
+
+
+@QUICK
+@given(st.data(), models(), st.integers(1, 9))
+def test_json_round_trip(data: st.DataObject, specs: list[VariableSpec], tasks: int) -> None:
+    rules = data.draw(ruled(specs, tasks))
+    budget = sum(spec.bytes for spec in specs) if data.draw(st.booleans()) else None
+    made = plan(specs, tasks, rules=rules, budget=budget)
+    again = PlacementPlan.from_json(made.to_json())
+    assert again == made
+    assert again.to_json() == made.to_json()
+    # Another editor's spaces and line ends are no change.
+    assert PlacementPlan.from_json(json.dumps(json.loads(made.to_json()))) == made
+
+
+def test_json_of_devices_is_one_line_for_each_variable() -> None:
+    made = plan(
+        SPECS,
+        devices=["CPU:0", "GPU:0"],
+        rules={"users": "device CPU:0"},
+        default=lambda _: Owned(),
+    )
+    text = made.to_json()
+    assert PlacementPlan.from_json(text) == made
+    assert sum('{"path"' in line for line in text.splitlines()) == len(SPECS)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"format": "other"}, "Plan again with this package"),
+        ({"tasks": 3}, "was changed after it was written"),
+    ],
+)
+def test_json_that_was_changed(change: dict[str, Any], named: str) -> None:
+    content = json.loads(plan(SPECS, 2).to_json())
+    with pytest.raises(PlacementError, match=named):
+        PlacementPlan.from_json(json.dumps(content | change))
+    content["variables"][0]["on"] = [1]
+    with pytest.raises(PlacementError, match="was changed after it was written"):
+        PlacementPlan.from_json(json.dumps(content))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, 3])
+def test_text_that_is_no_plan(text: Any) -> None:
+    with pytest.raises(PlacementError, match="the placement plan") as error:
+        PlacementPlan.from_json(text)
+    assert len(str(error.value)) < 500

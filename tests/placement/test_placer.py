@@ -130,7 +130,8 @@ def test_a_plan(tmp_path: Path) -> None:
     ("placement", "message"),
     [
         (7, r'placement must be a PlacementPlan .* or "balanced", got 7'),
-        (plan(SPECS, 3), r"for the cluster's 2 ps tasks, got one for 3\. Plan again"),
+        (plan(SPECS, 3), "the cluster's 2 ps tasks, got one for 3 ps tasks. Plan again"),
+        (plan(SPECS, devices=["CPU:0"]), "the cluster's 2 ps tasks, got one for 1 devices"),
         ("no/such/plan.json", "the plan 'no/such/plan.json' cannot be read: .*No such file"),
     ],
 )
@@ -208,8 +209,9 @@ def test_too_few_rows() -> None:
     placer = DevicePlacer(FOUR, {"v": "sharded(4)"})
     for variable in (VariableSpec("v", (3, 2)), VariableSpec("v", ())):
         for call in (placer.placement_of, lambda spec: placer.learn([spec])):
-            with pytest.raises(PlacementError, match=r"only 3 rows|got the scalar 'v'"):
+            with pytest.raises(PlacementError, match=r"only 3 rows|it is a scalar"):
                 call(variable)
+    assert DevicePlacer(FOUR, {"v": "sharded"}).placement_of(VariableSpec("v", ())) == Mirrored()
 
 
 def test_the_host_is_no_owner() -> None:

@@ -118,9 +118,9 @@ def test_a_piece_on_each_task_or_device(where: Any) -> None:
         ({"head/bias": "sharded(3)"}, "'head/bias' must .* got shape (2,): it has only 2 rows"),
         ({"scale": "sharded(2)"}, "'scale' must .* to be sharded(2), got .* it is a scalar"),
         ({"scale": "mirrored"}, "'scale' cannot be mirrored on parameter servers"),
-        ({"scale": "everywhere"}, "the rule 'scale': .* got 'everywhere'"),
+        ({"scale": "everywhere"}, "a placement must be written .* got 'everywhere'"),
         ({"": "task 0"}, "pattern must be a text"),
-        (["scale"], 'rules must be Rule("pattern", placement)'),
+        (["scale"], 'rules must be a list of Rule("pattern", placement)'),
     ],
 )
 def test_rules_that_cannot_be(rules: Any, named: str) -> None:

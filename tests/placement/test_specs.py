@@ -1,12 +1,17 @@
-"""Bytes of variables and their pieces."""
+"""Bytes of variables and their pieces, and sizes as people write them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tfdist_ext.placement import PlacementError, VariableSpec
+from tfdist_ext.placement.specs import parse_size, size_text
+
+QUICK = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 
 
 def test_bytes_of_a_variable() -> None:
@@ -34,3 +39,44 @@ def test_bytes_of_a_variable() -> None:
 def test_what_is_no_variable(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(PlacementError, match=named):
         VariableSpec(**({"path": "v", "shape": (2, 3)} | arguments))
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        (0, 0),
+        ("4096", 4096),
+        ("1 B", 1),
+        (" 8 gib ", 8 * 2**30),
+        ("500MB", 500 * 10**6),
+        ("1.5TiB", 3 * 2**39),
+        ("0.3KiB", 307),  # a part of a byte is dropped
+    ],
+)
+def test_sizes(written: int | str, size: int) -> None:
+    assert parse_size(written) == size
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["", "8G", "-1GB", "1.5", "٣GB", "9" * 30, -1, True, 2.5],
+)
+def test_what_is_no_size(written: Any) -> None:
+    with pytest.raises(PlacementError, match="budget must be a size") as error:
+        parse_size(written)
+    assert len(str(error.value)) < 300
+
+
+@QUICK
+@given(st.integers(0, 2**60))
+def test_a_size_for_people_reads_back_to_half_a_percent(size: int) -> None:
+    assert abs(parse_size(size_text(size)) - size) <= 0.005 * size
+    assert parse_size(f"{size} B") == size
+
+
+def test_sizes_for_people() -> None:
+    sizes = (0, 1023, 1024, 4096, 2**20 - 6, 5 * 2**29, 2**60)
+    assert [size_text(size) for size in sizes] == [
+        *("0 B", "1023 B", "1.00 KiB", "4.00 KiB", "1023.99 KiB", "2.50 GiB"),
+        "1024.00 PiB",  # there is no larger unit
+    ]

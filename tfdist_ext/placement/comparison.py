@@ -8,8 +8,7 @@ from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import check_int
 from tfdist_ext.placement.planning import plan
 from tfdist_ext.placement.rules import Owned
-from tfdist_ext.placement.sizes import columns, size_text
-from tfdist_ext.placement.specs import VariableSpec
+from tfdist_ext.placement.specs import VariableSpec, columns, size_text
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["compare"]

@@ -11,7 +11,7 @@ import numpy as np
 
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import optional_module
-from tfdist_ext.placement.sizes import UNITS, size_text
+from tfdist_ext.placement.specs import UNITS, size_text
 
 __all__ = ["check_file", "save"]
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from textwrap import indent
+from typing import Any
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.placement import picture, plan_json
+from tfdist_ext.messages import shown
+from tfdist_ext.placement import picture
 from tfdist_ext.placement.rules import nearest_paths
-from tfdist_ext.placement.sizes import columns, size_text
-from tfdist_ext.placement.specs import Held, Place, VariableShard, VariableSpec
+from tfdist_ext.placement.specs import Held, Place, VariableShard, VariableSpec, columns, size_text
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["PlacementPlan"]
 
+_FORMAT = "tfdist_ext placement plan, version 1"
 _NAMED = 5  # differences of each kind that an error names
 _LARGEST = 10  # variables in the table
 _LISTED = 6  # tasks of one variable in the table
@@ -68,7 +72,7 @@ class PlacementPlan:
         """Bytes of variables and slots on each task (or device)."""
         held = [0] * self.tasks
         for spec, place in zip(self.specs, self.places, strict=True):
-            for task, size in place.bytes_of(spec, self.tasks):
+            for task, size, _ in place.parts(spec, self.tasks):
                 held[task] += size
         return tuple(held)
 
@@ -77,14 +81,8 @@ class PlacementPlan:
         """Load on each task (or device), in the unit of the variables' loads."""
         loaded = [0.0] * self.tasks
         for spec, place in zip(self.specs, self.places, strict=True):
-            if not spec.load:
-                continue
-            if place.held is Held.PIECES:
-                for task, load in zip(place.tasks, spec.piece_loads(len(place.tasks)), strict=True):
-                    loaded[task] += load
-            else:  # each copy serves its own replica
-                for task in range(self.tasks):
-                    loaded[task] += spec.load / self.tasks
+            for task, _, load in place.parts(spec, self.tasks):
+                loaded[task] += load
         return tuple(loaded)
 
     @property
@@ -132,19 +130,6 @@ class PlacementPlan:
                 " again."
             )
 
-    def check_tasks(self, tasks: int) -> None:
-        """Check that this is a plan for this number of parameter servers.
-
-        Raises:
-            PlacementError: it is for another number, or for the devices of one machine.
-        """
-        if self.devices is not None or self.tasks != tasks:
-            devices = f"the devices {', '.join(self.devices)}" if self.devices else self.tasks
-            raise PlacementError(
-                f"the plan must be for the cluster's {tasks} ps tasks, got one for {devices}."
-                " Plan again."
-            )
-
     def save_picture(self, path: str | os.PathLike[str]) -> None:
         """Draw a bar for each task, with its largest variables as blocks, as .svg or .png.
 
@@ -154,7 +139,7 @@ class PlacementPlan:
         """
         held: list[dict[str, int]] = [defaultdict(int) for _ in range(self.tasks)]
         for spec, place in zip(self.specs, self.places, strict=True):
-            for task, size in place.bytes_of(spec, self.tasks):
+            for task, size, _ in place.parts(spec, self.tasks):
                 held[task][spec.path] += size
         tasks = dict(zip(self.names(), held, strict=True))
         title = f"{self._title()}: fullest over mean {self.imbalance:.3f}"
@@ -162,7 +147,14 @@ class PlacementPlan:
 
     def to_json(self) -> str:
         """A text that `from_json` reads back to an equal plan; one line for each variable."""
-        return plan_json.dump({field.name: getattr(self, field.name) for field in fields(self)})
+        content = {"format": _FORMAT, "tasks": self.tasks, "devices": self.devices}
+        text = json.dumps({**content, "budget": self.budget}, indent=1)[:-2]  # no closing brace
+        lines = [
+            json.dumps({**asdict(spec), "held": place.held.value, "on": place.tasks})
+            for spec, place in zip(self.specs, self.places, strict=True)
+        ]
+        text += ',\n "variables": [' + ",".join(f"\n  {line}" for line in lines) + "\n ]"
+        return f'{text},\n "sha256": "{_digest(json.loads(text + "}"))}"\n}}\n'
 
     @staticmethod
     def from_json(text: str) -> PlacementPlan:
@@ -171,7 +163,31 @@ class PlacementPlan:
         Raises:
             PlacementError: the text is not JSON, not a plan, of another version, or was changed.
         """
-        return PlacementPlan(**plan_json.load(text))
+        try:
+            content = json.loads(text)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise PlacementError(
+                f"the placement plan must be JSON, as to_json() writes it, got {shown(text)}:"
+                f" {error}."
+            ) from None
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise PlacementError(
+                f'the placement plan must have "format": "{_FORMAT}", got {shown(content)}. Plan'
+                " again with this package."
+            )
+        if content.pop("sha256", None) != _digest(content):
+            raise PlacementError(
+                "the placement plan was changed after it was written: its sha256 does not match."
+                " Plan again, and use rules to move variables."
+            )
+        specs, places = [], []
+        for line in content["variables"]:
+            places.append(Place(tuple(line.pop("on")), Held(line.pop("held"))))
+            specs.append(VariableSpec(**line))
+        devices = content["devices"] and tuple(content["devices"])
+        return PlacementPlan(
+            tuple(specs), tuple(places), content["tasks"], devices, content["budget"]
+        )
 
     def __repr__(self) -> str:
         return f"<PlacementPlan: {len(self.specs)} variables on {', '.join(self.names()[:4])}, ...>"
@@ -250,6 +266,11 @@ def _lines_of_tasks(plan: PlacementPlan) -> list[list[str]]:
         line = [name, size_text(held), of_mean, str(variables[task]), str(shards[task])]
         lines.append(line + [f"{plan.load_by_task[task]:.4g}"] * loads)
     return lines
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """The sha256 of the content, without its spaces and line ends."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _kind(spec: VariableSpec) -> str:

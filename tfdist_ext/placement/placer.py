@@ -14,7 +14,7 @@ from typing import Any
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import shown
 from tfdist_ext.placement.placement_plan import PlacementPlan
-from tfdist_ext.placement.planning import plan
+from tfdist_ext.placement.planning import Targets, plan, short_name
 from tfdist_ext.placement.rules import (
     Balanced,
     Mirrored,
@@ -28,9 +28,7 @@ from tfdist_ext.placement.rules import (
     rules_from,
     rules_of,
 )
-from tfdist_ext.placement.sizes import parse_size
-from tfdist_ext.placement.specs import VariableShard, VariableSpec
-from tfdist_ext.placement.targets import Targets, short_name
+from tfdist_ext.placement.specs import VariableShard, VariableSpec, parse_size
 
 __all__ = ["DevicePlacer", "ServerPlacer"]
 
@@ -67,7 +65,12 @@ class ServerPlacer:
         if isinstance(placement, str) and placement.endswith(".json"):
             placement = _read(placement)
         if isinstance(placement, PlacementPlan):
-            placement.check_tasks(tasks)
+            if placement.devices is not None or placement.tasks != tasks:
+                kind = "ps tasks" if placement.devices is None else "devices"
+                raise PlacementError(
+                    f"the plan must be for the cluster's {tasks} ps tasks, got one for"
+                    f" {placement.tasks} {kind}. Plan again."
+                )
             self._given = self.plan = placement
         elif isinstance(placement, Iterable) and not isinstance(placement, str):
             self._rules = rules_from(placement)
@@ -212,13 +215,9 @@ class DevicePlacer:
         if isinstance(placement, Balanced):
             owned = spec.trainable and spec.weight_bytes >= self._owned_from
             return Owned() if owned else Mirrored()
-        if isinstance(placement, Sharded) and not spec.shape:
-            raise PlacementError(
-                f"{rule} must match variables with rows, got the scalar {spec.path!r}. Narrow the"
-                " pattern."
-            )
         self._targets.index_of(spec, placement)  # checks that the variable has enough rows
-        return placement
+        is_whole = isinstance(placement, Sharded) and not spec.shape
+        return Mirrored() if is_whole else placement
 
     def devices_of_pieces(self, spec: VariableSpec, placement: Sharded) -> tuple[str, ...]:
         """The devices of the even pieces of a variable that is now created, in the order of rows.

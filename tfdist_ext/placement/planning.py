@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.messages import shown
+from tfdist_ext.messages import check_int, nearest, shown
 from tfdist_ext.placement.placement_plan import PlacementPlan
 from tfdist_ext.placement.planner import Planner
 from tfdist_ext.placement.rules import (
     Balanced,
     Mirrored,
+    OnDevice,
+    OnTask,
     Owned,
     Placement,
+    Rule,
     Rules,
     Sharded,
     rules_of,
 )
-from tfdist_ext.placement.sizes import parse_size, size_text
-from tfdist_ext.placement.specs import Held, Place, VariableSpec
-from tfdist_ext.placement.targets import Targets
+from tfdist_ext.placement.specs import Held, Place, VariableSpec, parse_size, size_text
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["plan"]
+__all__ = ["Targets", "plan", "short_name"]
+
+_MOST = 1_000_000
+_DEVICE = re.compile(r"/?(?:device:)?([a-z_]+):([0-9]+)", re.IGNORECASE)
 
 
 @filter_traceback
@@ -74,27 +79,21 @@ def _planned(
     """The plan, whether or not it keeps to the budget."""
     count = targets.count
     filled, loaded = [0] * count, [0.0] * count
-    bytes_everywhere, load_everywhere = 0, 0.0
     places: dict[int, Place] = {}
     free: dict[int, VariableSpec] = {}
     pieces: dict[str, int] = {}
     for index, (spec, placement) in enumerate(zip(specs, placements, strict=True)):
-        load = spec.load or 0.0
+        fixed: Place | None = None
         task = targets.index_of(spec, placement)
         if task is not None:
-            places[index] = Place((task,))
-            filled[task] += spec.bytes
-            loaded[task] += load
+            fixed = places[index] = Place((task,))
         elif isinstance(placement, Mirrored):
-            places[index] = Place(tuple(range(count)), Held.COPIES)
-            bytes_everywhere += spec.bytes
-            load_everywhere += load / count
+            fixed = places[index] = Place(tuple(range(count)), Held.COPIES)
         elif isinstance(placement, Owned):
-            # Beyond the copy that every device holds, the owner has the slots. A variable without
-            # slots counts as one slot: the owner computes its update.
+            # Every device holds a copy, and the owner the slots. A variable without slots counts as
+            # one slot, because the owner computes its update.
+            fixed = Place((), Held.OWNED)
             free[index] = replace(spec, slots=max(spec.slots - 1, 0), load=None)
-            bytes_everywhere += spec.weight_bytes
-            load_everywhere += load / count
             pieces[spec.path] = 1
         else:
             free[index] = spec
@@ -102,8 +101,9 @@ def _planned(
                 pieces[spec.path] = placement.pieces_on(count, spec.rows)
             elif targets.devices is not None:
                 pieces[spec.path] = 1  # nothing is gained by cutting on one machine
-    filled = [held + bytes_everywhere for held in filled]
-    loaded = [load + load_everywhere for load in loaded]
+        for on, size, load in () if fixed is None else fixed.parts(spec, count):
+            filled[on] += size
+            loaded[on] += load
     where = Planner([*free.values()], filled, loaded, pieces).place_all()
     for index, of_pieces in zip(free, where, strict=True):
         owned = isinstance(placements[index], Owned)
@@ -144,3 +144,105 @@ def _checked(specs: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:
             " give layers different names."
         )
     return variables
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The parameter servers or devices that hold variables, by index.
+
+    Attributes:
+        count: number of parameter servers or devices.
+        devices: names of the devices, in the short form if they have one ("GPU:0"); None for
+            parameter servers.
+    """
+
+    count: int
+    devices: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, tasks: int | None, devices: Sequence[str] | None) -> Targets:
+        """The targets of the arguments of `plan`.
+
+        Raises:
+            PlacementError: both or none of the arguments, no number from 1, or a device twice.
+        """
+        if (tasks is None) == (devices is None):
+            raise PlacementError(
+                "a plan must be for a number of parameter servers (tasks) or for devices=, one of"
+                f" the two, got tasks={shown(tasks)}, devices={shown(devices)}."
+            )
+        if devices is None:
+            what = "the number of parameter servers"
+            return cls(check_int(tasks, what, 1, _MOST, error=PlacementError))
+        texts = [name for name in devices if isinstance(name, str)]
+        names = tuple(dict.fromkeys(map(short_name, texts)))
+        if isinstance(devices, str) or not names or len(names) < len(devices):
+            raise PlacementError(
+                'devices must be a list of different names, as ["CPU:0", "GPU:0"], got'
+                f" {shown(devices)}."
+            )
+        return cls(len(names), names)
+
+    def index_of(self, spec: VariableSpec, placement: Placement) -> int | None:
+        """The index of the target that the placement names; None if the planner chooses.
+
+        Raises:
+            PlacementError: there is no such target, the placement is for the other kind of target,
+                or the variable has too few rows for so many pieces.
+        """
+        if isinstance(placement, Sharded):
+            self._check_pieces(spec, placement)
+        if self.devices is None and isinstance(placement, Mirrored | Owned | OnDevice):
+            raise PlacementError(
+                f"{spec.path!r} cannot be {placement} on parameter servers. Use task N, sharded(N)"
+                " or balanced."
+            )
+        if self.devices is not None and isinstance(placement, OnTask):
+            raise PlacementError(
+                f"{spec.path!r} cannot be on {placement}, which is for parameter servers. Use"
+                f" mirrored, owned, sharded(N), balanced or device {self.devices[0]}."
+            )
+        if isinstance(placement, OnTask):
+            if placement.task >= self.count:
+                raise PlacementError(
+                    f"the task of {spec.path!r} must be from 0 to {self.count - 1}, got"
+                    f" {placement.task}: there are {self.count} ps tasks."
+                )
+            return placement.task
+        if isinstance(placement, OnDevice) and self.devices is not None:
+            name = short_name(placement.name)
+            if name not in self.devices:
+                raise PlacementError(
+                    f"{spec.path!r} cannot be on {placement}, which is not there."
+                    f" {nearest(name, self.devices)}"
+                )
+            return self.devices.index(name)
+        return None
+
+    def check(self, rule: Rule) -> None:
+        """Check what a rule names, before the shapes of variables are known.
+
+        Raises:
+            PlacementError: as in `index_of`.
+        """
+        self.index_of(VariableSpec(rule.pattern, (2**40,), "bool"), rule.placement)
+
+    def _check_pieces(self, spec: VariableSpec, placement: Sharded) -> None:
+        pieces = placement.pieces_on(self.count, spec.rows)
+        if self.devices is not None and pieces > self.count:
+            raise PlacementError(
+                f"{spec.path!r} cannot be {placement} on {self.count} devices. Write sharded for a"
+                " piece on each device."
+            )
+        if pieces > (spec.rows if spec.shape else 1):
+            rows = f"only {spec.rows} rows" if spec.shape else "no axis 0, it is a scalar"
+            raise PlacementError(
+                f"{spec.path!r} must have a row for each piece to be {placement}, got shape"
+                f" {spec.shape}: it has {rows}."
+            )
+
+
+def short_name(name: str) -> str:
+    """ "GPU:0" for "/device:GPU:0" and "gpu:0"; names on other machines are unchanged."""
+    match = _DEVICE.fullmatch(name.strip())
+    return f"{match[1].upper()}:{int(match[2])}" if match else name.strip()

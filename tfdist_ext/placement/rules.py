@@ -169,13 +169,14 @@ class Rule:
 Rules: TypeAlias = Iterable[Rule] | Mapping[str, str | Placement]
 
 
-@filter_traceback
-def placement_from(text: str) -> Placement:
+def placement_from(text: str | Placement) -> Placement:
     """The placement that a text names, as "sharded(4)", "task 0" or "device GPU:0".
 
     Raises:
-        PlacementError: the text is not a placement.
+        PlacementError: neither such a text nor a placement.
     """
+    if isinstance(text, Placement):
+        return text
     written = text.strip() if isinstance(text, str) else ""
     for plain in (Mirrored, Owned, Balanced, Sharded):
         if written.lower() == str(plain()):
@@ -192,7 +193,6 @@ def placement_from(text: str) -> Placement:
     )
 
 
-@filter_traceback
 def rules_from(rules: Rules) -> tuple[Rule, ...]:
     """The rules of a list of rules, or of a table of pattern -> placement or its text.
 
@@ -200,17 +200,13 @@ def rules_from(rules: Rules) -> tuple[Rule, ...]:
         PlacementError: not rules, a text that is not a placement, or two rules with one pattern.
     """
     if isinstance(rules, Mapping):
-        rules = [_rule(pattern, placement) for pattern, placement in rules.items()]
-    if isinstance(rules, str) or not isinstance(rules, Iterable):
-        raise PlacementError(
-            'rules must be a list of Rule("pattern", placement), or a table of pattern ->'
-            f' placement, as {{"embedding/.*": "task 0"}}, got {shown(rules)}.'
-        )
+        rules = [Rule(pattern, placement_from(text)) for pattern, text in rules.items()]
     seen: dict[str, Rule] = {}
-    for rule in rules:
+    for rule in rules if isinstance(rules, Iterable) else [rules]:
         if not isinstance(rule, Rule):
             raise PlacementError(
-                f'rules must be Rule("pattern", placement), got {shown(rule)} among them.'
+                'rules must be a list of Rule("pattern", placement), or a table of pattern ->'
+                f' placement, as {{"embedding/.*": "task 0"}}, got {shown(rules)}.'
             )
         if rule.pattern in seen:
             raise PlacementError(
@@ -267,12 +263,3 @@ def nearest_paths(pattern: str, paths: Sequence[str]) -> str:
     close = difflib.get_close_matches(pattern[:200], paths[:_COMPARED], n=3, cutoff=0.3)
     close = close or list(paths[:3])
     return f"The nearest: {', '.join(map(repr, close))}." if close else "There are no variables."
-
-
-def _rule(pattern: str, placement: str | Placement) -> Rule:
-    if not isinstance(placement, Placement):
-        try:
-            placement = placement_from(placement)
-        except PlacementError as error:
-            raise PlacementError(f"the rule {shown(pattern)}: {error}") from None
-    return Rule(pattern, placement)

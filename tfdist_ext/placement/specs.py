@@ -1,21 +1,42 @@
-"""A variable as placement sees it: its path, its bytes, and the pieces it can be cut into."""
+"""A variable as placement sees it: its path, its bytes, and the pieces it can be cut into.
+
+Bytes are written and read as texts such as "8GiB".
+"""
 
 from __future__ import annotations
 
 import enum
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+import ml_dtypes  # noqa: F401  # adds bfloat16 and others to NumPy
+import numpy as np
+
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import check_int, shown
-from tfdist_ext.placement.sizes import itemsize
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["Held", "Place", "VariableShard", "VariableSpec", "piece_rows"]
+__all__ = [
+    "UNITS",
+    "Held",
+    "Place",
+    "VariableShard",
+    "VariableSpec",
+    "columns",
+    "itemsize",
+    "parse_size",
+    "piece_rows",
+    "size_text",
+]
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_SIZE = re.compile(r"\s*([0-9]{1,19}(?:\.[0-9]{1,9})?)\s*(?:([kmgtp]?)(i?)b)?\s*", re.IGNORECASE)
 
 
 @filter_traceback
@@ -50,7 +71,9 @@ class VariableSpec:
             raise PlacementError(
                 f"a variable's path must be a text that is not empty, got {shown(self.path)}."
             )
-        object.__setattr__(self, "shape", _whole_shape(self.path, self.shape))
+        what = f"every dimension of {self.path!r}"
+        shape = tuple(check_int(size, what, error=PlacementError) for size in self.shape)
+        object.__setattr__(self, "shape", shape)
         slots = check_int(self.slots, f"slots of {self.path!r}", error=PlacementError)
         object.__setattr__(self, "slots", slots)
         is_number = isinstance(self.load, int | float) and not isinstance(self.load, bool)
@@ -130,13 +153,16 @@ class Place(NamedTuple):
     tasks: tuple[int, ...]
     held: Held = Held.PIECES
 
-    def bytes_of(self, spec: VariableSpec, count: int) -> list[tuple[int, int]]:
-        """(task, bytes of the variable there), for each piece, or for each of `count` copies."""
+    def parts(self, spec: VariableSpec, count: int) -> list[tuple[int, int, float]]:
+        """(task, bytes, load) of each piece of the variable, or of each of `count` copies."""
         if self.held is Held.PIECES:
-            return list(zip(self.tasks, spec.piece_bytes(len(self.tasks)), strict=True))
-        # Copies have their slots on all devices, an owned variable on one.
-        sizes = (spec.weight_bytes, spec.bytes)
-        return [(task, sizes[task in self.tasks]) for task in range(count)]
+            pieces = len(self.tasks)
+            sizes, loads = spec.piece_bytes(pieces), spec.piece_loads(pieces)
+            return list(zip(self.tasks, sizes, loads, strict=True))
+        # Copies have their slots on all devices, an owned variable on one. Each copy serves its own
+        # replica.
+        of_copies, load = (spec.weight_bytes, spec.bytes), (spec.load or 0.0) / count
+        return [(task, of_copies[task in self.tasks], load) for task in range(count)]
 
 
 def piece_rows(rows: int, pieces: int) -> list[int]:
@@ -148,14 +174,62 @@ def piece_rows(rows: int, pieces: int) -> list[int]:
     return [least + 1] * more + [least] * (pieces - more)
 
 
-def _whole_shape(path: str, shape: Sequence[int]) -> tuple[int, ...]:
+def itemsize(dtype: str) -> int:
+    """Bytes of one value. A string counts as 16 bytes, as in TensorFlow's partitioners.
+
+    Raises:
+        PlacementError: there is no dtype of this name.
+    """
+    if dtype == "string":
+        return 16
     try:
-        whole = tuple(map(int, shape))
-    except (TypeError, ValueError, OverflowError):
-        whole = (-1,)
-    if (whole and min(whole) < 0) or whole != tuple(shape):
+        return np.dtype(dtype if isinstance(dtype, str) else "").itemsize
+    except TypeError:
         raise PlacementError(
-            f"every dimension of {path!r} must be an integer of at least 0, got {shown(shape)}."
-            " Build the model with the shapes of its input first."
+            f"a dtype must be a name of TensorFlow's, as float32, got {shown(dtype)}."
+        ) from None
+
+
+def parse_size(size: int | str, what: str = "budget") -> int:
+    """Bytes from a number of bytes or a text: "8GiB", "500 MB", "1.5TiB", "1024".
+
+    Args:
+        size: kB, MB, GB, TB and PB are powers of 1000; KiB, MiB, GiB, TiB and PiB of 1024. Upper
+            and lower case are the same. A fraction of a byte is dropped.
+        what: name of the size in messages.
+
+    Raises:
+        PlacementError: neither a number of bytes nor such a text, or negative.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    # "1.5" without a unit is more likely a forgotten GiB than a byte and a half.
+    if match is None or ("." in match[1] and match[2] is None):
+        raise PlacementError(
+            f"{what} must be a size, got {shown(size)}. Write bytes as a whole number, or a text"
+            ' such as "8GiB" (2**30) or "500MB" (10**6).'
         )
-    return whole
+    number, unit, binary = match.groups()
+    power = " kmgtp".index(unit.lower()) if unit else 0
+    return int(Decimal(number) * (1024 if binary else 1000) ** power)
+
+
+def size_text(size: int) -> str:
+    """A readable size: "17 B", "4.00 KiB", "2.50 GiB"; right to half a percent."""
+    power = min(max(size.bit_length() - 1, 0) // 10, len(UNITS) - 1)
+    return f"{size / 1024**power:.2f} {UNITS[power]}" if power else f"{size} B"
+
+
+def columns(lines: Sequence[Sequence[str]], align: str) -> str:
+    """Lines of cells as a text with columns.
+
+    Args:
+        lines: the cells of each line.
+        align: "<" or ">" for each column.
+    """
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(f"{c:{a}{w}}" for c, a, w in zip(line, align, widths, strict=True)).rstrip()
+        for line in lines
+    )

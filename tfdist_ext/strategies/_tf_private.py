@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.placement.live._keras_private import optimizer_behind
 from tfdist_ext.placement.live._tf_private import as_piece, server_variable_class
-from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
+from tfdist_ext.placement.live.creating import updates_by_row, with_each_piece
 from tfdist_ext.private_names import PrivateNames
 
 # What a replica has, or a reduction gives.

@@ -25,8 +25,13 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live._tf_private import as_piece, partitioned
-from tfdist_ext.placement.live.creating import beside_pieces, is_partitioned, pieces_of
-from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
+from tfdist_ext.placement.live.creating import (
+    beside_pieces,
+    is_partitioned,
+    pieces_of,
+    updates_by_row,
+    with_each_piece,
+)
 from tfdist_ext.strategies import StrategyTemplate
 from tfdist_ext.strategies._tf_private import with_scalar_conversions
 from tfdist_ext.strategies.template_extended import check_owner

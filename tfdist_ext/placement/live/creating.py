@@ -1,4 +1,4 @@
-"""Creates variables where a placer decides, and initializes each of them there.
+"""Creates variables where a placer decides, and updates the pieces of a variable one by one.
 
 TensorFlow calls variable creators from the innermost scope outwards. The creator of a scope that is
 entered after the strategy's scope decides, and cuts variables. The creator of a scope that is
@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -22,8 +23,7 @@ from tfdist_ext.placement.live.initial_values import InitialValue
 from tfdist_ext.placement.live.learning import is_learning
 from tfdist_ext.placement.placer import ServerPlacer
 from tfdist_ext.placement.rules import nearest_paths
-from tfdist_ext.placement.sizes import itemsize
-from tfdist_ext.placement.specs import VariableSpec
+from tfdist_ext.placement.specs import VariableSpec, itemsize
 from tfdist_ext.user_frames import warn
 
 __all__ = [
@@ -34,6 +34,8 @@ __all__ = [
     "made_in_pieces",
     "pieces_of",
     "placing",
+    "updates_by_row",
+    "with_each_piece",
 ]
 
 # For each piece: device, first row, row after its last, and further arguments of its creator.
@@ -193,4 +195,57 @@ def _warn_of_unplanned(placer: ServerPlacer, spec: VariableSpec) -> None:
         f" parameter server with the fewest bytes. {nearest_paths(spec.path, paths)} Keras numbers"
         " the names of layers. Pass the function that builds the model to distribute(), which"
         " uses the names of the plan."
+    )
+
+
+# The update of a row depends on no other row, so each piece can be updated alone.
+_BY_ROW = (
+    keras.optimizers.SGD,
+    keras.optimizers.RMSprop,
+    keras.optimizers.Adadelta,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adamax,
+    keras.optimizers.Adam,
+    keras.optimizers.AdamW,
+    keras.optimizers.Nadam,
+    keras.optimizers.Ftrl,
+    keras.optimizers.Lion,
+)
+
+
+def updates_by_row(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether an optimizer can update each piece of a variable alone."""
+    return type(getattr(optimizer, "inner_optimizer", optimizer)) in _BY_ROW
+
+
+def with_each_piece(raw: Any, args: Sequence[Any]) -> Iterator[tuple[int, Any, list[Any]]]:
+    """(number, piece, its arguments of an update) for each piece of a raw value.
+
+    A piece gets its rows of a gradient. Other arguments, and variables that are in pieces
+    themselves, are passed to all pieces. A plain variable is one piece.
+    """
+
+    def part(arg: Any, first: int, end: int) -> Any:
+        if isinstance(arg, keras.Variable) or not tf.is_tensor(arg):
+            return arg
+        # While the step is traced, the shape of a gradient may be unknown. That of a learning rate
+        # is known.
+        of_all = arg.shape.rank != 0 and arg.shape.is_compatible_with(raw.shape)
+        whole = isinstance(arg, tf.IndexedSlices) or of_all
+        return _rows_in_range(arg, first, end) if whole else arg
+
+    for number, (piece, first, end) in enumerate(pieces_of(raw)):
+        mine = [part(arg, first, end) for arg in args] if is_partitioned(raw) else list(args)
+        yield number, piece, mine
+
+
+def _rows_in_range(value: Any, first: int, end: int) -> Any:
+    """The rows of a gradient from first to before end, as the gradient of a piece."""
+    if not isinstance(value, tf.IndexedSlices):
+        return value[first:end]
+    mine = tf.logical_and(value.indices >= first, value.indices < end)
+    return tf.IndexedSlices(
+        tf.boolean_mask(value.values, mine),
+        tf.boolean_mask(value.indices, mine) - first,
+        dense_shape=tf.constant([end - first, *value.values.shape[1:]]),
     )

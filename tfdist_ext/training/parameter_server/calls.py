@@ -1,17 +1,16 @@
 """Remote calls on whatever worker is free, through TensorFlow's ClusterCoordinator.
 
-Several global batches travel in one call (`BatchChunk`).
+Several global batches travel in one call (`ChunkCalls`).
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -23,37 +22,15 @@ from tfdist_ext.training.variables import default_strategy_scope
 
 __all__ = [
     "BATCHES_IN_A_CALL",
-    "BatchChunk",
     "Calls",
+    "ChunkCalls",
     "ConcreteFunction",
-    "batch_chunks",
     "busy_workers",
-    "chunk_specs",
     "on_worker",
-    "unstacked",
 ]
 ConcreteFunction: TypeAlias = tf.types.experimental.ConcreteFunction
 
 BATCHES_IN_A_CALL = 8  # at most
-
-
-class Call:
-    """Schedules the calls of one execution, and keeps their results in the order of the calls."""
-
-    def __init__(self, coordinator: tf.distribute.coordinator.ClusterCoordinator):
-        self._coordinator = coordinator
-        self._results: list[tf.distribute.coordinator.RemoteValue] = []
-
-    def __call__(self, function: ConcreteFunction, *args: Any) -> None:
-        self._results.append(self._coordinator.schedule(function, args=args))
-
-    def results(self) -> Iterator[Any]:
-        """The results of the calls, as NumPy arrays. TensorFlow has already copied them here."""
-        for result in self._results:
-            yield keras.tree.map_structure(
-                lambda value: value.numpy() if isinstance(value, tf.Tensor) else value,
-                result.fetch(),
-            )
 
 
 class Calls:
@@ -68,38 +45,50 @@ class Calls:
     def __init__(self, strategy: tf.distribute.Strategy, peers: TaskStatus):
         self.peers = peers
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-        self.workers = _worker_tasks()
+        # The strategy does not list its workers.
+        devices = (tf.DeviceSpec.from_string(d.name) for d in tf.config.list_logical_devices())
+        self.workers = len({device.task for device in devices if device.job == "worker"})
 
-    @contextlib.contextmanager
-    def joined(self) -> Iterator[Call]:
-        """Scope that ends when every call made in it has returned.
+    def results(self, calls: Iterable[tuple[ConcreteFunction, Sequence[Any]]]) -> list[Any]:
+        """Make calls and wait for all of them.
+
+        Args:
+            calls: a function and its arguments for each call.
+
+        Returns:
+            The results as NumPy arrays, in the order of the calls.
 
         Raises:
             PeerError: a parameter server is gone.
             tf.errors.OpError: an operation of a call failed.
         """
+        values = []
         try:
-            with _original_errors():
-                try:
-                    yield Call(self.coordinator)
-                finally:
-                    try:
-                        self._wait()
-                    except KeyboardInterrupt:
-                        self._wait()  # running steps would change what comes next
-                        raise
+            try:
+                for function, args in calls:
+                    values.append(self.coordinator.schedule(function, args=args))
+            finally:
+                self._join()
         except tf.errors.UnavailableError as error:
             raise PeerError(
                 "a parameter server does not answer, and its part of the model is lost:"
                 f" {' '.join(str(error).split())[:300]} Start the cluster again, and resume from a"
                 " checkpoint."
             ) from error
+        except Exception as error:
+            # TensorFlow wraps the error that it met while a worker made its data set.
+            original = getattr(error, "original_exception", None)
+            if original is None:
+                raise
+            raise original from None
+        return [keras.tree.map_structure(_as_array, value.fetch()) for value in values]
 
-    def _wait(self) -> None:
-        pause = 0.0002
-        while not self.coordinator.done():
-            time.sleep(pause)
-            pause = min(pause * 2, 0.005)
+    def _join(self) -> None:
+        try:
+            self.coordinator.join()
+        except KeyboardInterrupt:
+            self.coordinator.join()  # steps that still run would change what comes next
+            raise
 
 
 def busy_workers() -> str:
@@ -123,93 +112,65 @@ def on_worker(function: Callable[..., Any], *specs: Specs) -> ConcreteFunction:
         return tf.function(function, autograph=False).get_concrete_function(*specs)
 
 
-def _worker_tasks() -> int:
-    """The number of workers that this process is connected to. The strategy does not list them."""
-    devices = (tf.DeviceSpec.from_string(d.name) for d in tf.config.list_logical_devices())
-    return len({device.task for device in devices if device.job == "worker"})
+class ChunkCalls:
+    """Calls of a function of global batches, several of which travel in one call.
 
-
-@contextlib.contextmanager
-def _original_errors() -> Iterator[None]:
-    """Scope that raises the error that TensorFlow met while a worker made its data set."""
-    try:
-        yield
-    except Exception as error:
-        original = getattr(error, "original_exception", None)
-        if original is None:
-            raise
-        raise original from None
-
-
-class BatchChunk(NamedTuple):
-    """Global batches of one call.
-
-    Attributes:
-        tensors: those of a batch; if there are several batches, each tensor is a stack of theirs.
-        batches: the number of batches; 0 for a step without data.
+    Args:
+        function: (batches, *further arguments) -> results, in a graph.
+        specs: the specs of the further arguments.
     """
 
-    tensors: list[tf.Tensor]
-    batches: int
+    def __init__(self, calls: Calls, function: Callable[..., Structure], *specs: tf.TensorSpec):
+        self._calls = calls
+        self._function = function
+        self._specs = specs
+        # By the number of batches, and the specs of a batch.
+        self.traced: dict[tuple[int, str], ConcreteFunction] = {}
+
+    def run(
+        self,
+        iterator: BatchIterator,
+        n: int,
+        most: int,
+        arguments: Callable[[int], Sequence[Any]] = lambda done: (),
+    ) -> tuple[int, int, list[Any]]:
+        """Read `n` global batches, or fewer if the data ends, and call the function on them.
+
+        Args:
+            most: the number of batches in a call; the last calls have one batch each.
+            arguments: returns the further arguments, from the number of batches before the call.
+
+        Returns:
+            (batches in calls, batches that were read, results of the calls). A batch whose records
+            are all damaged is read and is in no call.
+        """
+        done = read = 0
+
+        def calls() -> Iterator[tuple[ConcreteFunction, Sequence[Any]]]:
+            nonlocal done, read
+            waiting: list[Structure] = []
+            for ((rows, _, batch),) in itertools.islice(iterator, n):
+                read += 1
+                waiting += [batch] if int(rows) else []
+                if len(waiting) == most:
+                    yield self._on(iterator, most), (waiting, *arguments(done))
+                    done, waiting = done + most, []
+            for batch in waiting:
+                yield self._on(iterator, 1), ([batch], *arguments(done))
+                done += 1
+
+        results = self._calls.results(calls())
+        return done, read, results
+
+    def _on(self, iterator: BatchIterator, batches: int) -> ConcreteFunction:
+        """The function of this number of batches from this iterator."""
+        ((_, _, structure),) = iterator.element_spec
+        spec = keras.tree.map_structure(lambda s: s if hasattr(s, "shape") else None, structure)
+        key = batches, str(spec)
+        if key not in self.traced:
+            self.traced[key] = on_worker(self._function, [spec] * batches, *self._specs)
+        return self.traced[key]
 
 
-def batch_chunks(iterator: BatchIterator, n: int, most: int) -> Iterator[BatchChunk]:
-    """Yields `n` global batches, or fewer if the data ends, in chunks of `most` batches or of one.
-
-    Two sizes of chunks need two functions. Only batches of the same shape are stacked.
-    """
-    waiting: list[list[tf.Tensor]] = []
-    for _ in range(n):
-        try:
-            (part,) = next(iterator)
-        except (StopIteration, tf.errors.OutOfRangeError):
-            break
-        if not int(part[0]):  # all of its records are damaged
-            yield BatchChunk([], 0)
-            continue
-        tensors = _tensors(part[-1])
-        if waiting and not _have_equal_shapes(waiting[0], tensors):
-            yield from (BatchChunk(each, 1) for each in waiting)
-            waiting = []
-        waiting.append(tensors)
-        if most > 1 and len(waiting) == most:
-            yield BatchChunk([tf.stack(each) for each in zip(*waiting, strict=True)], most)
-            waiting = []
-        elif most == 1:
-            yield BatchChunk(waiting.pop(), 1)
-    yield from (BatchChunk(each, 1) for each in waiting)
-
-
-def chunk_specs(iterator: BatchIterator, count: int) -> tuple[Specs, list[tf.TypeSpec]]:
-    """Returns (structure of a global batch, specs of the tensors of a chunk of `count` batches)."""
-    (part,) = iterator.element_spec
-    specs = _tensors(part[-1])
-    if count > 1:
-        leading = tf.TensorShape([count])
-        specs = [tf.TensorSpec(leading.concatenate(spec.shape), spec.dtype) for spec in specs]
-    return part[-1], specs
-
-
-def unstacked(structure: Specs, tensors: Sequence[tf.Tensor], count: int) -> list[Structure]:
-    """In a graph: the global batches of a chunk, each in its own structure."""
-    batches = [[tensor[i] for tensor in tensors] for i in range(count)] if count > 1 else [tensors]
-
-    def structured(batch: Sequence[tf.Tensor]) -> Structure:
-        left = iter(batch)
-        return keras.tree.map_structure(
-            lambda spec: None if spec is None else next(left), structure
-        )
-
-    return [structured(batch) for batch in batches]
-
-
-def _tensors(batch: Structure | Specs) -> list[Any]:
-    return [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
-
-
-def _have_equal_shapes(one: Sequence[tf.Tensor], other: Sequence[tf.Tensor]) -> bool:
-    """Whether two batches can be stacked: no ragged or sparse tensors, and equal shapes."""
-    return all(
-        isinstance(a, tf.Tensor) and isinstance(b, tf.Tensor) and a.shape == b.shape
-        for a, b in zip(one, other, strict=True)
-    )
+def _as_array(value: Any) -> Any:
+    return value.numpy() if isinstance(value, tf.Tensor) else value

@@ -49,21 +49,19 @@ class ParameterServerEngine(Engine[Reduction]):
         self._calls = Calls(strategy, peers)
 
     def _read_sharded(self, data: ShardedDataset, *, from_position: bool) -> GlobalBatches:
-        if isinstance(data, FunctionDataset):
+        if isinstance(data, FunctionDataset) and not data.takes_epoch:
             why = why_not_remote(data, self._calls.workers)
             if not why:
                 return WorkerBatches(self._calls, data)
-            if not data.takes_epoch:
-                warn(
-                    f"the workers cannot read this data for themselves: {why}. This process reads"
-                    " all of the data and sends the batches."
-                )
+            warn(
+                f"the workers cannot read this data for themselves: {why}. This process reads all"
+                " of the data and sends the batches."
+            )
         return super()._read_sharded(data, from_position=from_position)
 
     def keeps_position(self, data: Any) -> bool:
-        if isinstance(data, FunctionDataset) and not why_not_remote(data, self._calls.workers):
-            return False  # the workers read the data
-        return super().keeps_position(data)
+        by_workers = isinstance(data, FunctionDataset) and not data.takes_epoch
+        return super().keeps_position(data) and not by_workers
 
     def feed(self, batches: Any) -> tf.data.Dataset | WorkerBatches:
         if isinstance(batches, WorkerBatches):

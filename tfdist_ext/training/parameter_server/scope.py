@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.placement.live._tf_private import piece_number
-from tfdist_ext.placement.live.creating import is_partitioned, pieces_of
+from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.steps.context import current_graph
 from tfdist_ext.training.steps.logs import StepScope, metrics_of, recorded_results
@@ -118,9 +118,7 @@ class WorkerScope(StepScope):
         return tf.cast(taken, variable.dtype)  # the layer's compute type, if it casts
 
     def _write(self, variable: keras.Variable, value: tf.Tensor) -> None:
-        raw, number = kp.raw_value(variable), piece_number.get()
-        if number is not None and is_partitioned(raw):
-            raw = list(raw)[number]
+        raw = kp.raw_value(variable)  # acts as the piece that is updated
         _add_difference(raw, value, tf.convert_to_tensor(raw))
 
     def _in_step(self) -> bool:
@@ -150,12 +148,8 @@ def step_on_worker(scope: WorkerScope, model: keras.Model) -> Iterator[set[str]]
 
 
 def _add_difference(raw: tf.Variable, after: tf.Tensor, before: tf.Tensor) -> None:
-    for piece, first, end in pieces_of(raw):
-        new, old = tf.cast(after, piece.dtype), tf.cast(before, piece.dtype)
-        if is_partitioned(raw):
-            new, old = new[first:end], old[first:end]
-        if piece.dtype.is_floating or piece.dtype.is_integer:
-            with tf.device(piece.device):
-                piece.assign_add(new - old)
-        else:
-            piece.assign(new)
+    new, old = tf.cast(after, raw.dtype), tf.cast(before, raw.dtype)
+    if raw.dtype.is_floating or raw.dtype.is_integer:
+        raw.assign_add(new - old)
+    else:
+        raw.assign(new)
