@@ -253,8 +253,7 @@ def parts_of_dataset(dataset: tf.data.Dataset, readers: int = 1) -> PartsOf:
                 for mine, low, high in zip(*spans, strict=True)
             )
 
-        of_batch = takes_elements(dataset, parts)
-        return dataset.map(of_batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        return in_parallel(dataset, takes_elements(dataset, parts))
 
     return parts_of
 
