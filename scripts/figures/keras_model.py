@@ -32,7 +32,7 @@ def table() -> str:
     import keras
 
     from tfdist_ext import DistributedModel
-    from tfdist_ext.training.model import REFUSED
+    from tfdist_ext.training.model import CREATING, REFUSED
 
     lines = ["| of `keras.Model` | of a `DistributedModel` | |", "|---|---|---|"]
     for name in sorted(set(dir(keras.Model)) | {"history", "optimizer", "stop_training"}):
@@ -40,6 +40,8 @@ def table() -> str:
             continue
         if name in REFUSED:
             how, what = "refused", REFUSED[name]
+        elif name in CREATING:
+            how, what = "works", "What it creates is created for the strategy."
         elif own := getattr(DistributedModel, name, None):
             how, what = "works", (own.__doc__ or "").split("\n\n")[0]
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from typing import Any
 
 import keras
@@ -22,9 +24,11 @@ from training_cases import (
     of_unknown_length,
     plain_fit,
     steps_taken,
+    strategy_of,
 )
 
 import tfdist_ext as tfd
+from tfdist_ext.training.inputs import read
 
 # Keras's own fit says this where ours says what is below; both are expected.
 KERAS_RAN_OUT = pytest.mark.filterwarnings("ignore:Your input ran out of data")
@@ -327,3 +331,113 @@ def test_the_distributed_iterator_feeds_the_same_parts() -> None:
     np.testing.assert_allclose(
         model.predict(uneven, verbose=0), plain.predict(X[:41], verbose=0), atol=1e-6
     )
+
+
+BATCHES = 12
+
+
+class Numbered(keras.utils.PyDataset):
+    """Batch i holds two rows with the number i."""
+
+    num_batches = BATCHES
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full((2, 1), index, "float32"), np.array([index % 2, 1], "float32")
+
+
+def numbers_of(batch: Any) -> int:
+    return int(batch[0][2][0][0, 0])
+
+
+def passes_over(source: Numbered, random_seed: int, passes: int = 3, **options: Any) -> Any:
+    random.seed(random_seed)  # as on tasks that have drawn other numbers before
+    batches = read(source, **{"shuffle": True, "seed": lambda: 7, **options})
+    data = batches.on_host(0, 1, 1)
+    return [[numbers_of(batch) for batch in data] for _ in range(passes)]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"workers": 2, "max_queue_size": 3}], ids=["here", "short queue"]
+)
+def test_every_task_has_the_same_new_order_in_each_pass(options: dict[str, Any]) -> None:
+    one, other = (passes_over(Numbered(**options), seed) for seed in (1, 2))
+    assert one == other
+    assert all(sorted(order) == list(range(BATCHES)) for order in one)
+    assert one[0] != one[1] != one[2]
+    assert one != passes_over(Numbered(**options), 1, seed=lambda: 8)
+
+
+@pytest.mark.filterwarnings(f"ignore:{OURS_RAN_OUT}")
+def test_an_epoch_may_end_within_a_shuffled_pass() -> None:
+    """Epochs of 3 of the 4 batches: 3, then the one that is left, then 3 of the next pass."""
+    data = Reshuffled(workers=2)
+    ours, _ = distributed_fit(CLASSIFIER, data, shuffle=True, epochs=3, steps_per_epoch=3)
+    assert steps_taken(ours) == 7
+    hooks = [call for call in data.calls if not call.isdigit()]
+    assert hooks == ["end", *["begin", "end"] * 3]
+
+
+IMAGES = np.zeros((6, 10, 10, 3), "float32")
+ROWS = np.zeros((6, 10), "float32")
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        pytest.param(({"a": ROWS, "b": ROWS[:, 0]}, ROWS), "single values", id="among inputs"),
+        pytest.param((IMAGES, ROWS[:, :4]), r"parts of \[4, 10\] rows", id="images, classes"),
+    ],
+)
+def test_examples_instead_of_batches(data, found: str) -> None:
+    dataset = tf.data.Dataset.from_tensor_slices(data)
+    with pytest.raises(tfd.TrainingError, match=rf"must yield batches, got {found}.* Call \.batch"):
+        read(dataset, replicas=2)
+    for drop in (False, True):
+        assert read(dataset.batch(4, drop_remainder=drop)).steps == (1 if drop else 2)
+
+
+SHARED = np.random.default_rng(5).normal(size=(20, 5)).astype("float32")
+
+
+class AddsRows(keras.Model):
+    """Adds a row of a table, which is in the batch, to each example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        rows, table = inputs["rows"], inputs["table"]
+        return self.dense(rows + tf.gather(table, tf.cast(rows[:, 0] > 0, tf.int32)))
+
+
+def with_rows_added() -> keras.Model:
+    model = AddsRows()
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def with_table(drop: bool = False) -> tf.data.Dataset:
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16, drop_remainder=drop)
+    return dataset.map(lambda x, y: ({"rows": x, "table": SHARED}, y))
+
+
+def test_a_tensor_without_a_row_for_each_example_is_named() -> None:
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16)
+    data = data.map(lambda x, y: ({"rows": x, "table": x}, y, tf.ones([3])))
+    found = re.escape("sample_weight has shape [3] in a batch of 16")
+    with pytest.raises(tfd.DataError, match=found) as caught:
+        tfd.distribute(with_rows_added, mirrored()).fit(data, verbose=0)
+    assert "over 2 replicas" in str(caught.value)
+    assert "non-trainable weight" in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_shapes_that_are_known_are_named_before_the_first_step() -> None:
+    found = r"must yield batches, got .*x\['table'\] of shape \[20, 5\].*non-trainable"
+    with pytest.raises(tfd.TrainingError, match=found):
+        tfd.distribute(with_rows_added, mirrored()).fit(with_table(drop=True), verbose=0)
+
+
+def test_one_replica_gets_what_keras_gets() -> None:
+    assert_trains_as_keras(with_rows_added, with_table(), strategy=strategy_of("one_device"))

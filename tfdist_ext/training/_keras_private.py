@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import pkgutil
 import types
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -371,15 +370,6 @@ def is_graph_of_layers(model: keras.Model) -> bool:
     return isinstance(model, keras.Sequential | NAMES("models.functional.Functional"))
 
 
-def has_own_config(model: keras.Model) -> bool:
-    """Whether a graph of layers is told by a get_config of its class, as tasks of KerasHub are.
-
-    Private because Keras exports no name for the class of functional models.
-    """
-    of_keras = (NAMES("models.functional.Functional"), keras.Sequential, keras.Model)
-    return type(model).get_config not in [kind.get_config for kind in of_keras]
-
-
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
     """The arguments of `compile`, as the live objects: losses may be plain functions."""
     arguments = dict(NAMES.of(model, "_compile_config", "the settings of compile").config)
@@ -470,30 +460,11 @@ def trained_by(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     return list(NAMES.of(inner, "_trainable_variables", "the variables of an optimizer"))
 
 
-class UpdatesVariables(ABC):
-    """The object that an optimizer takes for its strategy; subclasses say where an update runs."""
-
-    @property
-    def extended(self) -> UpdatesVariables:
-        return self
-
-    @abstractmethod
-    def update(
-        self,
-        var: tf.Variable,
-        fn: Callable[..., object],
-        args: Sequence[Any] = (),
-        group: bool = True,
-    ) -> None:
-        """Call `fn(variable, *args)` where the variable is, or for each of its pieces."""
-
-
 @contextlib.contextmanager
 def distribution_strategy_of(
-    optimizers: Sequence[keras.optimizers.Optimizer],
-    strategy: tf.distribute.Strategy | UpdatesVariables,
+    optimizers: Sequence[keras.optimizers.Optimizer], strategy: object
 ) -> Iterator[None]:
-    """Scope in which optimizers work under `strategy`.
+    """Scope in which optimizers work under `strategy`, or an object with its `extended.update`.
 
     Private because an optimizer keeps the strategy that was current when it was made.
     """

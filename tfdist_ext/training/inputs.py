@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
-from tfdist_ext.data.order import Order, key_in_graph, sorted_at_random
+from tfdist_ext.data.order import Order, sorted_at_random
 from tfdist_ext.data.ordered import OrderedDataset
 from tfdist_ext.data.pipelines import in_parallel, takes_elements
 from tfdist_ext.data.rows import (
@@ -150,7 +150,7 @@ def _batches_of_arrays(
 ) -> GlobalBatches:
     @functools.cache  # a dataset needs the function that made it
     def dataset_fn(*replicas: int) -> tf.types.experimental.ConcreteFunction:
-        function = _traced_dataset_fn(rows, batch, seed is not None, shuffle == "batch", *replicas)
+        function = _dataset_of_arrays(rows, batch, seed is not None and shuffle, *replicas)
         # Concrete: TensorFlow counts traces by other calls, and warns of many datasets.
         numbers = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int64)
         return function.get_concrete_function(*numbers, arrays)
@@ -160,15 +160,9 @@ def _batches_of_arrays(
             numbers = tf.constant(start, tf.int64), tf.constant(seed or 0, tf.int64)
             return dataset_fn(*replicas)(*numbers, arrays)
 
-    spec = None
-    if all(isinstance(part, tf.Tensor) for part in keras.tree.flatten(arrays)):
-        spec = keras.tree.map_structure(
-            lambda part: tf.TensorSpec([None, *part.shape[1:]], part.dtype), arrays
-        )
     return GlobalBatches(
         parts_of=functools.partial(parts_of, 0),
         from_step=lambda step: functools.partial(parts_of, step),
-        spec=spec,
         steps=adapter.num_batches,
         batch_size=adapter.batch_size,
         is_infinite=True,
@@ -179,56 +173,38 @@ def _batches_of_arrays(
 
 
 @functools.lru_cache(maxsize=16)  # a fit on data like that of the last one traces nothing
-def _traced_dataset_fn(*how: Any) -> tf.types.experimental.PolymorphicFunction:
-    return tf.function(_dataset_fn(*how), autograph=False)
-
-
-def _dataset_fn(
-    rows: int,
-    batch: int,
-    shuffle: bool,
-    within_batches: bool,
-    first: int,
-    local: int,
-    replicas: int,
-) -> Callable[..., tf.data.Dataset]:
+def _dataset_of_arrays(
+    rows: int, batch: int, shuffle: bool | str, first: int, local: int, replicas: int
+) -> tf.types.experimental.PolymorphicFunction:
     """Returns a function from (first global batch, seed, arrays) to the local replicas' parts."""
     steps = max(1, -(-rows // batch))
-    # Where there are no rows or steps, or fewer than none, the epochs say so.
-    permuted = shuffle and not within_batches
-    order = Order(max(rows, 1), max(1, min(batch, rows)), 0 if permuted else None)
+    # `Epochs` refuses arrays without rows or steps.
+    order = Order(max(rows, 1), max(1, min(batch, rows)), 0 if shuffle is True else None)
 
     def dataset(start: tf.Tensor, seed: tf.Tensor, arrays: Structure) -> tf.data.Dataset:
-        def steps_of_pass(turn: tf.Tensor) -> tf.data.Dataset:
-            # Python makes the key: once in a pass, as each call costs a small step's time.
-            key = key_in_graph(seed, turn) if permuted else tf.zeros([3], tf.uint32)
-            first = tf.where(turn == start // steps, start % steps, 0)
-            # Not `map`: TensorFlow would prepare another function, in each pass anew.
-            same = tf.data.Dataset.from_tensors((turn, key)).repeat()
-            return tf.data.Dataset.zip(tf.data.Dataset.range(first, steps), same)
-
-        def parts(step: tf.Tensor, of_pass: tuple[tf.Tensor, tf.Tensor]) -> tuple[Part, ...]:
+        def parts(number: tf.Tensor) -> tuple[Part, ...]:
+            step = number % steps
             size = tf.minimum(rows - step * batch, batch)
             counts, low, high = _spans(size, first, local, replicas)
             begin, end = low[0], high[-1]  # spans follow each other: rows are asked once
-            if shuffle and within_batches:
-                number = of_pass[0] * steps + step
+            if shuffle == "batch":
                 permutation = sorted_at_random(size, tf.stack([seed, number]))
                 indices = step * batch + permutation[begin:end]
             else:
-                indices = order.rows(step, begin, end, key=of_pass[1])
+                of_pass = tf.stack([seed, number // steps])
+                key = tf.random.stateless_uniform([3], of_pass, None, None, tf.uint32)
+                indices = order.rows(step, begin, end, key)
             each = tf.gather(indices, tf.ragged.range(low - begin, high - begin).flat_values)
             taken = [kp.take(arrays, mine) for mine in tf.split(each, high - low, num=local)]
             return tuple(zip(tf.unstack(counts, local), [size] * local, taken, strict=True))
 
-        as_it_is = tf.autograph.experimental.do_not_convert
-        passes = tf.data.Dataset.range(start // steps, 2**62 // steps)
         options = tf.data.Options()  # nothing to optimize, which takes longer than a short fit
         options.experimental_optimization.apply_default_optimizations = False
-        each = passes.flat_map(as_it_is(steps_of_pass))
-        return in_parallel(each, as_it_is(parts)).with_options(options)
+        numbers = tf.data.Dataset.range(start, 2**62)
+        as_it_is = tf.autograph.experimental.do_not_convert(parts)
+        return in_parallel(numbers, as_it_is).with_options(options)
 
-    return dataset
+    return tf.function(dataset, autograph=False)
 
 
 def parts_of_dataset(dataset: tf.data.Dataset, readers: int = 1) -> PartsOf:
@@ -254,8 +230,7 @@ def parts_of_dataset(dataset: tf.data.Dataset, readers: int = 1) -> PartsOf:
                 for mine, low, high in zip(*spans, strict=True)
             )
 
-        of_batch = takes_elements(dataset, parts)
-        return dataset.map(of_batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        return in_parallel(dataset, takes_elements(dataset, parts))
 
     return parts_of
 
@@ -310,7 +285,6 @@ class GlobalBatches:
     Attributes:
         parts_of: makes the parts of some replicas.
         from_step: the same from a later global batch on; None if only reading leads there.
-        spec: of one global batch, where `parts_of` need not be asked.
         steps: global batches in a pass; None if only reading tells.
         batch_size: examples in a global batch; None if only reading tells.
         is_infinite: the dataset starts the next pass by itself, so that no step has to ask whether
@@ -328,7 +302,6 @@ class GlobalBatches:
 
     parts_of: PartsOf
     from_step: Callable[[int], PartsOf] | None = None
-    spec: Specs = None
     steps: int | None = None
     batch_size: int | None = None
     is_infinite: bool = False
@@ -344,7 +317,7 @@ class GlobalBatches:
     @property
     def element_spec(self) -> Specs:
         """The structure of one global batch of `tf.TypeSpec`s, batch dimension unknown."""
-        spec = self.spec or self.parts_of(0, 1, 1).element_spec[0][2]
+        spec = self.parts_of(0, 1, 1).element_spec[0][2]
         # What the data leaves out (y, weights) is None in each batch, and has a spec of its own.
         return keras.tree.map_structure(lambda s: s if hasattr(s, "shape") else None, spec)
 

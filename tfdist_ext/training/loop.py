@@ -57,8 +57,8 @@ class Loop:
         self._by_batch = self._reduction.any_worker(uses_batch_hooks(hooks.callbacks, kind))
         requested = model.steps_per_execution
         fixed = requested if requested > 1 else 1 if self._by_batch else None
-        self._is_fixed = fixed is not None
-        self._pace = StepsPerExecutionTuner(fixed=fixed, target=engine.seconds_per_execution)
+        self._tuner = StepsPerExecutionTuner(fixed=fixed, target=engine.seconds_per_execution)
+        self._seconds = 0.0  # of this task's last execution
 
     @property
     def _stopped(self) -> bool:
@@ -68,11 +68,8 @@ class Loop:
         """(logs, steps done) of one epoch; `where` names it in messages, as "epoch 2, "."""
         with preserve_sigint() as raise_if_interrupted, data_errors_as_raised():
             peers = self._reduction.peers
-            pace = self._pace
-            if not self._is_fixed and data.batch_size is not None:
-                pace = program.paces.setdefault(data.batch_size, pace)
             logs: Logs = {}
-            done, seconds = 0, 0.0
+            done = 0
             with peers.barrier(f"{where}before its first step"):
                 # If a callback stops before the first batch, Keras still runs that batch.
                 one_only = self._reduction.any_worker(self._stopped)
@@ -81,16 +78,16 @@ class Loop:
                 left = None if data.steps is None else data.steps - done
                 if self._listener is not None and (most := self._listener.max_steps()) is not None:
                     left = most if left is None else min(left, most)
-                n = pace.next(1 if one_only else left)
+                n = self._tuner.next(1 if one_only else left)
                 peers.enters("callbacks")
                 self._begin(data.completed + done)
                 peers.enters("steps")
                 started = time.perf_counter()
                 with peers.barrier(f"{where}steps after {done}"):
-                    result = program.run(data, n, seconds, told=peers.told_to_end)
-                seconds = time.perf_counter() - started
+                    result = program.run(data, n, self._seconds, told=peers.told_to_end)
+                self._seconds = time.perf_counter() - started
                 raise_if_interrupted()
-                pace.record(result.chief_seconds)
+                self._tuner.record(result.steps, result.chief_seconds)
                 if result.steps == 0:
                     logs = result.logs if data.completed else logs
                     break
@@ -174,23 +171,22 @@ def preserve_sigint() -> Iterator[Callable[[], None]]:
 
     In other threads than the main one, or if the user has a handler for Ctrl-C, nothing changes.
     """
-    pressed = False
+    pressed = threading.Event()
 
     def raise_interrupt(*_: object) -> None:
-        nonlocal pressed
-        pressed = True
+        pressed.set()
         raise KeyboardInterrupt
 
     def check() -> None:
-        if pressed:
+        if pressed.is_set():
             raise KeyboardInterrupt
 
-    own = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    if own or threading.current_thread() is not threading.main_thread():
-        yield check
-        return
-    signal.signal(signal.SIGINT, raise_interrupt)
+    in_main = threading.current_thread() is threading.main_thread()
+    replaces = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if replaces:
+        signal.signal(signal.SIGINT, raise_interrupt)
     try:
         yield check
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if replaces:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -428,27 +428,6 @@ class DistributedModel(SavingMixin):
         epochs = self._read("predict_on_batch", "predict", x, batch_size=_rows(x))
         return predict(self._model, self._engine, epochs, keras.callbacks.CallbackList())
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As `keras.Model.compile`, or the model's own: what it makes is made for the strategy."""
-        self._create(lambda: self._model.compile(*args, **kwargs))
-
-    def compile_from_config(self, config: dict[str, Any]) -> None:
-        """As `keras.Model.compile_from_config`; what it makes is made for the strategy."""
-        self._create(lambda: self._model.compile_from_config(config))
-
-    def build(self, *args: Any, **kwargs: Any) -> None:
-        """As `keras.Model.build`: the variables are made for the strategy."""
-        self._create(lambda: self._model.build(*args, **kwargs))
-
-    def build_from_config(self, config: dict[str, Any]) -> None:
-        """As `keras.Model.build_from_config`: the variables are made for the strategy."""
-        self._create(lambda: self._model.build_from_config(config))
-
-    def _create(self, method: Callable[[], object]) -> None:
-        with creation_scope(self._strategy, self._created):
-            method()
-        self._unify()
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The Keras model's outputs for tensors, computed on this task alone."""
         return self._model(*args, **kwargs)
@@ -456,15 +435,18 @@ class DistributedModel(SavingMixin):
     def __getattr__(self, name: str) -> Any:
         """Other attributes of the Keras model: `summary`, `layers`, or `generate` of KerasHub.
 
-        Its methods run on this task, on the first replica's copies of the variables; where they
-        call `self.fit`, `self.evaluate`, `self.predict`, ... the whole strategy runs these. Methods
-        that are named `save_...` or `export_...` write on the chief only, and the others wait.
+        A method of the Keras model runs on this task, on the first replica's copies of the
+        variables. Its own calls of `self.fit`, `self.evaluate`, `self.predict`, ... run on the
+        whole strategy. `compile` and `build` create variables for the strategy. Only the chief
+        calls methods that are named `save_...` or `export_...`, and the other tasks wait.
         """
         if name.startswith("_"):  # also where this object is not complete, as in copy and pickle
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if name in REFUSED:
             return functools.partial(_refuse, name)
         found = getattr(self._model, name)
+        if name in CREATING:
+            return functools.partial(self._create, found)
         if getattr(found, "__self__", None) is not self._model:
             return found
         method = redirected_method(self, found)
@@ -474,6 +456,11 @@ class DistributedModel(SavingMixin):
             self._reduction, lambda: method(*args, **kwargs), f"do {name}()"
         )
 
+    def _create(self, method: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        with creation_scope(self._strategy, self._created):
+            method(*args, **kwargs)
+        self._unify()
+
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self._model)})
 
@@ -481,7 +468,7 @@ class DistributedModel(SavingMixin):
         replicas = self._strategy.num_replicas_in_sync
         return (
             f"<DistributedModel {self._model.name!r} on {type(self._strategy).__name__}, replicas:"
-            f" {replicas}; its export(folder) writes a SavedModel, keras_model is the Keras model>"
+            f" {replicas}; keras_model is the Keras model>"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -574,11 +561,7 @@ class DistributedModel(SavingMixin):
                 f"the model must be compiled for {call}(). Call compile(optimizer, loss) in the"
                 " function given to distribute(), or on the model before it is distributed."
             )
-        self._check_same(call, **counts, **arguments)
-
-    def _check_same(self, call: str, **arguments: Any) -> None:
-        if self._reduction.multi_worker:
-            check_equal_calls(self._reduction, call, arguments)
+        check_equal_calls(self._reduction, call, {**counts, **arguments})
 
     def _read(
         self, call: str, kind: str, *data: Any, steps: int | None = None, **options: Any
@@ -592,20 +575,12 @@ class DistributedModel(SavingMixin):
     def _epochs(self, batches: GlobalBatches, asked: int | None, call: str, of: str = "") -> Epochs:
         """The epochs of a call, whose data is the same on all workers; `of` names it."""
         sizes = {f"{of}batch_size": batches.batch_size, f"{of}batches in the data": batches.steps}
-        self._check_same(call, **sizes)
+        check_equal_calls(self._reduction, call, sizes)
         inspect = None
         if self._reduction.multi_worker:
             check_equal_arrays(self._reduction, batches.arrays, of)
             inspect = first_batch_comparison(self._reduction, batches.dataset, of)
         return Epochs(batches, self._engine.feed, asked, inspect)
-
-    def __reduce__(self) -> NoReturn:
-        raise TrainingError(
-            "a DistributedModel cannot be pickled or copied, because its variables belong to a"
-            " strategy of this process: save() the model and load it with"
-            " keras.models.load_model(), or call distribute(model.keras_model, strategy) for a"
-            " copy on a strategy."
-        )
 
     def _build(self, batches: GlobalBatches, kind: str) -> None:
         """Everything must exist before a step is traced: variables, metrics, optimizer slots."""
@@ -661,6 +636,9 @@ class DistributedModel(SavingMixin):
                 broadcast_state(self._model, self._reduction, created)
             self._compared[kind] = compiled
 
+
+# Methods of Keras's models that create variables.
+CREATING = ("build", "build_from_config", "compile", "compile_from_config")
 
 # Methods of Keras's models that would do something on one replica alone -> what to do instead.
 _ONE_STEP = "it would change the first replica's copies only. Call {}, which runs on all replicas"

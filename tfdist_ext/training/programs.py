@@ -72,45 +72,37 @@ _GROWTH = 4  # times the longest execution before
 class StepsPerExecutionTuner:
     """Grows the steps of an execution until one takes about `target` seconds.
 
-    It is fed the chief's times only, so that every task of a cluster counts the same.
+    Only the chief's times count, so every task of a cluster chooses the same number.
     """
 
     def __init__(self, *, fixed: int | None = None, target: float = 0.4):
         """`fixed` steps each time, or as many as fit into `target` seconds."""
-        self._fixed = fixed
+        self._is_fixed = fixed is not None
         self._target = target
-        self._steps: list[int] = []  # of the last two executions
+        self._steps = fixed or 1
         self._largest = 0
-        self._most: int | None = None  # that fit into the target, once a time has told
+        self._before = 0  # steps of the execution before, if it had as many as asked for
         self._compiled = False
-        self._measured = False
 
     def next(self, remaining: int | None) -> int:
-        """Steps for the next execution, at least 1 and at most `remaining`."""
-        # The first execution compiles; a short one shows early that all is well.
-        steps = self._fixed or max(1, self._largest * _GROWTH)
-        if self._fixed is None and self._most is not None:
-            steps = min(steps, self._most)
-        steps = steps if remaining is None else min(steps, remaining)
-        self._largest = max(self._largest, steps)
-        self._steps = [*self._steps[-1:], steps]
-        return steps
+        """Steps for the next execution, at most `remaining`."""
+        return self._steps if remaining is None else min(self._steps, remaining)
 
-    def record(self, previous: float) -> None:
-        """Learn how many seconds the execution before the last one took.
+    def record(self, steps: int, seconds_before: float) -> None:
+        """Learn from an execution.
 
-        One execution late, because a time travels to the other tasks with the next execution.
+        Args:
+            steps: of this execution.
+            seconds_before: how long the execution before this one took. A time travels to the
+                other tasks with the next execution. The first time does not count, because that
+                execution also compiled the steps.
         """
-        if len(self._steps) < 2:
-            return
-        long = previous > self._target / 8  # what is shorter is mostly the call itself
-        if long:
-            self._most = max(1, int(self._target * self._steps[0] / previous))
-        elif not self._measured:
-            self._most = None
-        # The first time is the compiler's: it holds until another one is there.
-        self._measured = self._compiled and (long or self._measured)
-        self._compiled = True
+        before, self._before = self._before, steps if steps == self._steps else 0
+        self._largest = max(self._largest, steps)
+        if self._compiled and before and not self._is_fixed:
+            fitting = int(self._target * before / seconds_before)
+            self._steps = max(1, min(fitting, _GROWTH * self._largest))
+        self._compiled = self._compiled or seconds_before > 0
 
 
 class StepProgram(ABC):
@@ -119,10 +111,6 @@ class StepProgram(ABC):
     Args:
         kind: "train" or "test".
         step: the model's step, to be called with a batch in its scope.
-
-    Attributes:
-        paces: by the size of a global batch, how many steps fit in an execution: what earlier
-            fits have found.
     """
 
     def __init__(self, model: keras.Model, kind: str, step: StepFunction):
@@ -135,7 +123,6 @@ class StepProgram(ABC):
         self._updated: set[int] = set()  # ids of metric variables that the step writes
         self._metric_logs: MetricLogs = {}
         self._warned_of: set[str] = set()  # names of logs
-        self.paces: dict[int, StepsPerExecutionTuner] = {}
 
     @property
     @abstractmethod

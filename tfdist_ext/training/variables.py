@@ -116,14 +116,18 @@ class LocalCopies(keras.StatelessScope):
         return self._copy_of(variable)
 
 
-class UpdatesInPlace(kp.UpdatesVariables):
-    """Computes each update on the device of the variable.
+class UpdatesInPlace:
+    """What optimizers take for their strategy: computes each update on the device of the variable.
 
     If the optimizer updates each row alone, each piece of a variable is updated on its own device.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer):
         self._by_row = updates_by_row(optimizer)
+
+    @property
+    def extended(self) -> UpdatesInPlace:
+        return self
 
     def update(
         self,
@@ -222,7 +226,7 @@ def _broadcast(raw: tf.Variable, source: tf.Variable, strategy: tf.distribute.St
 @contextlib.contextmanager
 def default_strategy_scope(
     optimizers: Sequence[keras.optimizers.Optimizer] = (),
-    updates: kp.UpdatesVariables | None = None,
+    updates: UpdatesInPlace | None = None,
 ) -> Iterator[None]:
     """Scope in which TensorFlow, Keras and the given optimizers see no strategy.
 

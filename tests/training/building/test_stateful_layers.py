@@ -45,5 +45,5 @@ def test_several_replicas_are_refused() -> None:
 
 def test_parameter_servers_are_refused() -> None:
     servers = tf.distribute.ParameterServerStrategy.__new__(tf.distribute.ParameterServerStrategy)
-    with pytest.raises(tfd.TrainingError, match="workers of a ParameterServerStrategy"):
+    with pytest.raises(tfd.TrainingError, match="stateful on ParameterServerStrategy"):
         reject_stateful_rnns(build(), servers)

@@ -329,24 +329,22 @@ def _copy(
 
 
 def reject_stateful_rnns(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    """Refuses stateful RNN layers, before anything of a model is traced or built.
+    """Refuses stateful RNN layers before anything of a model is traced or built.
 
     Raises:
-        TrainingError: a recurrent layer is stateful, and batches are split over several replicas or
-            go to workers in no order.
+        TrainingError: a recurrent layer is stateful, and several replicas or workers share the
+            batches.
     """
+    asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
+    if not asynchronous and strategy.num_replicas_in_sync == 1:
+        return
     layers = (layer for layer in kp.flat_layers(model) if isinstance(layer, keras.layers.RNN))
-    stateful = [layer for layer in layers if layer.stateful]
-    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        where = "the workers of a ParameterServerStrategy, which take batches in no order"
-    else:
-        where = f"{strategy.num_replicas_in_sync} replicas, each of which gets other rows"
-        stateful = stateful if strategy.num_replicas_in_sync > 1 else []
-    if stateful:
+    if stateful := [repr(layer.name) for layer in layers if layer.stateful]:
         raise TrainingError(
-            f"{', '.join(repr(layer.name) for layer in stateful)} must not be stateful on {where}:"
-            " a stateful layer continues row i of a batch with row i of the next batch. Make the"
-            ' layers with stateful=False, or train on one replica: create_strategy("one_device").'
+            f"{', '.join(stateful)} must not be stateful on {type(strategy).__name__}: a stateful"
+            " layer continues row i of a batch with row i of the next batch, which another replica"
+            " or worker may get. Make the layers with stateful=False, or train on one replica:"
+            ' create_strategy("one_device").'
         )
 
 

@@ -69,7 +69,7 @@ def clone_model(model: keras.Model) -> keras.Model:
     """
     try:
         with custom_objects_of(kp.flat_layers(model)), _without_side_effects(model):
-            if kp.is_graph_of_layers(model) and not kp.has_own_config(model):
+            if kp.is_graph_of_layers(model) and _is_of_keras(type(model).get_config):
                 copy = keras.models.clone_model(model, clone_function=_layer_again, recursive=True)
             else:
                 copy = _layer_again(model)
@@ -199,11 +199,7 @@ def custom_objects_of(things: Iterable[object]) -> Iterator[None]:
             if isinstance(value, _NAMED_BY_CLASS):
                 objects[type(value).__name__] = type(value)
         objects.update({value.__name__: value for value in _own_functions(thing).values()})
-    own = {
-        name: value
-        for name, value in objects.items()
-        if not str(value.__module__).startswith("keras.")
-    }
+    own = {name: value for name, value in objects.items() if not _is_of_keras(value)}
     with keras.saving.custom_object_scope(own), kp.trusted(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
         yield
@@ -214,7 +210,9 @@ def _own_functions(thing: object) -> dict[str, types.FunctionType]:
     return {
         name: value
         for name, value in vars(thing).items()
-        if inspect.isfunction(value)
-        and not str(value.__module__).startswith("keras.")
-        and not hasattr(type(thing), name)
+        if inspect.isfunction(value) and not _is_of_keras(value) and not hasattr(type(thing), name)
     }
+
+
+def _is_of_keras(value: type | types.FunctionType) -> bool:
+    return str(value.__module__).startswith("keras.")

@@ -7,7 +7,6 @@ traced with variables of other machines.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import keras
@@ -24,6 +23,7 @@ from tfdist_ext.training.building.cloning import (
 from tfdist_ext.training.protocols import Specs
 from tfdist_ext.training.state.naming import MODEL, check_has_variables, state_of
 from tfdist_ext.training.state.values import assign_whole, whole_value
+from tfdist_ext.training.variables import outside_of_scopes
 
 __all__ = ["Builder", "export"]
 
@@ -54,9 +54,7 @@ def export(
             arguments.setdefault("input_signature", [inputs])
         copy.export(filepath, **arguments)
 
-    # A new thread is outside of every strategy's scope.
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(copy_and_export).result()
+    outside_of_scopes(copy_and_export)
 
 
 def _plain_copy(model: keras.Model, builder: Builder, spec: Specs) -> keras.Model:
