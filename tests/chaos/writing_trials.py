@@ -43,7 +43,7 @@ def killed(seed: int, number: int) -> tuple[bool, int, str]:
         with warnings.catch_warnings(record=True) as faults:
             found = CheckpointFolder(str(folder))
             try:
-                found.open(epochs=1000)
+                found.open()
             except tfd.TrainingError as error:
                 return writing, 0, str(error)
         step = found.progress.step

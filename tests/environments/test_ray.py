@@ -54,7 +54,7 @@ def test_a_node_that_is_lost(
     assert [len(each) for each in nodes] == [2, 2]
     assert len(nodes[0] & nodes[1]) == 1  # one of them was lost
     assert_equal(result_in(tmp_path), expected)
-    assert "resuming from epoch 2, step 30" in log
+    assert "resuming after epoch 1 (step 30)" in log
     known = json.loads((tmp_path / "result.json").read_text())
     for name in ("loss", "val_loss"):
         reported = [metrics[name] for metrics in known["reported"]]

@@ -15,20 +15,19 @@ import keras
 import mlp
 
 import tfdist_ext as tfd
-from tfdist_ext.training.checkpoints import paths
+from tfdist_ext.training.checkpoints import writer
 
 folder, how = Path(sys.argv[1]), sys.argv[2]
-write = paths._write_to_disk
-written = []
+encode = writer.encode_checkpoint
 
 
-def write_or_wait(file, data):
+def encode_or_wait(progress, *rest):
     """Stops in the middle of the file of the third epoch."""
-    written.append(file.name)
-    if "epoch-00003" in file.name and written.count(file.name) == 6:
-        print("INSIDE", flush=True)
-        time.sleep(1000)
-    write(file, data)
+    for number, block in enumerate(encode(progress, *rest)):
+        if progress.epoch == 3 and number == 6:
+            print("INSIDE", flush=True)
+            time.sleep(1000)
+        yield block
 
 
 class PausesBeforeTheThird(keras.callbacks.Callback):
@@ -45,5 +44,5 @@ options = {"batch_size": mlp.BATCH, "verbose": 0, "epochs": 4, "checkpoint_dir":
 if how == "paused":  # with the second checkpoint on disk
     options |= {"callbacks": [PausesBeforeTheThird()], "checkpoint_async": False}
 else:
-    paths._write_to_disk = write_or_wait
+    writer.encode_checkpoint = encode_or_wait
 model.fit(*mlp.data(), **options)

@@ -42,10 +42,9 @@ def on(servers, shards=None):
 
 def state(model):
     return {
-        f"{group}/{name}": whole_value(variable)
-        for group, variables in state_of(model.keras_model).items()
-        for name, variable in variables.items()
-        if group != "metrics"  # they are made when the first batch comes
+        name: whole_value(variable)
+        for name, variable in state_of(model.keras_model).items()
+        if not name.startswith("metrics/")  # they are made when the first batch comes
     }
 
 

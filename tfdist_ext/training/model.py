@@ -184,6 +184,7 @@ class DistributedModel(SavingMixin):
             "steps_per_epoch": steps_per_epoch,
             "validation_steps": validation_steps,
             "validation_batch_size": validation_batch_size,
+            "checkpoint_every": checkpoint_every,
         }
         self._check_call(
             "fit",
@@ -195,7 +196,6 @@ class DistributedModel(SavingMixin):
             validation_split=validation_split,
             validation_freq=validation_freq,
             checkpoint_dir="none" if checkpoint_dir is None else "given",
-            checkpoint_every=checkpoint_every,
         )
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = kp.train_validation_split(
@@ -245,7 +245,7 @@ class DistributedModel(SavingMixin):
             callbacks, verbose, epochs=epochs, steps=train.steps, add_history=True
         )
         self._model.stop_training = False
-        initial_epoch = saved.resume(train, initial_epoch)
+        initial_epoch = saved.resume(train, initial_epoch, hooks.callbacks)
         if checkpoint_dir is not None:
             self._engine.state_is_restored()
         is_chief = self._reduction.is_chief
@@ -256,8 +256,9 @@ class DistributedModel(SavingMixin):
             with refusing_compile(self._model, "fit"):
                 hooks.on_train_begin()
                 restored = restored_epoch(self._model, self._reduction, callbacks)
-                first = epochs if saved.restore_callbacks() else restored or initial_epoch
-                saved.announce(hooks.callbacks)
+                saved.restore_callbacks()
+                saved.announce()
+                first = restored or initial_epoch
                 logs = self._train(
                     range(first, epochs), train, validate, validation_freq, hooks, saved
                 )
@@ -281,8 +282,7 @@ class DistributedModel(SavingMixin):
         for epoch in epochs:
             peers.enters("callbacks")
             hooks.on_epoch_begin(epoch)
-            saved.epoch_has_begun()
-            trained, complete = saved.trained(), True
+            trained, complete = saved.epoch_has_begun(), True
             if trained is None:
                 self._in_epoch = True
                 try:
@@ -303,7 +303,7 @@ class DistributedModel(SavingMixin):
                 stop, told = (self._reduction.sum_over_workers(flags) > 0).tolist()
                 self._progress = saved.epoch_is_done(epoch, logs, complete=complete, stopped=stop)
             peers.enters("callbacks")
-            saved.announce(hooks.callbacks)
+            saved.announce()
             if stop:
                 break
             if told and epoch + 1 < epochs.stop:
@@ -337,7 +337,7 @@ class DistributedModel(SavingMixin):
         with peers.barrier("its end"):
             # Wait: the chief's callbacks may still write.
             told = self._reduction.any_worker(peers.told_to_end)
-        saved.training_is_done(logs)
+        saved.training_is_done()
         if told:
             raise SystemExit(PREEMPTED)
 
@@ -718,7 +718,7 @@ def distribute(
 def check_counts(**counts: Any) -> None:
     """Raise TrainingError for a count that is not a whole number, or too small; None: not given."""
     for name, value in counts.items():
-        least = 1 if name.endswith("batch_size") else 0  # 0 steps are all, as in Keras
+        least = 1 if name.endswith(("batch_size", "_every")) else 0  # 0 steps are all, as in Keras
         whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
         if value is not None and not (whole and value >= least):
             raise TrainingError(f"{name} must be a whole number from {least}, got {value!r}.")

@@ -120,7 +120,7 @@ def test_an_error_of_the_chief_is_known_to_all(workers: Workers) -> None:
     for name, words in {
         "missing": "cannot be read: No such file",
         "file for a folder": "one.safetensors is not a directory",
-        "other": "of another model or optimizer: only the checkpoint has",
+        "other": "of another model or optimizer: model/",
     }.items():
         chief, other = (result[name] for result in workers.results)
         assert words in chief

@@ -57,7 +57,7 @@ def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> Non
 def test_from_replicas_to_two_servers(servers: Servers) -> None:
     assert servers.result["two"] == [[25, "task:0"], [25, "task:1"]]
     assert_same(servers.before, servers.saved_state("restored.npz"))
-    assert int(servers.before["optimizer/iteration"]) == 6
+    assert int(servers.before["optimizer.Adam/iteration"]) == 6
 
 
 def test_from_two_servers_to_three_and_to_whole_variables(servers: Servers) -> None:

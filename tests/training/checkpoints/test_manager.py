@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import random
 import shutil
@@ -246,98 +247,65 @@ def test_what_is_no_number_is_not_saved(two: Any, tmp_path: Path) -> None:
     assert np.isfinite(history.history["loss"]).all()
 
 
-def test_fit_refuses_before_it_begins(two: Any, tmp_path: Path) -> None:
-    model, _ = two
-    model.fit(X, Y, checkpoint_dir=tmp_path / "D", **FIT)
-    with pytest.raises(tfd.TrainingError, match="another model"):
-        tfd.distribute(dense(3, 1), mirrored()).fit(X, Y, checkpoint_dir=tmp_path / "D", **FIT)
-    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
-    with pytest.raises(tfd.TrainingError, match="give one of them"):
-        model.fit(X, Y, checkpoint_dir=tmp_path / "D", callbacks=[backup], **FIT)
-    assert steps_taken(model) == 4
-
-
-def test_a_folder_that_cannot_be_used_is_refused_before_training(
+def test_a_wrong_model_or_folder_is_refused_before_the_training(
     two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, _ = two
+    model, other = two
     file = tmp_path / "file"
     file.write_text("what somebody keeps")
-    denied = tmp_path / "denied"
-    denied.mkdir()
 
-    def refuse(*_: Any, **__: Any) -> None:
+    def refused(folder: Any, words: str, model: Any = other, **options: Any) -> None:
+        with pytest.raises(tfd.TrainingError, match=words):
+            model.fit(X, Y, checkpoint_dir=folder, **FIT, **options)
+
+    model.fit(X, Y, checkpoint_dir=tmp_path / "D", **FIT)
+    refused(tmp_path / "D", "another model", tfd.distribute(dense(3, 1), mirrored()))
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    refused(tmp_path / "D", "give one of them", callbacks=[backup])
+    refused("", "checkpoint_dir is empty")
+    begin = "checkpoint_dir must be a folder .*got .*"
+    refused(file, f"{begin}file': .* is not a directory")
+    refused(file / "below", f"{begin}is not a directory")
+    refused(Path("/proc/checkpoints"), f"{begin}No such file or directory")
+
+    def denied(*_: Any, **__: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    for folder, words in {
-        file: "got '.*file': .* is not a directory",
-        file / "below": "is not a directory",
-        Path("/proc/checkpoints"): "No such file or directory",
-        tmp_path / ("x" * 300): "File name too long",
-        denied: "Permission denied",
-    }.items():
-        with monkeypatch.context() as patch:
-            if folder == denied:  # root is denied nothing
-                patch.setattr(paths, "open_file", refuse)
-            with pytest.raises(tfd.TrainingError, match=words) as raised:
-                model.fit(X, Y, checkpoint_dir=folder, **FIT)
-        raised.match("checkpoint_dir must be a folder")
-    for folder in ("", True, "a\0b"):
-        with pytest.raises(tfd.TrainingError, match=r"checkpoint_dir must be the path .* got "):
-            model.fit(X, Y, checkpoint_dir=folder, **FIT)
-    assert steps_taken(model) == 0
+    monkeypatch.setattr(paths, "open_file", denied)  # root is denied nothing
+    refused(tmp_path / "denied", f"{begin}Permission denied")
+    assert steps_taken(other) == 0
     assert file.read_text() == "what somebody keeps"
-    assert not list(denied.iterdir())
-
-
-def test_a_complete_training_is_read_where_nothing_can_be_written(
-    two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, archived = two
-    model.fit(X, Y, epochs=2, checkpoint_dir=tmp_path, **FIT)
-    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    monkeypatch.setattr(paths, "atomic_write", lambda *_: 1 / 0)
-    assert archived.fit(X, Y, epochs=2, checkpoint_dir=tmp_path, **FIT).epoch == [0, 1]
-    assert_same_weights(model, archived)
-    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
-    said = f"training in {tmp_path} is complete after 2 epochs; nothing to do\n"
-    assert capsys.readouterr().err == said
 
 
 def test_a_job_says_from_where_it_resumes_and_how_it_can_be_resumed(
     two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken, resumed = two
-    arguments = {"epochs": 4, "checkpoint_dir": tmp_path, **FIT}
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "--name", "a b"])
     monkeypatch.setattr(sys, "argv", ["train.py", "--name", "a b"])
     monkeypatch.delattr(sys, "ps1", raising=False)
-    with pytest.raises(KeyboardInterrupt):
-        broken.fit(X, Y, callbacks=[FailsIn(0, KeyboardInterrupt)], **arguments)
-    assert capsys.readouterr().err == (
-        f"\ntraining stopped by KeyboardInterrupt. There is no checkpoint in {tmp_path} yet.\n"
-    )
-    with pytest.raises(KeyboardInterrupt):
-        broken.fit(X, Y, callbacks=[FailsIn(3, KeyboardInterrupt)], **arguments)
-    assert capsys.readouterr().err == (
-        "\ntraining stopped by KeyboardInterrupt. The last checkpoint is"
-        f" {tmp_path / 'epoch-00003.safetensors'}, after epoch 3 (step 12). To resume, run"
-        " again: python train.py --name 'a b'\n"
-    )
-    monkeypatch.setenv("TFDIST_COMMAND", "tfdist run --workers 2 -- python train.py")
 
-    failing = FailsIn(3, ZeroDivisionError)
-    with pytest.raises(ZeroDivisionError, match="in a callback"):
-        resumed.fit(X, Y, callbacks=[failing], **arguments)
-    first, _, last = capsys.readouterr().err.splitlines()
-    assert first == f"resuming from epoch 4, step 12, of {tmp_path / 'epoch-00003.safetensors'}"
-    assert last.startswith("training stopped by ZeroDivisionError. The last checkpoint is")
-    assert last.endswith("run again: tfdist run --workers 2 -- python train.py")
+    def said(model: Any, *failing: Any) -> str:
+        end = pytest.raises(failing[1]) if failing else contextlib.nullcontext()
+        callbacks = [FailsIn(*failing)] if failing else []
+        with end:
+            model.fit(X, Y, epochs=4, checkpoint_dir=tmp_path, callbacks=callbacks, **FIT)
+        return capsys.readouterr().err
+
+    stopped = "\ntraining stopped by KeyboardInterrupt. "
+    none = f"There is no checkpoint in {tmp_path} yet.\n"
+    assert said(broken, 0, KeyboardInterrupt) == stopped + none
+    newest = tmp_path / "epoch-00003.safetensors"
+    last = f"The last checkpoint is {newest}, after epoch 3 (step 12)."
+    again = " To resume, run again: python train.py --name 'a b'\n"
+    assert said(broken, 3, KeyboardInterrupt) == stopped + last + again
+    first = f"resuming after epoch 3 (step 12), from {newest}\n"
+    monkeypatch.setenv("TFDIST_COMMAND", "tfdist run --workers 2 -- python train.py")
+    found = said(resumed, 3, ZeroDivisionError)
+    assert found.startswith(f"{first}\ntraining stopped by ZeroDivisionError. {last}")
+    assert found.endswith("run again: tfdist run --workers 2 -- python train.py\n")
     monkeypatch.setenv("TFDIST_STARTS_AGAIN", "1")  # the launcher does, without a person
-    with pytest.raises(ZeroDivisionError, match="in a callback"):
-        resumed.fit(X, Y, callbacks=[failing], **arguments)
-    assert capsys.readouterr().err.endswith("after epoch 3 (step 12).\n")
-    resumed.fit(X, Y, **arguments)
-    assert capsys.readouterr().err == first + "\n"
-    resumed.fit(X, Y, **FIT)
-    assert capsys.readouterr().err == ""
+    assert said(resumed, 3, ZeroDivisionError).endswith(f"{last}\n")
+    assert said(resumed) == first
+    done = f"training in {tmp_path} is complete after epoch 4 (step 16); nothing to do\n"
+    assert said(resumed) == done

@@ -50,41 +50,39 @@ def check_ended_together(cluster: Tasks, names: list[str]) -> None:
     assert f"(step {step})" in said
 
 
-def result(folder: Path) -> dict[str, np.ndarray]:
-    with np.load(folder / "worker-0.npz") as file:
-        return dict(file)
+def alone(folder: Path, *, hurt: bool) -> int:
+    """Returns the status of a job of one process, which may get a signal in its second epoch."""
+    env = {**os.environ, "TFDIST_PREEMPTION_SIGNAL": "SIGUSR1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    env.pop("TF_CONFIG", None)
+    words = [PROGRAMS / PROGRAM, folder, "tfd.data", EPOCHS, STEPS, 0.05]
+    log = folder / f"log of {hurt=}"
+    program = Program([sys.executable, *map(str, words)], output=log, env=env)
+    deadline = time.monotonic() + 60
+    while hurt and IN_SECOND_EPOCH not in log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    if hurt:
+        program.send_signal(signal.SIGUSR1)
+    status = program.wait(100)
+    assert ("training stopped by a signal. The last checkpoint is" in log.read_text()) == hurt
+    return status
 
 
-def test_workers_end_at_one_step_and_in_a_validation_and_continue(tmp_path: Path) -> None:
-    """The second job has another number of workers: the numbers are those of one training."""
-    whole, hurt = tmp_path / "whole", tmp_path / "hurt"
-    for folder in (whole, hurt):
+def test_jobs_end_in_an_epoch_and_in_a_validation_and_continue(tmp_path: Path) -> None:
+    """The numbers of 3 and 2 workers that are stopped twice are those of a single process."""
+    single, hurt = tmp_path / "single", tmp_path / "hurt"
+    for folder in (single, hurt):
         folder.mkdir()
-    assert set(train(whole, 2).values()) == {0}
+    assert [alone(single, hurt=True), alone(single, hurt=False)] == [143, 0]
     assert set(train(hurt, 3, hurt=IN_SECOND_EPOCH).values()) == {143}
     (checkpoint,) = (hurt / "checkpoints").glob("epoch-*-batch-*.safetensors")  # saved once
     assert checkpoint.name.startswith("epoch-00001-batch-")
-    ended = train(hurt, 2, hurt=IN_SECOND_VALIDATION, resumes="resuming from epoch 2, batch ")
+    ended = train(hurt, 2, hurt=IN_SECOND_VALIDATION, resumes="resuming after batch ")
     assert set(ended.values()) == {143}
-    resumes = "resuming with the validation of epoch 2, of "
+    resumes = "resuming after epoch 2, before its validation "
     assert set(train(hurt, 2, resumes=resumes).values()) == {0}
-    expected, found = result(whole), result(hurt)
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
-    assert len(found["val_loss"]) == EPOCHS  # over all rows of each validation
-    assert found["iterations"] == EPOCHS * STEPS
-
-
-def test_one_process_ends_by_a_signal_of_choice(tmp_path: Path) -> None:
-    env = {**os.environ, "TFDIST_PREEMPTION_SIGNAL": "SIGUSR1", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    env.pop("TF_CONFIG", None)
-    words = [PROGRAMS / PROGRAM, tmp_path, "arrays", EPOCHS, STEPS, 0.05]
-    log = tmp_path / "log"
-    program = Program([sys.executable, *map(str, words)], output=log, env=env)
-    deadline = time.monotonic() + 60
-    while IN_SECOND_EPOCH not in log.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    program.send_signal(signal.SIGUSR1)
-    assert program.wait(60) == 143
-    assert "training stopped by a signal. The last checkpoint is" in log.read_text()
+    with np.load(single / "alone.npz") as expected, np.load(hurt / "worker-0.npz") as found:
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-5, err_msg=name)
+        assert len(found["val_loss"]) == EPOCHS  # over all rows of each validation
+        assert found["iterations"] == EPOCHS * STEPS

@@ -6,6 +6,7 @@ import os
 import resource
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,12 @@ from checkpoint_cases import (
 from training_cases import X, Y, assert_same_weights, classifier, mirrored, strategy_of
 
 import tfdist_ext as tfd
-from tfdist_ext.training.checkpoints import folder, paths
-from tfdist_ext.training.state.naming import state_of
+from tfdist_ext.training.checkpoints import paths, writer
+from tfdist_ext.training.checkpoints.format import Progress
+from tfdist_ext.training.state.naming import group_of, state_of
 from tfdist_ext.training.state.values import assign_whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
-# One file
 
 
 class Pair(keras.Model):
@@ -62,9 +62,10 @@ def test_every_optimizer_of_a_model(tmp_path: Path) -> None:
 
     model = tfd.distribute(build, mirrored())
     state = state_of(model.keras_model)
-    assert list(state)[2:] == ["second", "others.a_b.0"]  # the compiled one is built later
-    for number, name in enumerate(["second", "others.a_b.0"]):
-        slot = state[name]["dense_1_kernel_momentum"]
+    groups = {*map(group_of, state)} - {"metrics"}  # the compiled optimizer is built later
+    assert groups == {"model", "second.SGD", "others.a_b.0.SGD"}
+    for number, name in enumerate(["second.SGD", "others.a_b.0.SGD"]):
+        slot = state[f"{name}/dense#1_kernel_momentum"]
         assign_whole(slot, np.float32([[1], [2], [3]]) + number)
     model.save_checkpoint(tmp_path / "pair")
     other = tfd.distribute(build, strategy_of("default"))
@@ -103,9 +104,9 @@ def test_a_model_that_is_not_compiled_takes_the_weights_alone(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (dense(4), "another model or optimizer: only the checkpoint has model/dense_1/kernel"),
-        (dense(5, 1), r"kernel \(saved: float32 \(5, 4\), here: float32 \(5, 5"),
-        (dense(4, 1, optimizer="adam"), "has the state of SGD, .* the model is Adam"),
+        (dense(4), r"model/dense#1/kernel is float32 \(4, 1\) .* and missing in the model"),
+        (dense(5, 1), r"kernel is float32 \(5, 4\) in the checkpoint and float32 \(5, 5"),
+        (dense(4, 1, optimizer="adam"), r"optimizer.Adam/\S+ is missing in the checkpoint"),
     ],
     ids=["fewer", "other shapes", "other optimizer"],
 )
@@ -153,92 +154,86 @@ def test_a_full_disk_leaves_the_file_before(tmp_path: Path, monkeypatch: Any) ->
     assert [each.name for each in tmp_path.iterdir()] == ["one"]
 
 
-# In the background
+def call_before_each_file(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], None]) -> None:
+    """`action` gets the epoch, in the thread that writes the file."""
+    ordinary = writer.encode_checkpoint
+
+    def encode(progress: Progress, *rest: Any) -> Iterator[Any]:
+        action(progress.epoch)
+        yield from ordinary(progress, *rest)
+
+    monkeypatch.setattr(writer, "encode_checkpoint", encode)
 
 
-class SlowDisk:
-    """Each file takes until the training is one epoch further, and half a second more."""
+class Follows(keras.callbacks.Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = 0  # epochs
+        self.weights: list[Any] = [None]
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.threads: set[str] = set()
-        self.nice: set[int] = set()
-        self.seen: list[tuple[int, int]] = []  # (epoch that is written, epochs that have begun)
-        self.begun = 0
-        ordinary = folder.encode_checkpoint
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.begun += 1
 
-        def slow(write: Any, content: Any, *rest: Any) -> None:
-            self.threads.add(threading.current_thread().name)
-            self.nice.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-            deadline, epoch = time.monotonic() + 20, content.progress.epoch
-            while self.begun <= epoch < 4 and time.monotonic() < deadline:
-                time.sleep(0.01)
-            time.sleep(0.5)
-            self.seen.append((epoch, self.begun))
-            ordinary(write, content, *rest)
-
-        monkeypatch.setattr(folder, "encode_checkpoint", slow)
-        self.callback = keras.callbacks.LambdaCallback(on_epoch_begin=self._begins)
-
-    def _begins(self, epoch: int, logs: Any) -> None:
-        self.begun = epoch + 1
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.weights.append(self.model.get_weights())
 
 
 def test_the_training_goes_on_while_a_checkpoint_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = [train(tmp_path / str(n), epochs=n) for n in (2, 3)]
+    training = Follows()
+    seen: list[Any] = []  # epoch that is written, epochs that have begun, thread, niceness
+
+    def slow(epoch: int) -> None:
+        deadline = time.monotonic() + 20
+        while training.begun <= epoch < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        thread = threading.current_thread().name.rsplit("_", 1)[0]
+        nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        seen.append((epoch, training.begun, thread, nice))
+
     with monkeypatch.context() as patch:
-        disk = SlowDisk(patch)
-        train(tmp_path / "slow", disk.callback)
-    written = [seen for seen in disk.seen if seen[0] < 4]
-    assert written == [(1, 2), (2, 3), (3, 4)]  # the next epoch had begun, and not the one after it
-    assert {name.rsplit("_", 1)[0] for name in disk.threads} == {"tfdist-checkpoints"}
-    assert disk.nice == {19}
-    for epoch, model in zip((2, 3), expected, strict=True):
+        call_before_each_file(patch, slow)
+        train(tmp_path, training)
+        for_thread = ("tfdist-checkpoints", 19)
+        # The next epoch had begun, and not the one after it.
+        assert seen == [(epoch, min(epoch + 1, 4), *for_thread) for epoch in (1, 2, 3, 4)]
         restored = tfd.distribute(adam, mirrored(2))
-        restored.restore_checkpoint(tmp_path / "slow" / f"epoch-{epoch:05d}.safetensors")
-        assert_same_weights(model, restored)
-    with monkeypatch.context() as patch:
-        disk = SlowDisk(patch)
-        disk.begun = 99
+        for epoch in (2, 3):
+            restored.restore_checkpoint(tmp_path / f"epoch-{epoch:05d}.safetensors")
+            for value, saved in zip(restored.get_weights(), training.weights[epoch], strict=True):
+                np.testing.assert_array_equal(value, saved)
+        seen.clear()
         train(tmp_path / "at once", checkpoint_async=False, epochs=2)
-    assert disk.threads == {threading.current_thread().name}
+    assert [each[2] for each in seen] == [threading.current_thread().name] * 2
 
 
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("epoch", "kept"), [(2, "epoch-00001"), (4, "epoch-00003")])
 def test_a_file_that_cannot_be_written_is_an_error_of_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epoch: int, kept: str
 ) -> None:
     """At the next save, or at the end of fit. The next job resumes from the file before."""
-    ordinary = folder.encode_checkpoint
 
-    def full_disk(write: Any, content: Any, *rest: Any) -> None:
-        if content.progress.epoch == (4 if last else 2):
+    def full_disk(written: int) -> None:
+        if written == epoch:
             raise OSError(28, "No space left on device")
-        ordinary(write, content, *rest)
 
-    kept = "epoch-00003" if last else "epoch-00001"
     with monkeypatch.context() as patch:
-        patch.setattr(folder, "encode_checkpoint", full_disk)
+        call_before_each_file(patch, full_disk)
         words = rf"could not be written to {tmp_path}: No space left on device.*is {kept}"
         with pytest.raises(tfd.TrainingError, match=words):
             train(tmp_path)
     assert tfd.finished_checkpoints(tmp_path)[-1].stem == kept
     assert not list(tmp_path.glob(".*"))
-    if last:
+    if epoch == 4:
         assert train(tmp_path).history.epoch == [0, 1, 2, 3]
 
 
 def test_an_error_of_the_training_waits_for_the_file_that_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ordinary = folder.encode_checkpoint
-
-    def slow(*arguments: Any) -> None:
-        time.sleep(1.0)
-        ordinary(*arguments)
-
-    monkeypatch.setattr(folder, "encode_checkpoint", slow)
+    call_before_each_file(monkeypatch, lambda epoch: time.sleep(1.0))
     with pytest.raises(KeyError):
         train(tmp_path, FailsIn(2, KeyError))
     assert tfd.finished_checkpoints(tmp_path)[-1].stem == "epoch-00002"

@@ -21,7 +21,7 @@ from tfdist_ext.training.building.cloning import (
     copy_flags_and_assets,
 )
 from tfdist_ext.training.protocols import Specs
-from tfdist_ext.training.state.naming import MODEL, check_has_variables, state_of
+from tfdist_ext.training.state.naming import MODEL, check_has_variables, group_of, state_of
 from tfdist_ext.training.state.values import assign_whole, whole_value
 from tfdist_ext.training.variables import outside_of_scopes
 
@@ -69,7 +69,10 @@ def _plain_copy(model: keras.Model, builder: Builder, spec: Specs) -> keras.Mode
     if len(copy.variables) != len(model.variables) and spec is not None:
         build(copy, spec, tf.distribute.get_strategy(), kind="predict")
     copy_flags_and_assets(model, copy)
-    values, targets = state_of(model)[MODEL], state_of(copy)[MODEL]
+    values, targets = (
+        {name: variable for name, variable in state_of(each).items() if group_of(name) == MODEL}
+        for each in (model, copy)
+    )
     if list(values) != list(targets):
         differs = sorted({*values} ^ {*targets})
         raise cannot_be_copied(model, f"the copy has other variables: {', '.join(differs[:6])}.")

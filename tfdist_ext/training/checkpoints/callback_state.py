@@ -9,6 +9,7 @@ and dicts of them.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -34,50 +35,41 @@ _ARRAY = "array of the state"  # the key of {_ARRAY: "3"} in the JSON
 _SETTINGS = ("monitor", "filepath", "filename", "log_dir")
 
 
-def callback_state(callbacks: Callbacks, *, stopped: bool) -> CallbackState:
+def callback_state(callbacks: Callbacks) -> CallbackState:
     """Returns the state of callbacks.
-
-    Args:
-        stopped: one of them has told the training to stop.
 
     Raises:
         TrainingError: a `get_state` returns something that cannot be stored.
     """
     arrays: CallbackState = {}
     states = {name: _state_of(callback, name, arrays) for name, callback in _named(callbacks)}
-    text = json.dumps({"stopped": stopped, "callbacks": states})
-    return {_JSON: np.frombuffer(text.encode(), np.uint8), **arrays}
+    return {_JSON: np.frombuffer(json.dumps(states).encode(), np.uint8), **arrays}
 
 
-def restore_callbacks(state: CallbackState, callbacks: Callbacks) -> bool:
+def restore_callbacks(state: CallbackState, callbacks: Callbacks) -> None:
     """Gives callbacks their state, after their `on_train_begin`.
 
     A callback that was not there when the state was saved starts from nothing.
-
-    Returns:
-        Whether one of them had told the training to stop.
     """
     saved = _read(state)
     for name, callback in _named(callbacks):
-        found = saved["callbacks"].get(name, {})
-        for attribute in kp.remembered_by(callback):
-            if attribute in found.get("known", {}):
-                setattr(callback, attribute, found["known"][attribute])
+        if (found := saved.get(name)) is None:
+            continue
+        for attribute, value in found["known"].items():
+            setattr(callback, attribute, value)
         if "own" in found and hasattr(callback, "set_state"):
             callback.set_state(found["own"])
-    return bool(saved["stopped"])
 
 
 def continue_log_files(state: CallbackState, callbacks: Callbacks) -> None:
     """Before `on_train_begin`: cuts the file of each CSVLogger after the checkpoint's last row."""
-    saved = _read(state)["callbacks"]
+    saved = _read(state)
     for name, callback in _named(callbacks):
         if isinstance(callback, keras.callbacks.CSVLogger) and name in saved:
             callback.append = True
             path = Path(callback.filename)
             if path.is_file() and path.stat().st_size > saved[name]["bytes"]:
-                with path.open("r+b") as file:
-                    file.truncate(saved[name]["bytes"])
+                os.truncate(path, saved[name]["bytes"])
 
 
 def _named(callbacks: Callbacks) -> Iterator[tuple[str, keras.callbacks.Callback]]:
@@ -95,9 +87,7 @@ def _state_of(
 ) -> dict[str, Any]:
     def leave_out(what: str) -> None:
         # The history of a training may hold anything that a user's metric returns.
-        warn(
-            f"The checkpoint does not hold {what} of {name}: a job that resumes begins without it."
-        )
+        warn(f"The checkpoint does not hold {what} of {name}. A job that resumes starts without.")
 
     def refuse(what: str) -> None:
         raise TrainingError(

@@ -25,8 +25,6 @@ from tfdist_ext.training.protocols import Callbacks, TrainedModel
 
 __all__ = ["evaluate_checkpoints"]
 
-
-_BOARD = keras.callbacks.TensorBoard
 _LOOK_EVERY = 1.0  # seconds
 
 
@@ -68,13 +66,12 @@ def evaluate_checkpoints(
             written.
     """
     me = str(cluster.task)
-    folder = None if checkpoint_dir is None else checkpoint_folder(checkpoint_dir)
-    if folder is None or validation_data is None:
-        lacks = "checkpoint_dir" if folder is None else "validation data"
+    if checkpoint_dir is None or validation_data is None:
         raise TrainingError(
-            f"the fit() of {me}, which evaluates the checkpoints of the training, got no {lacks}:"
-            " give fit(validation_data=..., checkpoint_dir=...) on every task."
+            f"{me} evaluates the checkpoints of the training. Call"
+            " fit(validation_data=..., checkpoint_dir=...) on every task."
         )
+    folder = checkpoint_folder(checkpoint_dir)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
     # Keras's own argument: a custom evaluate() of the model does not prepare the data again.
     data = {"x": x, "y": y, "sample_weight": sample_weight, "_use_cached_eval_dataset": True}
@@ -142,8 +139,10 @@ def _restore(model: EvaluatedModel, folder: str, name: str, me: str) -> Progress
 
 def _log_dir(callbacks: Callbacks, folder: str) -> str:
     """Returns the folder of the scalars: in that of the TensorBoard callback, if there is one."""
-    boards = [each for each in keras.tree.flatten(callbacks or []) if isinstance(each, _BOARD)]
-    return posixpath.join(str(boards[0].log_dir) if boards else folder, "evaluator")
+    for callback in keras.tree.flatten(callbacks or []):
+        if isinstance(callback, keras.callbacks.TensorBoard):
+            return posixpath.join(str(callback.log_dir), "evaluator")
+    return posixpath.join(folder, "evaluator")
 
 
 def _write_scalars(logs: Mapping[str, float], progress: Progress) -> None:

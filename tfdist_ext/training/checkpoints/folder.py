@@ -10,15 +10,14 @@ done.
 
 from __future__ import annotations
 
-import contextlib
+import datetime
 import json
 import os
 import posixpath
 import re
 import socket
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,19 +25,17 @@ from typing import Any
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.checkpoints.format import (
     CheckpointFile,
-    Content,
     DamagedCheckpointError,
     Progress,
-    encode_checkpoint,
 )
 from tfdist_ext.training.checkpoints.paths import (
-    atomic_write,
     error_if_unwritable,
     names_in,
     open_file,
     os_errors,
     remove,
     rename,
+    write_atomically,
 )
 from tfdist_ext.user_frames import filter_traceback, warn
 
@@ -105,29 +102,17 @@ class Owner:
     """The job that writes to a checkpoint folder.
 
     Attributes:
-        id: of this `fit` alone.
-        host: name of its machine.
-        pid: its process.
-        since: when it opened the folder, in seconds since 1970.
+        job: the host, the process and the start of one `fit`.
         epochs_when_done: the `epochs` of the `fit`, once that has completed.
-        last: the checkpoint from which a job that is started again gets the final state; None if
-            the last epoch was not saved, because its loss was not finite.
     """
 
-    id: str
-    host: str
-    pid: int
-    since: float
+    job: str
     epochs_when_done: int | None = None
-    last: str | None = None
 
     @classmethod
     def this_job(cls) -> Owner:
-        return cls(uuid.uuid4().hex, socket.gethostname(), os.getpid(), time.time())
-
-    def __str__(self) -> str:
-        since = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(self.since))
-        return f"host {self.host}, process {self.pid}, since {since}"
+        start = datetime.datetime.now().astimezone()
+        return cls(f"host {socket.gethostname()}, process {os.getpid()}, since {start}")
 
     def is_done_after(self, epochs: int) -> bool:
         """Returns whether a training of this many epochs has completed."""
@@ -152,82 +137,36 @@ class CheckpointFolder:
         newest: the checkpoint from which this job resumes, and later the one written last; None
             if there is none.
         progress: of that checkpoint.
-        complete_after: epochs of the training, if that is done; this job changes nothing then.
     """
 
     def __init__(self, path: str):
         self.path = path
         self.newest: str | None = None
         self.progress = Progress()
-        self.complete_after: int | None = None
         self._owner = Owner.this_job()
+        self._id = uuid.uuid4().hex  # several jobs may write unfinished files
 
     def file(self, name: str) -> str:
         """Returns the path of a file in the folder."""
         return posixpath.join(self.path, name)
 
-    def open(self, epochs: int) -> None:
-        """Finds the newest complete checkpoint, and becomes the owner of the folder.
+    def open(self) -> None:
+        """Becomes the owner of the folder, and finds the newest complete checkpoint.
 
-        A folder whose training is complete is only read: it may be an archive.
-
-        Args:
-            epochs: of the whole training.
+        Newer checkpoints that are damaged are renamed.
 
         Raises:
             TrainingError: the folder cannot be written, or it has checkpoints and none is
                 complete.
         """
-        with error_if_unwritable(self.path, "checkpoint_dir"):
-            before = owner_of(self.path)
-            if before is not None and before.is_done_after(epochs) and before.last is not None:
-                # The file may be damaged, or removed.
-                with contextlib.suppress(TrainingError):
-                    self._take(before.last)
-                    self.complete_after = before.epochs_when_done
-                    return
-            self._write_owner()
-            for name in filter(_UNFINISHED.fullmatch, names_in(self.path)):
-                remove(self.file(name))
-            self._find_newest()
-
-    def write(self, content: Content, wrote: Callable[[], object] = lambda: None) -> None:
-        """Writes a checkpoint, and removes old ones.
-
-        Args:
-            wrote: called after each block of the file.
-
-        Raises:
-            FolderTakenError: another job has opened the folder.
-            TrainingError: the file cannot be written, for example because the disk is full.
-        """
-        name = name_of(content.progress)
-        with self._writing(name):
-            with atomic_write(self.file(name), self._unfinished(name), self._check_owner) as write:
-                encode_checkpoint(write, content, wrote)
-            self.newest, self.progress = name, content.progress
-            for old in checkpoints_in(self.path)[:-KEPT]:
-                self._check_owner()
-                remove(self.file(old))
-
-    def finish(self, epochs: int, *, saved: bool) -> None:
-        """Notes that the training has completed.
-
-        Args:
-            epochs: of the whole training.
-            saved: the last epoch was saved.
-        """
-        last = self.newest if saved else None
-        self._owner = replace(self._owner, epochs_when_done=epochs, last=last)
-        with self._writing(OWNER):
-            self._write_owner()
-
-    def _find_newest(self) -> None:
-        """Finds the newest complete checkpoint; renames the damaged ones that are newer."""
+        self._write_owner()
+        for name in filter(_UNFINISHED.fullmatch, names_in(self.path)):
+            remove(self.file(name))
         damaged: dict[str, DamagedCheckpointError] = {}
         for name in reversed(checkpoints_in(self.path)):
             try:
-                self._take(name)
+                with CheckpointFile(self.file(name)) as file:
+                    self.newest, self.progress = name, file.progress
                 break
             except DamagedCheckpointError as error:
                 damaged[name] = error
@@ -240,29 +179,43 @@ class CheckpointFolder:
         for name, reason in damaged.items():
             aside = f"{name.removesuffix(SUFFIX)}.damaged"
             warn(f"{reason} It is renamed to {aside}, and the training resumes from {self.newest}.")
-            self._check_owner()
             rename(self.file(name), self.file(aside))
 
-    def _take(self, name: str) -> None:
-        with CheckpointFile(self.file(name)) as file:
-            file.verify()
-            self.newest, self.progress = name, file.progress
+    def write(self, progress: Progress, blocks: Iterable[bytes | memoryview]) -> None:
+        """Writes a checkpoint, and removes old ones.
 
-    @contextlib.contextmanager
-    def _writing(self, name: str) -> Iterator[None]:
-        """Scope in which a file is written, if this job may write."""
+        Args:
+            blocks: the bytes of the checkpoint.
+
+        Raises:
+            FolderTakenError: another job has opened the folder.
+            TrainingError: the file cannot be written, for example because the disk is full.
+        """
+        name = name_of(progress)
+        self._check_owner()
         try:
-            self._check_owner()
-            yield
+            write_atomically(self.file(name), self._unfinished(name), blocks, self._check_owner)
+            self.newest, self.progress = name, progress
+            for old in checkpoints_in(self.path)[:-KEPT]:
+                self._check_owner()
+                remove(self.file(old))
         except OSError as error:
-            with contextlib.suppress(OSError):
-                self._check_owner()  # a newer job removes what this one has not finished
-            stays = f"The last complete checkpoint is {self.newest}." if self.newest else ""
+            self._check_owner()  # a newer job removes what this one has not finished
             raise TrainingError(
-                f"{name} could not be written to {self.path}: {error.strerror or error}. {stays}"
-                " Free disk space or correct the permissions of checkpoint_dir, and run the job"
-                " again."
+                f"{name} could not be written to {self.path}: {error.strerror or error}. The last"
+                f" complete checkpoint is {self.newest}. Free disk space or correct the permissions"
+                " of checkpoint_dir, and run the job again."
             ) from error
+
+    def finish(self, epochs: int) -> None:
+        """Notes that the training has completed.
+
+        Args:
+            epochs: of the whole training.
+        """
+        self._check_owner()
+        self._owner = replace(self._owner, epochs_when_done=epochs)
+        self._write_owner()
 
     def _check_owner(self) -> None:
         """Passes if this job may write.
@@ -272,18 +225,17 @@ class CheckpointFolder:
         """
         newest = owner_of(self.path)
         if newest is None:  # the folder was emptied
-            with error_if_unwritable(self.path, "checkpoint_dir"):
-                self._write_owner()
-        elif newest.id != self._owner.id:
+            self._write_owner()
+        elif newest.job != self._owner.job:
             raise FolderTakenError(
-                f"Another job writes to {self.path}: {newest}. This job stops and changes nothing"
-                " there. Give each training its own checkpoint_dir."
+                f"Another job writes to {self.path}: {newest.job}. This job stops and changes"
+                " nothing there. Give each training its own checkpoint_dir."
             )
 
     def _write_owner(self) -> None:
         text = json.dumps(asdict(self._owner), indent=1)
-        with atomic_write(self.file(OWNER), self._unfinished(OWNER)) as write:
-            write(memoryview(text.encode()))
+        with error_if_unwritable(self.path, "checkpoint_dir"):
+            write_atomically(self.file(OWNER), self._unfinished(OWNER), [text.encode()])
 
     def _unfinished(self, name: str) -> str:
-        return self.file(f".{name}.{self._owner.id}.unfinished")
+        return self.file(f".{name}.{self._id}.unfinished")

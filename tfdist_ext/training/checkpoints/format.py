@@ -1,12 +1,12 @@
-"""One checkpoint in one file: the safetensors format, with checksums.
+"""One checkpoint in one file: the safetensors format, with a checksum.
 
     8 bytes             length of the header, little-endian
     header              JSON: name -> dtype, shape and place of each array; `__metadata__`
     arrays              their values, one after another, rows in order
-    array `crc32`       checksums of the header and of each array
+    array `crc32`       the checksum of all bytes before it
 
-The header comes first, so a file is written in one pass, a block of rows at a time. The checksums
-come last. A changed or missing byte anywhere is detected.
+The header comes first, so a file is written in one pass, a block of rows at a time. The checksum
+comes last. A changed or missing byte anywhere is detected.
 
 Names are `group/name`. A file holds whole values, and no trace of the strategy.
 Format: https://github.com/huggingface/safetensors#format
@@ -15,12 +15,13 @@ Format: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
@@ -32,21 +33,20 @@ from tfdist_ext.training.checkpoints.paths import open_file, os_errors
 from tfdist_ext.training.state.values import block_ranges, blocks, read_rows
 
 __all__ = [
+    "Arrays",
     "CheckpointFile",
-    "Content",
     "DamagedCheckpointError",
-    "Groups",
     "Progress",
     "SavedArray",
     "encode_checkpoint",
 ]
 
-_METADATA, _CHECKSUMS, _OURS = "__metadata__", "crc32", "tfdist_ext"
+_METADATA, _CHECKSUM, _OURS = "__metadata__", "crc32", "tfdist_ext"
 
 _VERSION = 1
 
-# Group -> name -> variable or array.
-Groups: TypeAlias = Mapping[str, Mapping[str, keras.Variable | np.ndarray]]
+# `group/name` -> variable or array.
+Arrays: TypeAlias = Mapping[str, keras.Variable | np.ndarray]
 
 _CODES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32",
@@ -75,6 +75,7 @@ class Progress:
         data: the state of a ShardedDataset; None with other data.
         trained: the logs of the last epoch's training if its validation is still to be done, else
             None.
+        stopped: a callback has stopped the training.
     """
 
     epoch: int = 0
@@ -85,6 +86,7 @@ class Progress:
     batch_size: int = 0
     data: dict[str, Any] | None = None
     trained: dict[str, Any] | None = None
+    stopped: bool = False
 
     def __str__(self) -> str:
         if self.batches:
@@ -93,75 +95,37 @@ class Progress:
         return f"epoch {self.epoch}{before} (step {self.step})"
 
 
-@dataclass(frozen=True)
-class Content:
-    """The content of a checkpoint.
-
-    Attributes:
-        progress: of the training.
-        kinds: group -> class, of the groups that only the same class can restore.
-        groups: group -> name -> variable or array.
-    """
-
-    progress: Progress
-    kinds: Mapping[str, str]
-    groups: Groups
-
-
-@dataclass(frozen=True)
-class SavedArray:
-    """An array in a checkpoint.
-
-    Attributes:
-        shape: its shape.
-        dtype: name of its dtype, such as "float32".
-        begin: its first byte, counted from the start of the file.
-    """
+class SavedArray(NamedTuple):
+    """An array in a checkpoint, from the byte `begin` of the file on."""
 
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # such as "float32"
     begin: int
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row; a scalar is one row."""
-        return math.prod(self.shape[1:]) * tf.as_dtype(self.dtype).size
-
-    @property
-    def rows(self) -> int:
-        return self.shape[0] if self.shape else 1
 
 
 def encode_checkpoint(
-    write: Callable[[memoryview], None],
-    content: Content,
-    wrote: Callable[[], object] = lambda: None,
-) -> None:
-    """Writes a checkpoint, a block of rows at a time.
+    progress: Progress, arrays: Arrays, report: Callable[[], object] = lambda: None
+) -> Iterator[bytes | memoryview]:
+    """Yields the bytes of a checkpoint, a block of rows at a time.
 
     Args:
-        write: takes the next bytes of the file.
-        wrote: called after each block.
+        report: called after each block.
     """
-    arrays = {f"{g}/{name}": a for g, named in content.groups.items() for name, a in named.items()}
-    header = _header(arrays, content)
-    write(memoryview(len(header).to_bytes(8, "little")))
-    write(memoryview(header))
-    checksums = [zlib.crc32(header)]
+    header = _header(progress, arrays)
+    start = len(header).to_bytes(8, "little") + header
+    yield start
+    checksum = zlib.crc32(start)
     for array in arrays.values():
-        checksum = 0
         for rows in _row_blocks(array):
             data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
             checksum = zlib.crc32(data, checksum)
-            write(data)
-            wrote()
-        checksums.append(checksum)
-    write(memoryview(np.array(checksums, "<u4").tobytes()))
+            yield data
+            report()
+    yield checksum.to_bytes(4, "little")
 
 
-def _header(arrays: Mapping[str, keras.Variable | np.ndarray], content: Content) -> bytes:
-    progress = asdict(content.progress)
-    text = json.dumps({"version": _VERSION, "progress": progress, "kinds": content.kinds})
+def _header(progress: Progress, arrays: Arrays) -> bytes:
+    text = json.dumps({"version": _VERSION, "progress": asdict(progress)})
     header: dict[str, Any] = {_METADATA: {_OURS: text}}
     begin = 0
     for name, array in arrays.items():
@@ -172,8 +136,7 @@ def _header(arrays: Mapping[str, keras.Variable | np.ndarray], content: Content)
         end = begin + math.prod(array.shape) * dtype.size
         header[name] = _entry(_CODES[dtype.name], array.shape, begin, end)
         begin = end
-    count = len(arrays) + 1
-    header[_CHECKSUMS] = _entry("U32", (count,), begin, begin + 4 * count)
+    header[_CHECKSUM] = _entry("U32", (1,), begin, begin + 4)
     encoded = json.dumps(header).encode()
     return encoded + b" " * (-len(encoded) % 8)  # arrays begin at a multiple of 8
 
@@ -191,24 +154,30 @@ def _row_blocks(array: keras.Variable | np.ndarray) -> Iterator[np.ndarray]:
 
 
 class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
-    """A checkpoint to read from.
+    """A complete checkpoint to read from.
+
+    Args:
+        path: of the file.
+        content: its bytes, if they are in memory.
+        verified: the checksum has been compared before.
 
     Attributes:
         progress: of the training.
-        kinds: group -> class, of the groups that only the same class can restore.
         arrays: `group/name` -> array.
 
     Raises:
         TrainingError: no such file, or one that cannot be read; a file of a newer version of this
             package.
-        DamagedCheckpointError: not a checkpoint, a part of one, or one whose header is damaged.
+        DamagedCheckpointError: not a checkpoint, or one with a changed or missing byte.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, content: bytes | None = None, *, verified: bool = False):
         self._path = path
         with self._system_errors():
-            self._file = open_file(path)
+            self._file = open_file(path) if content is None else io.BytesIO(content)
         try:
+            if not verified:
+                self._verify()
             self._read_header()
         except BaseException:
             self._file.close()
@@ -219,63 +188,51 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
 
     def read_rows(self, array: SavedArray, start: int, stop: int) -> np.ndarray:
         """Returns rows of an array; of a scalar, an array of one value."""
-        size = array.row_bytes
+        dtype, row = tf.as_dtype(array.dtype), array.shape[1:]
+        size = math.prod(row) * dtype.size
         data = self._read(array.begin + start * size, (stop - start) * size)
-        dtype = tf.as_dtype(array.dtype).as_numpy_dtype
-        return np.frombuffer(data, dtype).reshape(stop - start, *array.shape[1:])
+        return np.frombuffer(data, dtype.as_numpy_dtype).reshape(stop - start, *row)
 
     def read(self, array: SavedArray) -> np.ndarray:
         """Returns a whole array."""
-        return np.array(self.read_rows(array, 0, array.rows)).reshape(array.shape)
+        rows = array.shape[0] if array.shape else 1
+        return np.array(self.read_rows(array, 0, rows)).reshape(array.shape)
 
-    def verify(self) -> None:
-        """Reads every value once, a block at a time, and compares the checksums.
-
-        Raises:
-            DamagedCheckpointError: names the array whose checksum is wrong.
-        """
-        for (name, array), expected in zip(self.arrays.items(), self._checksums, strict=True):
-            checksum = 0
-            for start, stop in block_ranges((array.rows * array.row_bytes,), 1):
-                checksum = zlib.crc32(self._read(array.begin + start, stop - start), checksum)
-            if checksum != expected:
-                raise self._damaged(f"the checksum of {name} is wrong")
+    def _verify(self) -> None:
+        """Reads every byte once, a block at a time, and compares the checksum."""
+        with self._system_errors():
+            self._file.seek(0, 2)
+            end = self._file.tell() - 4
+        checksum = 0
+        for start, stop in block_ranges((max(end, 0),), 1):
+            checksum = zlib.crc32(self._read(start, stop - start), checksum)
+        if end < 8 or checksum.to_bytes(4, "little") != self._read(end, 4):
+            raise DamagedCheckpointError(
+                f"{self._path} is not a complete checkpoint: the checksum at its end is wrong. Copy"
+                " it again, or use another checkpoint."
+            )
 
     def _read_header(self) -> None:
-        with self._system_errors():
-            size = tf.io.gfile.stat(self._path).length
-        length = int.from_bytes(self._read(0, min(size, 8)), "little")
-        if not 2 <= length <= size - 8:
-            raise self._damaged("it is not a complete safetensors file")
-        encoded = self._read(8, length)
-        try:
-            header = json.loads(encoded)
-            metadata = json.loads(header.pop(_METADATA)[_OURS])
-            self.arrays = {name: _saved_array(entry, 8 + length) for name, entry in header.items()}
-            checksums = self.arrays.pop(_CHECKSUMS)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._damaged("save_checkpoint() has not written it") from error
-        if checksums.begin < 0 or size != checksums.begin + 4 * checksums.rows:
-            raise self._damaged("a part of it is missing")
-        own, *self._checksums = np.frombuffer(
-            self._read(checksums.begin, 4 * checksums.rows), "<u4"
-        ).tolist()
-        if own != zlib.crc32(encoded) or len(self._checksums) != len(self.arrays):
-            raise self._damaged("the checksum of its header is wrong")
+        length = int.from_bytes(self._read(0, 8), "little")
+        header = json.loads(self._read(8, length))
+        metadata = json.loads(header.pop(_METADATA)[_OURS])
         if metadata["version"] > _VERSION:
             raise TrainingError(
                 f"{self._path} has version {metadata['version']} of the format, and this"
                 f" package reads version {_VERSION}. Install a newer version of the package."
             )
         self.progress = Progress(**metadata["progress"])
-        self.kinds: dict[str, str] = metadata["kinds"]
+        del header[_CHECKSUM]
+        self.arrays = {
+            name: SavedArray(tuple(entry["shape"]), _DTYPES[entry["dtype"]], 8 + length + begin)
+            for name, entry in header.items()
+            for begin, _ in [entry["data_offsets"]]
+        }
 
     def _read(self, begin: int, count: int) -> bytes:
         with self._system_errors():
             self._file.seek(begin)
-            data = self._file.read(count)
-        if len(data) != count:
-            raise self._damaged("a part of it is missing")
+            data: bytes = self._file.read(count)
         return data
 
     @contextlib.contextmanager
@@ -285,14 +242,3 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
                 yield
         except OSError as error:
             raise TrainingError(f"{self._path} cannot be read: {error.strerror}.") from error
-
-    def _damaged(self, reason: str) -> DamagedCheckpointError:
-        return DamagedCheckpointError(
-            f"{self._path} is not a complete checkpoint: {reason}. Copy it again, or use another"
-            " checkpoint."
-        )
-
-
-def _saved_array(entry: Mapping[str, Any], data_begin: int) -> SavedArray:
-    begin, _ = entry["data_offsets"]
-    return SavedArray(tuple(map(int, entry["shape"])), _DTYPES[entry["dtype"]], data_begin + begin)

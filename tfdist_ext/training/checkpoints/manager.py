@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -36,7 +35,7 @@ from tfdist_ext.training.checkpoints.folder import (
 )
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.paths import checkpoint_folder
-from tfdist_ext.training.checkpoints.saving import at_step, content_of, restore_checkpoint
+from tfdist_ext.training.checkpoints.saving import arrays_of, at_step, restore_checkpoint
 from tfdist_ext.training.checkpoints.writer import Writer
 from tfdist_ext.training.epochs import Epochs
 from tfdist_ext.training.protocols import Callbacks, Logs, StepListener
@@ -81,37 +80,28 @@ class CheckpointManager:
         self._files = None if folder is None else CheckpointFolder(checkpoint_folder(folder))
         self._model = model
         self._reduction = reduction
+        self._callbacks: Sequence[keras.callbacks.Callback] = ()  # those that run on this task
         self._data = data
         self._every = every
         self._epochs = epochs
         self._progress = Progress()
         self._unannounced: Progress | None = None  # callbacks have not seen this checkpoint
-        self._is_complete = False  # the training was done before
         self._resumes_inside = False  # the training may begin in the middle of an epoch
         self._since = 0  # global batches since the last checkpoint
         # From the checkpoint that was restored, until its epoch has begun:
         self._callback_state = CallbackState()
         self._rates_and_metrics: _Values = []
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            callbacks = callbacks.callbacks
-        self._callbacks = keras.tree.flatten(callbacks or [])
-        self._announces = False
         if self._files is None:
             return
-        self._writer = Writer(
-            self._files.write,
-            functools.partial(reduction.peers.enters, "checkpoint"),
-            in_background=in_background,
-        )
-        if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in self._callbacks):
+        given = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or [])
+        if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in given):
             raise TrainingError(
                 "Both checkpoint_dir and the callback BackupAndRestore would restore the model:"
                 " give one of them."
             )
-        opened = functools.partial(self._files.open, epochs)
-        run_on_chief(reduction, opened, f"open {self._files.path}")
-        # A callback may be on the chief only, and all tasks wait for the file.
-        self._announces = reduction.any_worker(bool(_with_hook(self._callbacks)))
+        report = functools.partial(reduction.peers.enters, "checkpoint")
+        self._writer = Writer(self._files.write, report, in_background=in_background)
+        run_on_chief(reduction, self._files.open, f"open {self._files.path}")
 
     def seed(self) -> int:
         """Returns the seed of the order of examples: of the job before, or a new one.
@@ -128,115 +118,109 @@ class CheckpointManager:
         """Checks, before the model is built, whether `checkpoint_every` is possible.
 
         Raises:
-            TrainingError: `every` is not a number from 1, or the data has no position.
+            TrainingError: there is no folder, or the data has no position.
         """
         if self._data is None:
             self._resumes_inside = data.can_begin_anywhere
             self._progress = replace(self._progress, batch_size=data.batch_size or 0)
         else:
             self._resumes_inside = self._data.resumes_inside_epochs
-        every = self._every
-        if every is None:
-            return
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise TrainingError(f"checkpoint_every must be 1 or more batches, got {every!r}.")
-        if self._files is None or not self._resumes_inside:
+        if self._every is not None and (self._files is None or not self._resumes_inside):
             raise TrainingError(
                 "checkpoint_every needs checkpoint_dir, and data that knows its position in an"
                 " epoch: arrays, tfd.data.from_arrays((x, y), global_batch_size=64, seed=0) or"
                 " from_tfrecords, or from_dataset_fn where the function takes the epoch."
             )
 
-    def resume(self, data: Epochs, initial_epoch: int) -> int:
+    def resume(
+        self, data: Epochs, initial_epoch: int, callbacks: Sequence[keras.callbacks.Callback]
+    ) -> int:
         """Restores the newest checkpoint and the position in the data.
 
         Args:
             initial_epoch: the epoch to begin with if there is no checkpoint.
+            callbacks: those that run on this task, and the history.
 
         Returns:
             The epoch to begin with.
         """
+        self._callbacks = callbacks
         self._progress = replace(self._progress, epoch=initial_epoch, first_epoch=initial_epoch)
         files, model = self._files, self._model
         if files is None or not self._reduction.any_worker(files.newest is not None):
             return initial_epoch
         path = files.file(files.newest or "")
-        progress, self._callback_state = restore_checkpoint(
-            model, self._reduction, path, verified=True
-        )
+        progress, state = restore_checkpoint(model, self._reduction, path, verified=True)
         self._check_same_data(progress)
         self._progress = self._unannounced = replace(progress, batch_size=self._progress.batch_size)
-        self._rates_and_metrics = _values([*_rates_of(model), *model.metrics_variables])
-        self._is_complete = self._reduction.any_worker(files.complete_after is not None)
+        self._callback_state = state
+        optimizers = optimizers_of(model).values()
+        numbers = [v for each in optimizers for v in each.variables if not tuple(v.shape)]
+        self._rates_and_metrics = _values([*numbers, *model.metrics_variables])
+        continue_log_files(state, callbacks)
+        is_done = progress.stopped or progress.epoch >= self._epochs
         if self._reduction.is_chief:
-            say(self._resume_message(path))
-        done = progress.epoch - progress.first_epoch
+            complete = f"training in {files.path} is complete after {progress}; nothing to do"
+            say(complete if is_done else f"resuming after {progress}, from {path}")
+        trained_epochs = progress.epoch - progress.first_epoch
         if self._data is not None and progress.data is not None:
             self._data.restore(progress.data)
-        elif self._data is not None and not self._is_complete:  # the job before had other data
-            for _ in range(done):
+        elif self._data is not None:  # the job before had other data
+            for _ in range(trained_epochs):
                 self._data.end_epoch()
-        if self._is_complete:
+        if is_done:
             return max(self._epochs, progress.epoch)
-        if self._reduction.is_chief:
-            continue_log_files(self._callback_state, self._callbacks)
         if self._data is not None:
             data.begin_at_position(completed=progress.batches)
-        elif not data.begin_after(done, completed=progress.batches):
-            _read_past(data, done)
+        elif not data.begin_after(trained_epochs, completed=progress.batches):
+            _read_past(data, trained_epochs)
         return progress.epoch - (progress.trained is not None)
 
     def _check_same_data(self, saved: Progress) -> None:
         """Raises TrainingError if this data cannot begin in the middle of the saved epoch."""
         size = self._progress.batch_size
-        if not saved.batches or (self._resumes_inside and saved.batch_size == size):
-            return
+        if saved.batches and not (self._resumes_inside and saved.batch_size == size):
+            raise TrainingError(
+                f"The checkpoint is in the middle of an epoch, at {saved}. To resume there, use the"
+                f" same data with the same batch_size ({saved.batch_size or None}, got"
+                f" {size or None}) to the end of the epoch, or another checkpoint_dir."
+            )
 
-        def described(size: int) -> str:
-            return f"arrays with a batch size of {size}" if size else "a ShardedDataset"
+    def restore_callbacks(self) -> None:
+        """After `on_train_begin`: restores callbacks, and what they may have changed."""
+        if self._callback_state:
+            _assign(self._rates_and_metrics)
+            restore_callbacks(self._callback_state, self._callbacks)
 
-        got = described(size) if self._resumes_inside else "data that has no position"
-        raise TrainingError(
-            f"The checkpoint is in the middle of an epoch, at {saved}. It continues with"
-            f" {described(saved.batch_size)}, got {got}. Use the same data to the end of the epoch,"
-            " or another checkpoint_dir."
-        )
+    def epoch_has_begun(self) -> Logs | None:
+        """After `on_epoch_begin`: undoes it in an epoch that callbacks have begun before.
 
-    def restore_callbacks(self) -> bool:
-        """After `on_train_begin`: restores callbacks; returns whether one stopped the training."""
-        if not self._callback_state:
-            return False
-        _assign(self._rates_and_metrics)
-        return restore_callbacks(self._callback_state, self._with_history)
-
-    def epoch_has_begun(self) -> None:
-        """After `on_epoch_begin`: undoes it in an epoch that callbacks have begun before."""
-        if self._progress.batches or self._progress.trained is not None:
+        Returns:
+            The logs of the epoch's training, if the job before ended in its validation; else None.
+        """
+        logs = self._progress.trained
+        if self._progress.batches or logs is not None:
             self.restore_callbacks()
         self._callback_state = CallbackState()
+        self._progress = replace(self._progress, trained=None)
+        return logs and {k: v if isinstance(v, float) else np.asarray(v) for k, v in logs.items()}
 
-    def announce(self, callbacks: Iterable[keras.callbacks.Callback]) -> None:
+    def announce(self) -> None:
         """Calls `on_checkpoint_end` for the checkpoint of the last epoch, when it is on disk.
 
         A restored checkpoint is announced too: the job before may have ended too early.
         """
-        if not self._announces:
-            return
-        assert self._files is not None
-        self._run_on_chief(self._writer.wait)
         progress, self._unannounced = self._unannounced, None
-        if progress is None or progress.batches or progress.trained or not progress.epoch:
-            return  # not of a whole epoch
+        is_whole = progress and progress.epoch and not progress.batches and not progress.trained
+        if self._files is None or progress is None or not is_whole:
+            return
+        hooks = [getattr(each, "on_checkpoint_end", None) for each in self._callbacks]
+        if not self._reduction.any_worker(any(hooks)):  # a callback may be on the chief only
+            return
+        self._run_on_chief(self._writer.wait)
         path = finished_checkpoints(self._files.path)[-1] if self._reduction.is_chief else None
-        for callback in _with_hook(callbacks):
-            callback.on_checkpoint_end(progress.epoch - 1, path)
-
-    def trained(self) -> Logs | None:
-        """Returns the logs of the epoch's training, if the job before ended in its validation."""
-        logs, self._progress = self._progress.trained, replace(self._progress, trained=None)
-        if logs is None:
-            return None
-        return {k: v if isinstance(v, float) else np.asarray(v) for k, v in logs.items()}
+        for hook in filter(None, hooks):
+            hook(progress.epoch - 1, path)
 
     def validation(self, epoch: int, logs: Logs, *, complete: bool) -> StepListener | None:
         """Returns a listener that lets a signal end a validation; None if it must not end.
@@ -248,14 +232,9 @@ class CheckpointManager:
         may_end = self._files is not None and complete and not self._model.stop_training
         if not may_end or not _is_finite(logs):
             return None
-        end = functools.partial(self._end_before_validation, epoch, logs)
-        return _ValidationListener(self._model, end)
-
-    def _end_before_validation(self, epoch: int, logs: Logs) -> NoReturn:
         trained = {name: np.asarray(value).tolist() for name, value in logs.items()}
-        self._progress = replace(self._progress, epoch=epoch + 1, batches=0, trained=trained)
-        self._save()
-        raise SystemExit(PREEMPTED)
+        progress = replace(self._progress, epoch=epoch + 1, batches=0, trained=trained)
+        return _ValidationListener(self._model, functools.partial(self._save, progress))
 
     def max_steps(self) -> int | None:
         """Returns the maximum of global batches before the next checkpoint; None: any number."""
@@ -275,12 +254,10 @@ class CheckpointManager:
         due = self._every is not None and self._since >= self._every
         if due:
             self._since = 0
-        # The end of an epoch is saved anyway, after its callbacks.
-        at_end = self._data is not None and self._resumes_inside and not self._data.steps_done
-        if epoch_ends or at_end:
+        if epoch_ends:  # it is saved after its callbacks
             return
         if (due or told) and self._resumes_inside and _is_finite(logs):
-            self._save(stopped=stopped)
+            self._save(replace(self._progress, stopped=stopped))
         if told:
             raise SystemExit(PREEMPTED)
 
@@ -298,7 +275,7 @@ class CheckpointManager:
         if self._files is None:
             return self._progress
         if _is_finite(logs):
-            self._save(stopped=stopped)
+            self._save(replace(self._progress, stopped=stopped))
         elif self._reduction.is_chief:
             warn(
                 f"the loss of epoch {epoch + 1} is {logs['loss']}: no checkpoint is written,"
@@ -306,13 +283,11 @@ class CheckpointManager:
             )
         return self._progress
 
-    def training_is_done(self, logs: Logs) -> None:
+    def training_is_done(self) -> None:
         """Notes in the folder that the training has completed."""
-        if self._files is None or self._is_complete:
-            return
-        self._run_on_chief(self._writer.wait)
-        saved = _is_finite(logs)
-        self._run_on_chief(functools.partial(self._files.finish, self._epochs, saved=saved))
+        if self._files is not None:
+            self._run_on_chief(self._writer.wait)
+            self._run_on_chief(functools.partial(self._files.finish, self._epochs))
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
@@ -320,86 +295,55 @@ class CheckpointManager:
 
         If it fails or is ended, the chief prints how to resume it.
         """
-        saves = self._files is not None
-        ends = self._reduction.peers.ends_at_a_step if saves else contextlib.nullcontext
+        if self._files is None:
+            yield
+            return
         try:
-            with ends():
+            with self._reduction.peers.ends_at_a_step():
                 yield
-            if saves:
-                self._writer.wait()
+            self._writer.wait()
         except FolderTakenError:  # its message says what to do
             raise
         except BaseException as error:
-            self._report(error)
+            self._report(self._files, error)
             raise
         finally:
-            if saves:
-                self._writer.close()
+            self._writer.close()
 
-    def _report(self, error: BaseException) -> None:
+    def _report(self, files: CheckpointFolder, error: BaseException) -> None:
         """Waits for the last file after an error, and says how to resume the training."""
-        if self._files is not None:
-            try:
-                self._writer.wait()
-            except Exception as failure:
-                name = type(failure).__name__
-                say(f"the last checkpoint could not be written: {name}: {failure}")
-        hint = self.resume_hint()
+        try:
+            self._writer.wait()
+        except Exception as failure:
+            name = type(failure).__name__
+            say(f"the last checkpoint could not be written: {name}: {failure}")
+        if not self._reduction.is_chief:
+            hint = f"Checkpoints are in {files.path} on the chief."
+        elif files.newest is None:
+            hint = f"There is no checkpoint in {files.path} yet."
+        else:
+            hint = f"The last checkpoint is {files.file(files.newest)}, after {files.progress}."
+            if not is_started_again():
+                line = command_line() or "fit() with the same arguments"
+                hint = f"{hint} To resume, run again: {line}"
         if isinstance(error, PeerError) and hint not in str(error):
             error.args = (f"{error} {hint}",)
-        if self._files is not None and self._reduction.is_chief:
+        if self._reduction.is_chief:
             is_signal = isinstance(error, SystemExit) and error.code == PREEMPTED
             reason = "a signal" if is_signal else type(error).__name__
             # A progress bar may have left its line open.
             say(f"\ntraining stopped by {reason}. {hint}")
 
-    def resume_hint(self) -> str:
-        """Returns the last checkpoint, and the command that resumes from it, if one is needed."""
-        files = self._files
-        if files is None:
-            return "There is no checkpoint: fit() was called without checkpoint_dir."
-        if not self._reduction.is_chief:
-            sentence = f"Checkpoints are in {files.path} on the chief."
-        elif files.newest is None:
-            return f"There is no checkpoint in {files.path} yet."
-        else:
-            sentence = f"The last checkpoint is {files.file(files.newest)}, after {files.progress}."
-        if is_started_again():
-            return sentence
-        line = command_line()
-        run = "call fit() again with the same arguments" if line is None else f"run again: {line}"
-        return f"{sentence} To resume, {run}"
-
-    def _save(self, *, stopped: bool = False) -> None:
-        """Begins to write a checkpoint; every task must call.
-
-        Args:
-            stopped: a callback has told the training to stop.
-        """
+    def _save(self, progress: Progress) -> None:
+        """Begins to write a checkpoint; every task must call."""
         data = None if self._data is None else self._data.state()
-        progress = at_step(replace(self._progress, data=data), self._model)
+        progress = at_step(replace(progress, data=data), self._model)
         self._progress = self._unannounced = progress
 
         def begin() -> None:
-            state = callback_state(self._with_history, stopped=stopped)
-            self._writer.begin(content_of(self._model, progress, state))
+            self._writer.begin(progress, arrays_of(self._model, callback_state(self._callbacks)))
 
         self._run_on_chief(begin)
-
-    def _resume_message(self, path: str) -> str:
-        progress, files = self._progress, self._files
-        assert files is not None
-        if self._is_complete:
-            done = files.complete_after
-            return f"training in {files.path} is complete after {done} epochs; nothing to do"
-        if progress.trained is not None:
-            return f"resuming with the validation of epoch {progress.epoch}, of {path}"
-        batch = f", batch {progress.batches + 1}" if progress.batches else ""
-        return f"resuming from epoch {progress.epoch + 1}{batch}, step {progress.step}, of {path}"
-
-    @property
-    def _with_history(self) -> list[keras.callbacks.Callback]:
-        return [*self._callbacks, self._model.history]
 
     def _run_on_chief(self, action: Callable[[], None]) -> None:
         assert self._files is not None
@@ -407,19 +351,19 @@ class CheckpointManager:
 
 
 class _ValidationListener:
-    """Lets a signal end a validation; the next job begins it again.
+    """Ends the job at a signal in a validation; the next job begins the validation again.
 
     Args:
-        end: saves, and ends this job.
+        save: saves the state before the validation.
     """
 
-    def __init__(self, model: keras.Model, end: Callable[[], NoReturn]):
-        self._end = end
+    def __init__(self, model: keras.Model, save: Callable[[], None]):
+        self._save = save
         # Besides metrics, a validation changes the states of random generators.
-        self._states = _values(
-            each for each in model.non_trainable_variables if each.name == "seed_generator_state"
-        )
-        self._seeds = kp.seed_state()
+        seeds = [v for v in model.non_trainable_variables if v.name == "seed_generator_state"]
+        if kp.seed_state() is not None:
+            seeds.append(kp.global_seed_generator().state)
+        self._seeds = _values(seeds)
 
     def max_steps(self) -> None:
         """Any number."""
@@ -428,12 +372,10 @@ class _ValidationListener:
         self, steps: int, logs: Logs, *, epoch_ends: bool, stopped: bool, told: bool
     ) -> None:
         """Ends at a signal, unless the validation has ended, too."""
-        if not told or epoch_ends or stopped:
-            return
-        _assign(self._states)
-        if self._seeds is not None:
-            kp.global_seed_generator().state.assign(self._seeds)
-        self._end()
+        if told and not epoch_ends and not stopped:
+            _assign(self._seeds)
+            self._save()
+            raise SystemExit(PREEMPTED)
 
 
 def _values(variables: Iterable[keras.Variable]) -> _Values:
@@ -443,20 +385,6 @@ def _values(variables: Iterable[keras.Variable]) -> _Values:
 def _assign(values: _Values) -> None:
     for variable, value in values:
         assign_whole(variable, value)
-
-
-def _with_hook(callbacks: Iterable[keras.callbacks.Callback]) -> list[Any]:
-    return [each for each in callbacks if hasattr(each, "on_checkpoint_end")]
-
-
-def _rates_of(model: keras.Model) -> list[keras.Variable]:
-    """Returns the learning rates that are variables."""
-    rates = [
-        kp.step_variables(optimizer)[1]
-        for optimizer in optimizers_of(model).values()
-        if isinstance(optimizer, keras.optimizers.Optimizer)
-    ]
-    return [rate for rate in rates if rate is not None]
 
 
 def _is_finite(logs: Logs) -> bool:

@@ -7,11 +7,9 @@ chief's own disk is enough, and no task can read another file than the others.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import posixpath
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +23,27 @@ from tfdist_ext.training.building.build import creation_scope
 from tfdist_ext.training.building.export import Builder, export
 from tfdist_ext.training.checkpoints.callback_state import CallbackState
 from tfdist_ext.training.checkpoints.format import (
+    Arrays,
     CheckpointFile,
-    Content,
     Progress,
     SavedArray,
     encode_checkpoint,
 )
-from tfdist_ext.training.checkpoints.paths import atomic_write, os_errors
+from tfdist_ext.training.checkpoints.paths import os_errors, write_atomically
 from tfdist_ext.training.programs import Engine
 from tfdist_ext.training.protocols import Specs
-from tfdist_ext.training.state.chief import (
-    broadcast_arrays,
-    broadcast_state,
-    broadcast_text,
-    run_on_chief,
-)
+from tfdist_ext.training.state.chief import broadcast_bytes, broadcast_state, run_on_chief
 from tfdist_ext.training.state.naming import (
+    METRICS,
     MODEL,
     check_has_variables,
-    kinds_of,
+    group_of,
     state_of,
 )
 from tfdist_ext.training.state.values import assign_rows, blocks
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["SavingMixin", "at_step", "content_of", "restore_checkpoint"]
+__all__ = ["SavingMixin", "arrays_of", "at_step", "restore_checkpoint"]
 
 # The state of callbacks, and of the generator that draws without a seed.
 _OTHERS, _SEEDS = "others", "seed_generator"
@@ -147,14 +141,12 @@ class SavingMixin:
         Call it on every task: the chief reads, and sends what it has read to the others.
         """
         load = functools.partial(type(self._model).load_weights, self._model, filepath)
-        failure: Exception | None = None
         try:
             run_on_chief(self._reduction, lambda: load(*args, **kwargs), f"load {filepath}")
-        except Exception as error:  # a part may have been read
-            failure = error
+        except Exception:  # a part may have been read
+            broadcast_state(self._model, self._reduction)
+            raise
         broadcast_state(self._model, self._reduction)
-        if failure is not None:
-            raise failure
 
     def _write_checkpoint(self, path: str) -> None:
         folder, name = posixpath.split(path)
@@ -164,9 +156,9 @@ class SavingMixin:
             )
         with os_errors(path):
             tf.io.gfile.makedirs(folder or ".")
-        content = content_of(self._model, self._progress, {})
-        with atomic_write(path, posixpath.join(folder, f".{name}.unfinished")) as write:
-            encode_checkpoint(write, content, lambda: self._reduction.peers.enters("checkpoint"))
+        report = functools.partial(self._reduction.peers.enters, "checkpoint")
+        blocks = encode_checkpoint(self._progress, arrays_of(self._model, {}), report)
+        write_atomically(path, posixpath.join(folder, f".{name}.unfinished"), blocks)
 
     def _build_optimizer(self) -> None:
         """Builds the optimizer's slots, if no step has made them yet."""
@@ -177,11 +169,11 @@ class SavingMixin:
                 optimizer.build(model.trainable_variables)
 
 
-def content_of(model: keras.Model, progress: Progress, callbacks: CallbackState) -> Content:
-    """Returns the content of a checkpoint: all state of the model, and that of callbacks."""
+def arrays_of(model: keras.Model, callbacks: CallbackState) -> Arrays:
+    """Returns what a checkpoint holds: all state of the model, and that of callbacks."""
     seeds = kp.seed_state()
     others = callbacks if seeds is None else {**callbacks, _SEEDS: seeds}
-    return Content(progress, kinds_of(model), {**state_of(model), _OTHERS: others})
+    return {**state_of(model), **{f"{_OTHERS}/{name}": array for name, array in others.items()}}
 
 
 def at_step(progress: Progress, model: keras.Model) -> Progress:
@@ -198,7 +190,7 @@ def restore_checkpoint(
     """Restores the state in a checkpoint; every task must call.
 
     Args:
-        verified: the checksums have been compared before.
+        verified: the checksum has been compared before.
 
     Returns:
         The progress of the training, and the state of its callbacks.
@@ -207,30 +199,31 @@ def restore_checkpoint(
         TrainingError: on every task: the file is missing, is not a checkpoint, is incomplete or
             damaged, or is of another model or optimizer; the model is unchanged then.
     """
-    text, others = "", CallbackState()
+    sent = b""
 
     def read() -> None:
-        nonlocal text
-        with CheckpointFile(path) as file:
+        nonlocal sent
+        with CheckpointFile(path, verified=verified) as file:
             pairs = _matching(file, model, path)
-            if not verified:
-                file.verify()  # before anything is changed
-            text = json.dumps(asdict(file.progress))
-            for name, array in file.arrays.items():
-                if _group_of(name) == _OTHERS:
-                    others[name.partition("/")[2]] = file.read(array)
+            others = {
+                name: file.read(array)
+                for name, array in file.arrays.items()
+                if group_of(name) == _OTHERS
+            }
+            sent = b"".join(encode_checkpoint(file.progress, others))
             for saved, variable in pairs:
                 for start, stop in blocks(variable):
                     assign_rows(variable, start, file.read_rows(saved, start, stop))
 
     run_on_chief(reduction, read, f"read the checkpoint {path}")
     broadcast_state(model, reduction)
-    progress = Progress(**json.loads(broadcast_text(reduction, text)))
-    callbacks = broadcast_arrays(reduction, others)
+    with CheckpointFile(path, broadcast_bytes(reduction, sent)) as received:
+        arrays = received.arrays.items()
+        callbacks = {name.partition("/")[2]: received.read(array) for name, array in arrays}
     seeds = callbacks.pop(_SEEDS, None)
     if seeds is not None:
         kp.global_seed_generator().state.assign(seeds)
-    return progress, callbacks
+    return received.progress, callbacks
 
 
 def _matching(
@@ -238,53 +231,31 @@ def _matching(
 ) -> list[tuple[SavedArray, keras.Variable]]:
     """Returns (saved value, variable) of all variables to restore.
 
-    A model that is not compiled takes no optimizer's state. Metrics take what the file has.
+    If the model or the checkpoint has no optimizer, optimizers are left alone. Metrics take what
+    the file has.
 
     Raises:
         TrainingError: another model, or another optimizer.
     """
-    kinds = kinds_of(model)
-    for name, kind in kinds.items():
-        if (saved := file.kinds.get(name, kind)) != kind:
-            raise TrainingError(
-                f"{path} has the state of {saved}, and the optimizer of the model is {kind}."
-                f" Compile the model with {saved}, or restore the weights alone, before compile()."
-            )
-    exact = {MODEL, *(kinds.keys() & file.kinds.keys())}
-    here = {f"{group}/{n}": v for group, named in state_of(model).items() for n, v in named.items()}
-    differences = _differences(
-        {name: array for name, array in file.arrays.items() if _group_of(name) in exact},
-        {name: variable for name, variable in here.items() if _group_of(name) in exact},
+    state = state_of(model)
+    ignored = {METRICS, _OTHERS}
+    optimizers = [{*map(group_of, names)} - {MODEL} - ignored for names in (state, file.arrays)]
+    if not all(optimizers):
+        ignored.update(*optimizers)
+    here, saved = (
+        {n: f"{v.dtype} {tuple(v.shape)}" for n, v in named.items() if group_of(n) not in ignored}
+        for named in (state, file.arrays)
     )
-    if differences:
-        raise TrainingError(
-            f"{path} is a checkpoint of another model or optimizer: {'; '.join(differences)}."
+    differing = [name for name in here | saved if here.get(name) != saved.get(name)]
+    if differing:
+        shown = "; ".join(
+            f"{name} is {saved.get(name, 'missing')} in the checkpoint and"
+            f" {here.get(name, 'missing')} in the model"
+            for name in differing[:_SHOWN]
         )
+        raise TrainingError(f"{path} is a checkpoint of another model or optimizer: {shown}.")
     return [
         (array, variable)
-        for name, variable in here.items()
+        for name, variable in state.items()
         if (array := file.arrays.get(name)) is not None and array.shape == tuple(variable.shape)
     ]
-
-
-def _group_of(name: str) -> str:
-    return name.partition("/")[0]
-
-
-def _differences(saved: Mapping[str, SavedArray], here: Mapping[str, keras.Variable]) -> list[str]:
-    pairs = [(name, saved[name], variable) for name, variable in here.items() if name in saved]
-    found = {
-        "the checkpoint lacks": [name for name in here if name not in saved],
-        "only the checkpoint has": [name for name in saved if name not in here],
-        "of another shape or dtype:": [
-            f"{name} (saved: {old.dtype} {old.shape}, here: {new.dtype} {tuple(new.shape)})"
-            for name, old, new in pairs
-            if old.shape != tuple(new.shape) or old.dtype != new.dtype
-        ],
-    }
-    return [f"{words} {_shown(names)}" for words, names in found.items() if names]
-
-
-def _shown(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent import futures
-from dataclasses import replace
 
 import keras
 import numpy as np
 
-from tfdist_ext.training.checkpoints.format import Content
+from tfdist_ext.training.checkpoints.format import Arrays, Progress, encode_checkpoint
 from tfdist_ext.training.state.values import copy_value
 
 __all__ = ["Writer"]
-
-_WAITS = 1.0  # seconds
 
 
 class Writer:
@@ -27,28 +24,28 @@ class Writer:
     before is written.
 
     Args:
-        write: writes a checkpoint, and calls its second argument after each block.
-        progress: called after each block that is written while the training waits.
+        write: writes a file, from the progress of the training and the bytes of the checkpoint.
+        report: called after each block that is written while the training waits.
         in_background: use a thread.
     """
 
     def __init__(
         self,
-        write: Callable[[Content, Callable[[], object]], None],
-        progress: Callable[[], object],
+        write: Callable[[Progress, Iterable[bytes | memoryview]], None],
+        report: Callable[[], object],
         *,
         in_background: bool,
     ):
         self._write = write
-        self._progress = progress
-        self._blocks = 0
+        self._report = report
+        self._training_waits = False
         self._running: futures.Future[None] | None = None
-        self._buffers: dict[tuple[str, str], np.ndarray] = {}
+        self._buffers: dict[str, np.ndarray] = {}
         self._thread: futures.ThreadPoolExecutor | None = None
         if in_background:
             self._thread = futures.ThreadPoolExecutor(1, "tfdist-checkpoints", _lower_priority)
 
-    def begin(self, content: Content) -> None:
+    def begin(self, progress: Progress, arrays: Arrays) -> None:
         """Writes a checkpoint; with a thread, returns when the state is copied.
 
         Raises:
@@ -56,9 +53,11 @@ class Writer:
         """
         self.wait()
         if self._thread is None:
-            self._write(content, self._progress)
+            self._write(progress, encode_checkpoint(progress, arrays, self._report))
         else:
-            self._running = self._thread.submit(self._write, self._copied(content), self._wrote)
+            copies = {name: self._copy(name, array) for name, array in arrays.items()}
+            blocks = encode_checkpoint(progress, copies, self._wrote)
+            self._running = self._thread.submit(self._write, progress, blocks)
 
     def wait(self) -> None:
         """Returns when everything is written.
@@ -66,14 +65,11 @@ class Writer:
         Raises:
             Exception: the error of `write`.
         """
-        seen = -1
-        while (running := self._running) is not None:
-            if futures.wait([running], _WAITS).done:
-                self._running = None
-                return running.result()
-            if seen != self._blocks:
-                seen = self._blocks
-                self._progress()
+        if self._running is not None:
+            self._training_waits = True
+            futures.wait([self._running])
+            self._training_waits, running, self._running = False, self._running, None
+            running.result()
 
     def close(self) -> None:
         """Ends the thread, and frees the memory of the copies."""
@@ -81,22 +77,16 @@ class Writer:
             self._thread.shutdown()
         self._buffers = {}
 
-    def _copied(self, content: Content) -> Content:
-        """Returns the content with copies of its values; the copies before are overwritten."""
-        groups = {
-            group: {name: self._copy((group, name), array) for name, array in arrays.items()}
-            for group, arrays in content.groups.items()
-        }
-        return replace(content, groups=groups)
+    def _wrote(self) -> None:
+        if self._training_waits:
+            self._report()
 
-    def _copy(self, key: tuple[str, str], array: keras.Variable | np.ndarray) -> np.ndarray:
+    def _copy(self, name: str, array: keras.Variable | np.ndarray) -> np.ndarray:
+        """Returns a copy of a value; the copy of the checkpoint before is overwritten."""
         if isinstance(array, np.ndarray):
             return array.copy()
-        copy = self._buffers[key] = copy_value(array, self._buffers.get(key))
+        copy = self._buffers[name] = copy_value(array, self._buffers.get(name))
         return copy
-
-    def _wrote(self) -> None:
-        self._blocks += 1
 
 
 def _lower_priority() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import keras
 import numpy as np
@@ -16,15 +15,9 @@ from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.state.naming import state_of
 from tfdist_ext.training.state.values import BLOCK_BYTES, assign_rows, blocks, read_rows
 
-__all__ = [
-    "broadcast_arrays",
-    "broadcast_state",
-    "broadcast_text",
-    "broadcast_variables",
-    "run_on_chief",
-]
+__all__ = ["broadcast_bytes", "broadcast_state", "broadcast_variables", "run_on_chief"]
 
-_TEXT = 2000  # characters of an error message that the other workers get
+_TEXT = 2000  # bytes of an error message that the other workers get
 
 # A variable, the first row, and this task's values of the rows.
 Rows = tuple[keras.Variable | tf.Variable, int, np.ndarray]
@@ -45,32 +38,11 @@ def run_on_chief(reduction: Reduction, action: Callable[[], object], what: str) 
             failure = error
     if not reduction.any_worker(failure is not None):
         return
-    words = broadcast_text(reduction, f"{type(failure).__name__}: {failure}"[:_TEXT])
+    words = broadcast_bytes(reduction, f"{type(failure).__name__}: {failure}".encode()[:_TEXT])
     if failure is not None:
         raise failure
     time.sleep(1)  # the chief's own error is shown first
-    raise TrainingError(f"the chief could not {what}. It says: {words}")
-
-
-def broadcast_text(reduction: Reduction, text: str) -> str:
-    """Returns the chief's text; every worker must call."""
-    return _broadcast_bytes(reduction, text.encode()).decode(errors="replace")
-
-
-def broadcast_arrays(
-    reduction: Reduction, arrays: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    """Returns the chief's arrays by name; every worker must call."""
-    if not reduction.multi_worker:
-        return dict(arrays)
-    head = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
-    received = {}
-    for name, (dtype, shape) in json.loads(broadcast_text(reduction, json.dumps(head))).items():
-        mine = arrays[name].tobytes() if name in arrays else b""
-        data = _broadcast_bytes(reduction, mine)
-        like = tf.as_dtype(dtype).as_numpy_dtype  # bfloat16, too
-        received[name] = np.frombuffer(bytearray(data), like).reshape(shape)
-    return received
+    raise TrainingError(f"the chief could not {what}. It says: {words.decode(errors='replace')}")
 
 
 def broadcast_state(
@@ -82,13 +54,13 @@ def broadcast_state(
         others: variables that need not belong to the model.
     """
     if reduction.multi_worker:
-        state = [variable for group in state_of(model).values() for variable in group.values()]
+        state = state_of(model).values()
         known = {id(kp.raw_value(variable)) for variable in state}
         broadcast_variables(reduction, [*state, *(v for v in others if id(v) not in known)])
 
 
 def broadcast_variables(
-    reduction: Reduction, variables: Sequence[keras.Variable | tf.Variable]
+    reduction: Reduction, variables: Iterable[keras.Variable | tf.Variable]
 ) -> None:
     """Gives every worker the chief's values, to the bit; every worker must call.
 
@@ -97,14 +69,13 @@ def broadcast_variables(
     for message in _messages(variables):
         values = [value for _, _, value in message]
         sent = b"".join(value.tobytes() for value in values)
-        bits = np.frombuffer(_from_chief(reduction, sent), np.uint8)
-        ends = np.cumsum([value.nbytes for value in values])
-        parts = np.split(bits, ends[:-1])
+        bits = np.frombuffer(broadcast_bytes(reduction, sent), np.uint8)
+        parts = np.split(bits, np.cumsum([value.nbytes for value in values])[:-1])
         for (variable, start, value), part in zip(message, parts, strict=True):
             assign_rows(variable, start, part.view(value.dtype).reshape(value.shape))
 
 
-def _broadcast_bytes(reduction: Reduction, data: bytes) -> bytes:
+def broadcast_bytes(reduction: Reduction, data: bytes) -> bytes:
     """Returns the chief's bytes; every worker must call."""
     if not reduction.multi_worker:
         return data
@@ -112,19 +83,14 @@ def _broadcast_bytes(reduction: Reduction, data: bytes) -> bytes:
     received = bytearray()
     for start in range(0, size, BLOCK_BYTES):
         count = min(size - start, BLOCK_BYTES)
-        mine = data[start : start + count] if reduction.is_chief else b""
-        received += _from_chief(reduction, mine.ljust(count, b"\0"))
-    return bytes(received)
+        words = np.zeros(-(-count // 4), np.int32)  # every collective can sum this dtype
+        if reduction.is_chief:
+            words.view(np.uint8)[:count] = np.frombuffer(data, np.uint8, count, start)
+        received += reduction.from_chief(words).tobytes()
+    return bytes(received[:size])
 
 
-def _from_chief(reduction: Reduction, data: bytes) -> bytes:
-    """Returns the chief's bytes; every worker gives the same number of them."""
-    words = np.zeros(-(-len(data) // 4), np.int32)  # every collective can sum this dtype
-    words.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
-    return reduction.from_chief(words).tobytes()[: len(data)]
-
-
-def _messages(variables: Sequence[keras.Variable | tf.Variable]) -> Iterator[list[Rows]]:
+def _messages(variables: Iterable[keras.Variable | tf.Variable]) -> Iterator[list[Rows]]:
     """Yields the rows of all variables, up to about two blocks at once."""
     message: list[Rows] = []
     for variable in variables:

@@ -1,46 +1,63 @@
 """Names all variables of a model and its optimizers; the names are the same in every job.
 
 Keras counts names in the whole process: a layer is `dense` in one job and `dense_3` in the next.
-Here the numbers count within the model.
+Here the numbers count within the layer or model that holds the parts.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import keras
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.variables import optimizers_of
+from tfdist_ext.training.variables import optimizers_of, with_inner_optimizers
 
-__all__ = ["MODEL", "check_has_variables", "kinds_of", "state_of"]
+__all__ = ["METRICS", "MODEL", "check_has_variables", "group_of", "state_of"]
 
-MODEL = "model"
+MODEL, METRICS = "model", "metrics"  # all other groups are optimizers
 
-_NUMBERED = re.compile(r"(.*?)(?:_(\d+))?$", re.S)
+_NUMBERED = re.compile(r"(.*?)(?:_(\d+))?", re.S)
+
+_Part = TypeVar("_Part")
 
 
-def state_of(model: keras.Model) -> dict[str, dict[str, keras.Variable]]:
-    """Returns group -> name -> variable: of the model, the metrics, and each optimizer.
+def state_of(model: keras.Model) -> dict[str, keras.Variable]:
+    """Returns `group/name` -> variable, of the model, the metrics, and each optimizer.
 
     A model has weights, moving statistics, counters and states of seed generators. An optimizer
     has slots, its counter of steps, a learning rate that is not a schedule, and a loss scale.
+    The group of an optimizer has the attribute and the class, such as `optimizer.Adam`.
     """
-    metrics = [variable for metric in model.metrics for variable in metric.variables]
-    known = {id(variable) for variable in metrics}
-    own = _named((path, v) for path, v in _paths_in(model) if _has_value(v) and id(v) not in known)
-    state = {MODEL: own, "metrics": _named((v.path, v) for v in metrics if _has_value(v))}
-    for name, optimizer in _optimizers(model).items():
-        state[name] = _named_in_optimizer(filter(_has_value, optimizer.variables), own)
-    return state
+    named = [
+        (f"{METRICS}/{metric_name}/{name}", variable)
+        for metric_name, metric in _renumbered((each.name, each) for each in model.metrics)
+        for name, variable in _renumbered((each.name, each) for each in metric.variables)
+    ]
+    named += _variables_in(model, f"{MODEL}/")
+    # Metrics are parts of the model, too, and a shared layer counts where it comes first.
+    by_id = {id(variable): (name, variable) for name, variable in reversed(named)}
+    state = dict(reversed(by_id.values()))
+    slots = {  # an optimizer names its slots after the variables it trains
+        variable.path.replace("/", "_"): name.partition("/")[2].replace("/", "_")
+        for name, variable in state.items()
+    }
+    for attribute, optimizer in optimizers_of(model).items():
+        if optimizer.built:
+            kinds = [type(each).__name__ for each in with_inner_optimizers(optimizer)]
+            group = ".".join([attribute.replace("/", "_"), *kinds])
+            named = [(_slot_name(each.name, slots), each) for each in optimizer.variables]
+            state |= {f"{group}/{name}": variable for name, variable in _renumbered(named)}
+    return {name: each for name, each in state.items() if kp.raw_value(each) is not None}
 
 
-def kinds_of(model: keras.Model) -> dict[str, str]:
-    """Returns group -> class, of the groups that only the same class can restore."""
-    return {name: _class_of(optimizer) for name, optimizer in _optimizers(model).items()}
+def group_of(name: str) -> str:
+    """Returns the group of a name of `state_of`."""
+    return name.partition("/")[0]
 
 
 def check_has_variables(model: keras.Model, call: str) -> None:
@@ -52,92 +69,33 @@ def check_has_variables(model: keras.Model, call: str) -> None:
         )
 
 
-def _paths_in(layer: keras.Layer, parent: str = "") -> Iterator[tuple[str, keras.Variable]]:
+def _variables_in(layer: keras.Layer, parent: str) -> Iterator[tuple[str, keras.Variable]]:
     """Yields (path, variable); the path is the variable's place in the model.
 
     The variable's own path says where its layer was built, and may differ in a copy.
     """
     inner = kp.inner_layers(layer)
     of_inner = {id(variable) for part in inner for variable in part.variables}
-    for variable in layer.variables:
-        if id(variable) not in of_inner:
-            yield parent + variable.name, variable
-    for part in inner:
-        yield from _paths_in(part, f"{parent}{part.name}/")
+    own = [(each.name, each) for each in layer.variables if id(each) not in of_inner]
+    for name, variable in _renumbered(own):
+        yield parent + name, variable
+    for name, part in _renumbered((each.name, each) for each in inner):
+        yield from _variables_in(part, f"{parent}{name}/")
 
 
-def _named(paths: Iterable[tuple[str, keras.Variable]]) -> dict[str, keras.Variable]:
-    """Returns name -> variable; variables of the same path are numbered in their order."""
-    variables = {id(variable): (path, variable) for path, variable in reversed(list(paths))}
-    pairs = list(reversed(variables.values()))  # a shared layer counts where it comes first
-    renamed = _renamed([path for path, _ in pairs])
-    return _with_unique_names((renamed[path], variable) for path, variable in pairs)
-
-
-def _renamed(paths: list[str]) -> dict[str, str]:
-    """Returns path -> new path: `dense_7` and `dense_9` become `dense` and `dense_1`."""
-    numbers: dict[tuple[str, str], set[int]] = {}  # (parent, word) -> numbers in use
-    for path in paths:
-        for parent, word, number in _levels(path):
-            numbers.setdefault((parent, word), set()).add(number)
-
-    def rename(path: str) -> str:
-        parts = []
-        for parent, word, number in _levels(path):
-            place = sorted(numbers[parent, word]).index(number)
-            parts.append(f"{word}_{place}" if place else word)
-        return "/".join(parts)
-
-    return {path: rename(path) for path in paths}
-
-
-def _levels(path: str) -> Iterable[tuple[str, str, int]]:
-    parent = ""
-    for part in path.split("/"):
-        match = _NUMBERED.match(part)
+def _renumbered(parts: Iterable[tuple[str, _Part]]) -> Iterator[tuple[str, _Part]]:
+    """Yields (new name, part): `dense_7` and `dense_9` become `dense` and `dense#1`."""
+    split = []
+    for name, part in parts:
+        match = _NUMBERED.fullmatch(name)
         assert match is not None  # it matches anything
-        yield parent, match[1], int(match[2] or 0)
-        parent += part + "/"
-
-
-def _named_in_optimizer(
-    variables: Iterable[keras.Variable], own: Mapping[str, keras.Variable]
-) -> dict[str, keras.Variable]:
-    """Returns name -> variable; an optimizer names its slots after the variables it trains."""
-    trained = {v.path.replace("/", "_"): name.replace("/", "_") for name, v in own.items()}
-    longest_first = sorted(trained, key=len, reverse=True)
-
-    def name_of(variable: keras.Variable) -> str:
-        name = variable.path.rsplit("/", 1)[-1]
-        path = next((path for path in longest_first if name.startswith(f"{path}_")), None)
-        return name if path is None else trained[path] + name.removeprefix(path)
-
-    return _with_unique_names((name_of(variable), variable) for variable in variables)
-
-
-def _with_unique_names(named: Iterable[tuple[str, keras.Variable]]) -> dict[str, keras.Variable]:
+        split.append((match[1], int(match[2] or 0), part))
     seen: Counter[str] = Counter()
-    result = {}
-    for name, variable in named:
-        result[f"{name}#{seen[name]}" if seen[name] else name] = variable
-        seen[name] += 1
-    return result
+    for word, _, part in sorted(split, key=lambda each: each[:2]):
+        yield f"{word}#{seen[word]}" if seen[word] else word, part
+        seen[word] += 1
 
 
-def _optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
-    """Returns attribute -> optimizer; a model with its own step may have several."""
-    return {
-        name.replace("/", "_"): optimizer  # the name of a group in a file
-        for name, optimizer in optimizers_of(model).items()
-        if optimizer.built
-    }
-
-
-def _class_of(optimizer: keras.optimizers.Optimizer) -> str:
-    inner = getattr(optimizer, "inner_optimizer", None)
-    name = type(optimizer).__name__
-    return name if inner is None else f"{name} of {type(inner).__name__}"
-
-
-def _has_value(variable: keras.Variable) -> bool:
-    return kp.raw_value(variable) is not None
+def _slot_name(name: str, slots: dict[str, str]) -> str:
+    path = max((each for each in slots if name.startswith(f"{each}_")), key=len, default="")
+    return slots.get(path, "") + name.removeprefix(path)

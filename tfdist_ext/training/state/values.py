@@ -36,31 +36,17 @@ def whole_value(variable: keras.Variable) -> np.ndarray:
 
     A strategy with its own way of reading variables reads it.
     """
-    shape = tuple(variable.shape)
-    ranges = list(blocks(variable))
-    if len(ranges) == 1:
-        return read_rows(variable, *ranges[0]).reshape(shape)
-    whole = np.empty(shape, kp.raw_value(variable).dtype.as_numpy_dtype)
-    for start, stop in ranges:
-        whole[start:stop] = read_rows(variable, start, stop)
+    whole = np.empty(tuple(variable.shape), kp.raw_value(variable).dtype.as_numpy_dtype)
+    for start, stop in blocks(variable):
+        np.atleast_1d(whole)[start:stop] = read_rows(variable, start, stop)
     return whole
 
 
 def assign_whole(variable: keras.Variable, value: npt.ArrayLike) -> None:
-    """Assigns a value to every copy and every piece of a variable.
-
-    Raises:
-        ValueError: `value` has another shape.
-    """
-    value = np.asarray(value)
-    if value.shape != tuple(variable.shape):
-        raise ValueError(
-            f"the value of {variable.path!r} must have shape {tuple(variable.shape)}, got"
-            f" {value.shape}."
-        )
-    rows = np.atleast_1d(value)
+    """Assigns a value to every copy and every piece of a variable."""
+    rows = np.broadcast_to(value, tuple(variable.shape))
     for start, stop in blocks(variable):
-        assign_rows(variable, start, rows[start:stop])
+        assign_rows(variable, start, np.atleast_1d(rows)[start:stop])
 
 
 def copy_value(variable: keras.Variable, buffer: np.ndarray | None) -> np.ndarray:
