@@ -31,6 +31,12 @@ def functional(model: type[keras.Model] = keras.Model, **settings: Any) -> keras
     return made
 
 
+def compiled(model: Callable[[], keras.Model], **settings: Any) -> keras.Model:
+    made = model()
+    made.compile(optimizer=sgd(), jit_compile=False, **settings)
+    return made
+
+
 class OwnStep(keras.Model):
     """A step with the compiled loss and metrics, and weights of samples."""
 
@@ -154,10 +160,10 @@ class GAN(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-def gan() -> keras.Model:
-    model = GAN()
-    model.compile(sgd(), sgd(), keras.losses.BinaryCrossentropy(from_logits=True))
-    return model
+def gan(model: type[GAN] = GAN) -> keras.Model:
+    made = model()
+    made.compile(sgd(), sgd(), keras.losses.BinaryCrossentropy(from_logits=True))
+    return made
 
 
 class GradientPenalty(GAN):
@@ -192,12 +198,6 @@ class GradientPenalty(GAN):
             predicted = self.discriminator(between, training=True)
         slope = tape.gradient(predicted, [between])[0]
         return ops.mean((ops.sqrt(ops.sum(ops.square(slope), axis=1)) - 1.0) ** 2)
-
-
-def gradient_penalty() -> keras.Model:
-    model = GradientPenalty()
-    model.compile(sgd(), sgd(), None)
-    return model
 
 
 class Sampling(layers.Layer):
@@ -242,12 +242,6 @@ class VAE(keras.Model):
         return {tracker.name: tracker.result() for tracker in self.trackers}
 
 
-def vae() -> keras.Model:
-    model = VAE()
-    model.compile(optimizer=sgd(), jit_compile=False)
-    return model
-
-
 class Distiller(keras.Model):
     """A student that learns from labels and from a teacher."""
 
@@ -266,12 +260,6 @@ class Distiller(keras.Model):
         distance = ops.mean(ops.sum(wanted * (ops.log(wanted) - found), axis=1))
         labels = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(y, y_pred)
         return 0.1 * labels + 0.9 * distance * 9.0
-
-
-def distiller() -> keras.Model:
-    model = Distiller()
-    model.compile(optimizer=sgd(), metrics=["sparse_categorical_accuracy"], jit_compile=False)
-    return model
 
 
 class Diffusion(keras.Model):
@@ -310,12 +298,6 @@ class Diffusion(keras.Model):
         return keras.losses.MeanAbsoluteError()(noise, found)
 
 
-def diffusion() -> keras.Model:
-    model = Diffusion()
-    model.compile(optimizer=sgd(), jit_compile=False)
-    return model
-
-
 class Contrastive(keras.Model):
     """SimCLR: two views of each row, all others are negatives; one line for their rows."""
 
@@ -341,12 +323,6 @@ class Contrastive(keras.Model):
         self.optimizer.apply(gradients, self.trainable_weights)
         self.tracker.update_state(loss)
         return {"loss": self.tracker.result()}
-
-
-def contrastive() -> keras.Model:
-    model = Contrastive()
-    model.compile(optimizer=sgd(), jit_compile=False)
-    return model
 
 
 class StopsAtTheLeast(keras.callbacks.Callback):
@@ -433,17 +409,21 @@ def weighted() -> dict[str, Any]:
     return {**regression(), "sample_weight": np.linspace(0.5, 2, 8)}
 
 
+def distiller() -> keras.Model:
+    return compiled(Distiller, metrics=["sparse_categorical_accuracy"])
+
+
 # name, builder, data, lines changed, callbacks
 GUIDES: list[tuple[str, Callable[[], Any], Callable[[], dict[str, Any]], int, Any]] = [
     ("train_step, sample weights", functools.partial(functional, OwnStep), weighted, 1, list),
     ("train_step, own trackers", functools.partial(functional, OwnTrackers), regression, 1, list),
     ("compute_loss", functools.partial(functional, OwnLoss), regression, 1, list),
     ("GAN", gan, rows_alone, 1, list),
-    ("WGAN-GP", gradient_penalty, rows_alone, 1, list),
-    ("VAE", vae, rows_alone, 1, list),
+    ("WGAN-GP", functools.partial(gan, GradientPenalty), rows_alone, 1, list),
+    ("VAE", functools.partial(compiled, VAE), rows_alone, 1, list),
     ("distillation", distiller, labeled, 1, list),
-    ("diffusion", diffusion, rows_alone, 1, list),
-    ("SimCLR", contrastive, rows_alone, 2, list),
+    ("diffusion", functools.partial(compiled, Diffusion), rows_alone, 1, list),
+    ("SimCLR", functools.partial(compiled, Contrastive), rows_alone, 2, list),
     ("own callbacks", functional, lambda: {**regression(), "epochs": 4}, 1, own_callbacks),
     ("Keras's callbacks", averaged, lambda: {**regression(), "epochs": 4}, 1, keras_callbacks),
 ]

@@ -7,6 +7,7 @@ imported when a model is built, so that the list can be read without them.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -128,81 +129,49 @@ def vectors() -> dict[str, Any]:
 
 # KerasHub
 
-# What nearly all backbones of texts take, by the name that it has there.
-TEXT = {
+# Each backbone gets the sizes that it takes, by the names that it has for them.
+DIMENSIONS = {
     "vocabulary_size": WORDS,
+    "vocab_size": WORDS,
+    "max_sequence_length": LENGTH,
     "num_layers": 2,
     "num_heads": 2,
-    "hidden_dim": 8,
-    "intermediate_dim": 16,
-}
-DECODER = {
-    "vocabulary_size": WORDS,
-    "num_layers": 2,
+    "num_attention_heads": 2,
     "num_query_heads": 2,
     "num_key_value_heads": 1,
     "hidden_dim": 8,
     "intermediate_dim": 16,
+    "mlp_dim": 16,
+    "patch_size": 8,
 }
-LONGEST = {"max_sequence_length": LENGTH}
-# Backbone -> its configuration.
+# Backbone -> what else it gets.
 TEXTS: dict[str, dict[str, Any]] = {
-    "Albert": {**TEXT, **LONGEST, "embedding_dim": 4},
-    "Bart": {**TEXT, **LONGEST},
-    "Bert": {**TEXT, **LONGEST},
-    "Bloom": TEXT,
-    "DebertaV3": {**TEXT, **LONGEST, "bucket_size": 4},
-    "DistilBert": {**TEXT, **LONGEST},
-    "Electra": {
-        "vocab_size": WORDS,
-        "num_layers": 2,
-        "num_heads": 2,
-        "hidden_dim": 8,
-        "embedding_dim": 8,
-        "intermediate_dim": 16,
-        **LONGEST,
-    },
-    "ESM2": TEXT,
-    "Falcon": {
-        "vocabulary_size": WORDS,
-        "num_layers": 2,
-        "num_attention_heads": 2,
-        "hidden_dim": 8,
-        "intermediate_dim": 16,
-    },
-    "FNet": {
-        "vocabulary_size": WORDS,
-        "num_layers": 2,
-        "hidden_dim": 8,
-        "intermediate_dim": 16,
-        **LONGEST,
-    },
-    "Gemma": {**DECODER, "head_dim": 4},
-    "Gemma3": {
-        **DECODER,
-        "head_dim": 4,
-        "image_size": None,
-        "vision_encoder": None,
-    },
-    "GPT2": {**TEXT, **LONGEST},
-    "GPTNeoX": {**TEXT, "hidden_dim": 16},
-    "Llama": DECODER,
-    "Llama3": DECODER,
-    "Mistral": {**DECODER, "sliding_window": 4},
-    "Mixtral": {**DECODER, "num_experts": 2, "top_k": 1},
-    "OPT": {**TEXT, **LONGEST},
-    "Phi3": DECODER,
-    "Qwen": DECODER,
-    "Qwen3": {**DECODER, "head_dim": 4},
-    "Roberta": {**TEXT, **LONGEST},
-    "RoformerV2": {**TEXT, "head_size": 4},
+    "Albert": {"embedding_dim": 4},
+    "Bart": {},
+    "Bert": {},
+    "Bloom": {},
+    "DebertaV3": {"bucket_size": 4},
+    "DistilBert": {},
+    "Electra": {"embedding_dim": 8},
+    "ESM2": {},
+    "Falcon": {},
+    "FNet": {},
+    "Gemma": {"head_dim": 4},
+    "Gemma3": {"head_dim": 4, "image_size": None, "vision_encoder": None},
+    "GPT2": {},
+    "GPTNeoX": {"hidden_dim": 16},
+    "Llama": {},
+    "Llama3": {},
+    "Mistral": {"sliding_window": 4},
+    "Mixtral": {"num_experts": 2, "top_k": 1},
+    "OPT": {},
+    "Phi3": {},
+    "Qwen": {},
+    "Qwen3": {"head_dim": 4},
+    "Roberta": {},
+    "RoformerV2": {"head_size": 4},
     "SmolLM3": {
-        "vocabulary_size": WORDS,
         "hidden_dim": 16,
-        "intermediate_dim": 16,
-        "num_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
         "attention_bias": False,
         "attention_dropout": 0.1,
         "rope_layer_enabled_list": [True, False],
@@ -213,9 +182,9 @@ TEXTS: dict[str, dict[str, Any]] = {
         "rope_theta": 100.0,
         "partial_rotary_factor": 1.0,
     },
-    "T5": TEXT,
-    "XLMRoberta": {**TEXT, **LONGEST},
-    "XLNet": TEXT,
+    "T5": {},
+    "XLMRoberta": {},
+    "XLNet": {},
 }
 
 
@@ -256,7 +225,10 @@ def hub_classifier(name: str, config: dict[str, Any]) -> Any:
     import keras
     import keras_hub
 
-    backbone = getattr(keras_hub.models, f"{name}Backbone")(**config)
+    make = getattr(keras_hub.models, f"{name}Backbone")
+    takes = inspect.signature(make.__init__).parameters
+    sizes = {size: value for size, value in DIMENSIONS.items() if size in takes}
+    backbone = make(**{**sizes, **config})
     output = backbone.output
     if isinstance(output, dict):
         names = [name for name in output if name.endswith("sequence_output")]
@@ -282,19 +254,9 @@ IMAGES: dict[str, dict[str, Any]] = {
         "image_shape": (32, 32, 3),
     },
     "DenseNet": {"stackwise_num_repeats": [1, 1], "compression_ratio": 0.5, "growth_rate": 4},
-    "DeiT": {
-        "image_shape": (16, 16, 3),
-        "patch_size": 8,
-        "num_layers": 2,
-        "num_heads": 2,
-        "hidden_dim": 8,
-        "intermediate_dim": 16,
-        "dropout_rate": 0.1,
-        "attention_dropout": 0.1,
-    },
+    "DeiT": {"image_shape": (16, 16, 3), "dropout_rate": 0.1, "attention_dropout": 0.1},
     "MiT": {
         "layerwise_depths": [1, 1],
-        "num_layers": 2,
         "layerwise_num_heads": [1, 2],
         "layerwise_sr_ratios": [2, 1],
         "max_drop_path_rate": 0.2,
@@ -325,16 +287,7 @@ IMAGES: dict[str, dict[str, Any]] = {
         "stackwise_num_filters": [4, 8],
         "image_shape": (32, 32, 3),
     },
-    "ViT": {
-        "image_shape": (16, 16, 3),
-        "patch_size": 8,
-        "num_layers": 2,
-        "num_heads": 2,
-        "hidden_dim": 8,
-        "mlp_dim": 16,
-        "dropout_rate": 0.1,
-        "attention_dropout": 0.1,
-    },
+    "ViT": {"image_shape": (16, 16, 3), "dropout_rate": 0.1, "attention_dropout": 0.1},
     "Xception": {
         "stackwise_conv_filters": [[4, 4], [8, 8]],
         "stackwise_pooling": [True, False],
