@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
@@ -16,12 +16,13 @@ import tensorflow as tf
 
 from tfdist_ext.training.building.build import batch_normalization_layers
 from tfdist_ext.training.protocols import Structure
-from tfdist_ext.training.verification import (
+from tfdist_ext.training.verification.result import (
     Cause,
     Results,
     Verification,
     relative_differences,
 )
+from tfdist_ext.training.verification.trainings import Trainings
 
 __all__ = ["probable_causes"]
 
@@ -88,21 +89,6 @@ _UNKNOWN = Cause(
     0,
     "Read the list of what the rules do not cover, in docs/exactness.md.",
 )
-
-
-class Trainings(Protocol):
-    """The trainings of `verify`, as experiments use them."""
-
-    batches: list[Structure]
-    shuffles: bool
-
-    def plain(self, *, numpy_seed: int = ..., **changed: Any) -> Results: ...
-
-    def distributed(
-        self, *, synchronize_batch_norm: bool | None = ..., **changed: Any
-    ) -> Results: ...
-
-    def new_model(self) -> keras.Model: ...
 
 
 def probable_causes(trainings: Trainings, result: Verification, plain: Results) -> Iterator[Cause]:
