@@ -26,6 +26,7 @@ FLOORS = [
     "cli",
     "check_command",
     "env_command",
+    "verify_command",
     "plan_command",
     "run_command",
     "testing",
@@ -47,6 +48,7 @@ WITHOUT_TENSORFLOW = (
     "check_command",
     "env_command",
     "plan_command",
+    "verify_command",
     "run_command",
     "placement",
     "launch",
@@ -61,6 +63,7 @@ QUARANTINED = {"_keras_private.py", "_tf_private.py"}
 
 # The same inside of training/. Rooms side by side do not know each other.
 TRAINING_FLOORS = [
+    {"verification"},
     {"model"},
     {"loop"},
     {"synchronous", "parameter_server"},

@@ -11,7 +11,14 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from tfdist_ext import __version__, check_command, env_command, plan_command, run_command
+from tfdist_ext import (
+    __version__,
+    check_command,
+    env_command,
+    plan_command,
+    run_command,
+    verify_command,
+)
 from tfdist_ext.errors import LaunchError, TfDistError
 
 __all__ = ["main"]
@@ -23,6 +30,7 @@ _COMMANDS = {
     "check": check_command,
     "env": env_command,
     "plan": plan_command,
+    "verify": verify_command,
 }
 
 

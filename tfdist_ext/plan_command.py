@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tfdist_ext.errors import PlacementError
+from tfdist_ext.errors import PlacementError, TfDistError
 
-__all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "run"]
+__all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "load_function", "run"]
 
 SUMMARY = "where each variable of a model would live on parameter servers"
 USAGE = "plan module:builder [options]"
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
         check_file(options.picture)  # before the model is built
     if options.json is not None and options.json.suffix != ".json":
         raise PlacementError(f"the file of a plan must end in .json, got {str(options.json)!r}.")
-    builder = _builder(options.builder)
+    builder = load_function(options.builder, "the builder", error=PlacementError)
     from tfdist_ext.placement.live.learning import plan_placement
 
     plan = plan_placement(
@@ -75,16 +75,21 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     return 0
 
 
-def _builder(text: str) -> Callable[[], Any]:
+def load_function(text: str, what: str, *, error: type[TfDistError]) -> Callable[[], Any]:
     """The function of "module:name" or "file.py:name".
 
+    Args:
+        what: the argument, for messages.
+        error: the type of the error.
+
     Raises:
-        PlacementError: the text has another form, or there is no such module, file or function.
+        TfDistError: of type `error`: the text has another form, or there is no such module, file
+            or function.
     """
     place, _, name = text.rpartition(":")
     if not place or not name:
-        raise PlacementError(
-            "the builder must be written module:function, as train.py:build or my.models:build, got"
+        raise error(
+            f"{what} must be written module:function, as train.py:build or my.models:build, got"
             f" {text!r}."
         )
     folder, module = os.getcwd(), place
@@ -93,8 +98,8 @@ def _builder(text: str) -> Callable[[], Any]:
     sys.path.insert(0, folder)  # as Python does for a script
     try:
         return getattr(importlib.import_module(module), name)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise PlacementError(f"the builder {text!r} cannot be imported: {error}.") from error
+    except (ModuleNotFoundError, AttributeError) as missing:
+        raise error(f"{what} {text!r} cannot be imported: {missing}.") from missing
 
 
 def _split(rule: str) -> tuple[str, str]:

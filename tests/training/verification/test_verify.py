@@ -1,0 +1,251 @@
+"""`tfd.verify`: what differs on a strategy, why, and what to do about it.
+
+Four replicas, and global batches of 12, 12 and 6 rows: parts of 3, 1 and 2 rows.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist_ext as tfd
+from tfdist_ext.training.verification.result import Cause, Verification, relative_differences
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(48, 5)).astype("float32")
+Y = RANDOM.integers(0, 3, 48)
+Dense = keras.layers.Dense
+
+
+def by_row(y: tf.Tensor, predicted: tf.Tensor) -> tf.Tensor:
+    return keras.losses.sparse_categorical_crossentropy(y, predicted, from_logits=True)
+
+
+def rows() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((X, Y))
+
+
+def shuffled() -> tf.data.Dataset:
+    return rows().shuffle(48).batch(12)
+
+
+def verify(build: Callable[[], keras.Model], data: Any = (X, Y), **options: Any) -> Verification:
+    if isinstance(data, tuple):
+        options = {"batch_size": 12, **options}
+    return tfd.verify(build, data, tfd.create_strategy("mirrored"), **options)
+
+
+def model(*layers: keras.Layer, **settings: Any) -> keras.Model:
+    made = keras.Sequential([keras.Input([5]), *layers, Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    made.compile(**{"optimizer": keras.optimizers.SGD(0.1), "loss": loss, **settings})
+    return made
+
+
+def equal_model() -> keras.Model:
+    return model(Dense(8, "tanh"), keras.layers.Dropout(0.3), optimizer="adam", metrics=["acc"])
+
+
+def batch_norm_model() -> keras.Model:
+    return model(Dense(8), keras.layers.BatchNormalization())
+
+
+def in_batch_negatives(_: tf.Tensor, predicted: tf.Tensor) -> tf.Tensor:
+    similar = tf.matmul(predicted, predicted, transpose_b=True)
+    return by_row(tf.range(tf.shape(predicted)[0]), similar)
+
+
+def masked_mean(y: tf.Tensor, predicted: tf.Tensor) -> tf.Tensor:
+    losses = by_row(y, predicted)
+    mask = tf.cast(tf.reshape(y, [-1]) > 0, losses.dtype)
+    return tf.reduce_sum(losses * mask) / tf.reduce_sum(mask)
+
+
+def sum_divided_by_batch_size(y: tf.Tensor, predicted: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_sum(by_row(y, predicted)) / 12
+
+
+class CountsRows(keras.layers.Layer):
+    """Counts rows in a variable that Keras does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = tf.Variable(0.0, trainable=False)
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        self.seen.assign_add(tf.cast(tf.shape(x)[0], tf.float32))
+        return x
+
+
+class DropoutOfNumpy(keras.layers.Layer):
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return x * np.random.binomial(1, 0.5, 5).astype("float32")
+
+
+class MeanOfRatios(keras.metrics.Metric):
+    """The mean over batches of the share of right answers."""
+
+    def __init__(self) -> None:
+        super().__init__(name="share")
+        self.total = self.add_weight(initializer="zeros", name="total")
+        self.batches = self.add_weight(initializer="zeros", name="batches")
+
+    def update_state(self, y: tf.Tensor, predicted: tf.Tensor, sample_weight: Any = None) -> None:
+        right = tf.cast(tf.reshape(y, [-1]), tf.int64) == tf.argmax(predicted, axis=1)
+        positive = tf.reduce_sum(tf.cast(y > 0, tf.float32)) + 1
+        self.total.assign_add(tf.reduce_sum(tf.cast(right, tf.float32)) / positive)
+        self.batches.assign_add(1.0)
+
+    def result(self) -> tf.Tensor:
+        return self.total / self.batches
+
+
+class Queue(keras.Model):
+    """Compares features with those of earlier batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = Dense(3)
+        self.queue = self.add_weight(shape=(16, 3), trainable=False, name="queue")
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            features = self(data[0])
+            loss = tf.reduce_mean(tf.matmul(features, self.queue, transpose_b=True) ** 2)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        self.queue.assign(tf.concat([features, self.queue], axis=0)[:16])
+        return {"loss": loss}
+
+
+def queue_model() -> keras.Model:
+    made = Queue()
+    made.compile("adam")
+    return made
+
+
+def test_a_model_that_is_equal() -> None:
+    result = verify(equal_model)
+    assert result.equal
+    assert not result.causes
+    kinds = {name.split()[0] for name in result.differences}
+    assert kinds == {"weight", "variable", "optimizer", "log", "prediction"}
+    assert max(result.differences.values()) < 1e-6
+    assert "12, 12, 6" in str(result)
+    assert "EQUAL" in str(result)
+
+
+# case -> builder, data, where the largest difference is, words of the advice
+CASES: dict[str, tuple[Callable[[], keras.Model], Any, str, str]] = {
+    "in-batch negatives": (lambda: model(loss=in_batch_negatives), (X, Y), "weight", "all_rows"),
+    "masked mean": (
+        lambda: model(loss=masked_mean),
+        (X, Y),
+        "weight",
+        "tfd.all_rows on the losses",
+    ),
+    "constant batch size": (
+        lambda: model(loss=sum_divided_by_batch_size),
+        (X, Y),
+        "weight",
+        "one loss per row",
+    ),
+    "variable of your own": (
+        lambda: model(CountsRows()),
+        (X, Y),
+        "variable CountsRows.seen",
+        "Keras metric",
+    ),
+    "BatchNormalization": (batch_norm_model, (X, Y), "weight", "synchronize_batch_norm=True"),
+    "unseeded shuffle": (equal_model, shuffled, "data", "a seed"),
+    "metric": (lambda: model(metrics=[MeanOfRatios()]), (X, Y), "log share", "denominator"),
+    "np.random": (lambda: model(DropoutOfNumpy()), (X, Y), "weight", "SeedGenerator"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_causes(case: str) -> None:
+    build, data, place, advice = CASES[case]
+    result = verify(build, data() if callable(data) else data)
+    assert not result.equal
+    assert [len(result.causes), advice in result.causes[0].remedy] == [1, True], str(result)
+    assert any(name.startswith(place) for name in result.unequal)
+    assert min(result.differences[name] for name in result.unequal) > 1e-4
+    assert "NOT EQUAL" in str(result)
+
+
+def test_a_queue_is_an_error_that_says_what_to_do() -> None:
+    result = verify(queue_model)
+    assert not result.equal
+    assert "queue" in result.error
+    assert "tfd.all_rows" in str(result)
+
+
+def test_arrays_that_fit_shuffles() -> None:
+    result = verify(equal_model, shuffle=True)
+    assert ["shuffle=False" in cause.remedy for cause in result.causes] == [True]
+
+
+def test_settings_that_make_a_model_equal() -> None:
+    assert verify(batch_norm_model, synchronize_batch_norm=True).equal
+    assert verify(equal_model, rows().batch(12), validation_data=(X, Y), epochs=2).equal
+
+
+def test_arguments_that_cannot_be_compared() -> None:
+    with pytest.raises(tfd.TrainingError, match="needs a function"):
+        verify(equal_model())  # type: ignore[arg-type]
+    with pytest.raises(tfd.TrainingError, match="has no batch"):
+        verify(equal_model, rows().take(0).batch(2))
+
+
+def test_relative_differences() -> None:
+    wanted = {"a": np.array([2.0, -4.0]), "b": np.array([1e-9]), "c": np.array([np.nan, 1.0])}
+    found = {"a": np.array([2.0, -3.0]), "b": np.array([2e-9]), "c": np.array([np.nan, 1.0])}
+    differences = relative_differences(found, wanted)
+    assert differences == {"a": 0.25, "b": pytest.approx(1e-6), "c": 0.0}
+    odd = {"a": np.zeros(3), "b": np.array([np.nan])}
+    assert list(relative_differences(odd, wanted).values()) == [np.inf] * 3
+
+
+def test_rounding_explains_a_difference() -> None:
+    differences, rounding = {"weight a": 3e-5, "weight b": 3e-5}, {"weight a": 4e-6}
+    result = Verification("Title.", differences, rounding, 1e-5, [Cause("What.", 2, "Remedy.")])
+    assert result.unequal == ["weight b"]
+    assert "What. (Rule 2 of docs/exactness.md.) Remedy." in str(result)
+
+
+SCRIPT = """
+import keras
+import numpy as np
+
+def build():
+    model = keras.Sequential([keras.Input([5]), keras.layers.Dense(3)])
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+def data():
+    random = np.random.default_rng(0)
+    return random.normal(size=(90, 5)).astype("float32"), random.integers(0, 3, 90)
+"""
+
+
+@pytest.mark.timeout(90)
+def test_the_command_on_two_workers(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = "verify train.py:build --data train.py:data --workers 2"
+    command = [sys.executable, "-m", "tfdist_ext.cli", *words.split()]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=80)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "with 2 replicas" in ended.stdout
+    assert "EQUAL: the model trains as it does on one device." in ended.stdout

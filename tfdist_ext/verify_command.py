@@ -1,0 +1,82 @@
+"""tfdist verify: does a model train on several replicas as it does on one device?"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.launch.functions import launch
+from tfdist_ext.plan_command import load_function
+
+if TYPE_CHECKING:
+    from tfdist_ext.training.verification.result import Verification
+
+__all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "run"]
+
+SUMMARY = "train a few batches on one device and on several replicas, and compare all numbers"
+USAGE = "verify module:builder --data module:function [options]"
+
+EPILOG = """\
+The builder returns a compiled Keras model. The data function returns arrays (x, y), or a dataset of
+global batches. Both are functions without arguments. The exit status is 0 if all numbers are equal,
+and 1 if they differ.
+
+examples:
+  tfdist verify train.py:build --data train.py:data --devices 4
+  tfdist verify train.py:build --data train.py:data --workers 2
+  tfdist verify train.py:build --data train.py:data --batch-size 64 --steps 10"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `tfdist verify`."""
+    add = parser.add_argument
+    add("builder", metavar="module:builder", help="returns the model, as train.py:build")
+    add("--data", required=True, metavar="module:function", help="returns the data")
+    strategy = "a synchronous strategy of one machine, such as placed (default mirrored)"
+    add("--strategy", default="mirrored", metavar="NAME", help=strategy)
+    where = parser.add_mutually_exclusive_group()
+    devices = "number of replicas, on logical CPUs (default 2)"
+    where.add_argument("--devices", type=int, default=2, metavar="N", help=devices)
+    workers = "number of workers on this machine, with multi_worker_mirrored"
+    where.add_argument("--workers", type=int, metavar="N", help=workers)
+    add("--batch-size", type=int, default=32, metavar="N", help="global batch of arrays")
+    add("--steps", type=int, default=3, metavar="N", help="global batches to train on")
+    synchronize = "normalize over the global batch, as tfd.distribute(synchronize_batch_norm=True)"
+    add("--synchronize-batch-norm", action="store_true", default=None, help=synchronize)
+    add("--tolerance", type=float, default=1e-5, help="largest relative difference (default 1e-5)")
+
+
+def run(options: argparse.Namespace, _: list[str]) -> int:
+    """Compare, print the table, and return 0 if all numbers are equal."""
+    if options.workers is None:
+        result = _verify(options)
+    else:
+        by_task = launch(_verify, args=(options,), workers=options.workers)
+        result = by_task["worker:0"]
+    print(result)
+    return 0 if result.equal else 1
+
+
+def _verify(options: argparse.Namespace) -> Verification:
+    """Compare in this process, which is a task of a cluster if `options.workers` is set."""
+    builder = load_function(options.builder, "the builder", error=TrainingError)
+    data_function = load_function(options.data, "the data function", error=TrainingError)
+    from tfdist_ext.strategies import create_strategy
+    from tfdist_ext.training.verification.verify import verify
+
+    if options.workers is None:
+        strategy = create_strategy(options.strategy, logical_cpus=options.devices)
+    else:
+        strategy = create_strategy("multi_worker_mirrored")
+    data = data_function()
+    fit = {"batch_size": options.batch_size} if isinstance(data, tuple) else {}
+    return verify(
+        builder,
+        data,
+        strategy,
+        steps=options.steps,
+        tolerance=options.tolerance,
+        synchronize_batch_norm=options.synchronize_batch_norm,
+        **fit,
+    )
