@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.launch.functions import launch
+from tfdist_ext.launch import launch
 from tfdist_ext.plan_command import load_function
 
 if TYPE_CHECKING:

@@ -167,7 +167,6 @@ class ParameterServerProgram(StepProgram):
         flat = [tf.zeros([0], tf.float64), *(tf.reshape(value, [-1]) for value in after)]
         return tf.concat(flat, axis=0), outputs
 
-
     def _logs(self, values: list[tf.Tensor], outputs: dict[str, np.ndarray]) -> Logs:
         carried = {  # zeros if no worker had a batch left
             name: outputs.get(name, tf.zeros([n or 0 for n in spec.shape], spec.dtype))

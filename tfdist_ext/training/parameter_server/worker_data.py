@@ -28,7 +28,7 @@ from tfdist_ext.data.pipelines import (
     without_autotune,
 )
 from tfdist_ext.data.shards import Shard
-from tfdist_ext.training.inputs import GlobalBatches
+from tfdist_ext.training.inputs import GlobalBatches, parts_of_dataset
 from tfdist_ext.training.parameter_server.calls import (
     BATCHES_IN_A_CALL,
     Calls,
@@ -77,8 +77,8 @@ class WorkerBatches(GlobalBatches):
         with tf.device("CPU:0"):
             here = self._datasets()
         endless = [bool(each.cardinality() == tf.data.INFINITE_CARDINALITY) for each in here]
-        spec = here[0].element_spec
-        super().__init__(parts_of=_read_by_workers, spec=spec, is_infinite=all(endless))
+        self.batch_spec = here[0].element_spec
+        super().__init__(parts_of=parts_of_dataset(here[0]), is_infinite=all(endless))
 
     def __iter__(self) -> WorkerIterators:
         return WorkerIterators(self)
@@ -109,9 +109,9 @@ class WorkerBatches(GlobalBatches):
         shard = table[0, tf.identity(worker)]
         position = table[1, shard]
         variants = tf.stack([tf.data.experimental.to_variant(each) for each in self._datasets()])
-        batches = tf.data.experimental.from_variant(variants[shard], self.spec).skip(position)
+        batches = tf.data.experimental.from_variant(variants[shard], self.batch_spec).skip(position)
         found = batches.map(takes_elements(batches, tf.experimental.Optional.from_value))
-        end = tf.data.Dataset.from_tensors(tf.experimental.Optional.empty(self.spec)).repeat()
+        end = tf.data.Dataset.from_tensors(tf.experimental.Optional.empty(self.batch_spec)).repeat()
         rest = found.concatenate(end).enumerate(position)
         rest = rest.map(lambda number, batch: (shard, number, batch)).prefetch(tf.data.AUTOTUNE)
         # Untuned: the coordinator's last word to a worker waits behind the end of its iterator.
@@ -120,10 +120,6 @@ class WorkerBatches(GlobalBatches):
     def _datasets(self) -> list[tf.data.Dataset]:
         shards = [Shard(worker, self.workers) for worker in range(self.workers)]
         return [self._data.made(shard, alone=True) for shard in shards]
-
-
-def _read_by_workers(*replicas: int) -> NoReturn:
-    raise NotImplementedError
 
 
 class WorkerIterators:
@@ -246,7 +242,8 @@ class WorkerLoop:
         self, data: WorkerIterators, n: int, first: int, rate: np.floating
     ) -> Iterator[tuple[ConcreteFunction, Sequence[Any]]]:
         """Calls of `n` steps, each on the shard of the worker that takes the call."""
-        spec, key = data.batches.spec, str(data.batches.spec)
+        spec = data.batches.batch_spec
+        key = str(spec)
         if key not in self._traced:
             number = tf.TensorSpec([], tf.int64)
             iterator = tf.data.IteratorSpec((number, number, tf.OptionalSpec(spec)))
