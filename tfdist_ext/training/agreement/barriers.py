@@ -44,12 +44,12 @@ from tfdist_ext.training.agreement.termination import STATUS, Termination
 
 PATIENCE = 2.0  # seconds in a barrier before a task looks where the others are
 LEAVE_LIMIT = 30.0  # seconds to wait for a task whose script has ended, or ends
-_LOOK_EVERY = 0.3
+_LOOK_EVERY = 0.25  # seconds
 _CAUSE = 6.0  # seconds to learn why a collective has failed
 _DEAF = 15.0  # seconds beyond its limit after which a task that publishes nothing has stalled
 # Looks in a row that must find the same: an answer may be lost, and values change meanwhile. A look
 # at a silent task takes a second more. TensorFlow gives a task up after 10 seconds.
-_LOOKS = {"gone": 3, "silent": 9, "differs": 6}
+_LOOKS = {"gone": 3, "silent": 9, "differs": 8}
 _PREFIX = "tfdist_ext/"
 _STATUS = {
     "gone": "is gone: nothing listens at its address {} (it ended, crashed or was killed, or its"
