@@ -103,11 +103,11 @@ def run_function(
     env: Mapping[str, str] | None = None,
     replaces: Replaces | None = None,
 ) -> Ended:
-    """`run_tasks`, which returns a failure instead of raising it.
+    """Run a function as `run_tasks` does; return a failure instead of raising it.
 
     Args:
         folder: for the call, the answers of tasks and their logs.
-        replaces: what becomes of a task that fails, as of `run_plan`.
+        replaces: decides whether a task that fails is replaced, as in `run_plan`.
 
     Raises:
         LaunchError: the tasks are not a cluster, or `fn` cannot be sent to them.
