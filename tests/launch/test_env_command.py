@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+import os
+import sys
+from pathlib import Path
+
+from warm_programs import run_program
 
 from tfdist_ext.env_command import relevant_variables
 
-pytestmark = pytest.mark.timeout(60)
 
-
-def test_env_is_for_bug_reports(tfdist) -> None:
-    task = tfdist("env", TF_CONFIG="", TFDIST_WANDB_TOKEN="hunter2")
-    out, _ = task.communicate(timeout=50)
-    assert task.returncode == 0
+def test_env_is_for_bug_reports(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tfdist_ext.cli", "env"]
+    env = {**os.environ, "TF_CONFIG": "", "TFDIST_WANDB_TOKEN": "hunter2"}
+    out = run_program(command, tmp_path, timeout=50, check=True, env=env).stdout
     for title in ("versions", "machine", "devices", "variables", 'create_strategy("auto")'):
         assert f"{title}\n" in out
     assert "  tensorflow 2." in out

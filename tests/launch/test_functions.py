@@ -68,15 +68,14 @@ def test_results_come_in_the_order_of_the_tasks(run):
             time.sleep(0.1 * (me.index == 0))
             return Point(scale * me.index + shift), str(me)
 
-        found = tfd.launch(place, args=(3,), workers=11, chief=True)
+        found = tfd.launch(place, args=(3,), workers=2, chief=True)
         assert all(type(point) is Point for point, _ in found.values())
         print([point.x for point, _ in found.values()])
         assert list(found) == [name for _, name in found.values()]
         print(*found)
     """)
     assert (status, err) == (0, "")
-    workers = [f"worker:{index}" for index in range(11)]
-    assert out == f"{[3, *range(3, 113, 10)]}\nchief:0 {' '.join(workers)}\n"
+    assert out == "[3, 3, 13]\nchief:0 worker:0 worker:1\n"
 
 
 def test_a_prompt_has_no_file(start, mark):

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tfdist_ext.testing import StrategyConformance
 
 PASSED, KNOWN, FAILED = "passed", "known fault", "**failed**"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckResult:
-    """The result of one check.
-
-    Attributes:
-        verdict: "passed", "known fault" or "**failed**".
-        reason: of a known fault, why; of a failure, its message; else "".
-    """
+class CheckResult(NamedTuple):
+    """The verdict, one of the three above, and the reason of a fault or a failure."""
 
     check: str
     verdict: str
@@ -25,7 +19,6 @@ class CheckResult:
 
     @property
     def failed(self) -> bool:
-        """Whether the check fails unexpectedly, or passes although a fault is known."""
         return self.verdict == FAILED
 
 
@@ -61,7 +54,7 @@ def run_checks(
         else:
             verdict = PASSED if known is None else FAILED
             reason = "" if known is None else f"passes, though its mark says: {known}"
-        yield CheckResult(check=check, verdict=verdict, reason=reason)
+        yield CheckResult(check, verdict, reason)
 
 
 def markdown_table(found: Mapping[str, Sequence[CheckResult]]) -> str:

@@ -89,7 +89,8 @@ def _pickled_call(
             f" {error}; make models, variables and strategies inside of fn"
         ) from error
     # The text of a notebook's cells is in no file. Tracebacks show it, and tf.function reads it.
-    cells = {name: entry for name, entry in linecache.cache.items() if _is_cell(entry)}
+    entries = linecache.cache.items()
+    cells = {name: entry for name, entry in entries if len(entry) == 4 and entry[1] is None}
     return pickle.dumps(
         {
             "path": sys.path,
@@ -118,11 +119,6 @@ def _pickler_class() -> type[pickle.Pickler]:
             return super().reducer_override(obj)
 
     return Pickler
-
-
-def _is_cell(entry: Sequence[Any]) -> bool:
-    """Whether an entry of Python's cache of source lines belongs to a notebook cell."""
-    return len(entry) == 4 and entry[1] is None
 
 
 def results_in(folder: Path, ended: RunResult) -> dict[str, Any]:

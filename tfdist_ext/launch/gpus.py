@@ -12,8 +12,6 @@ from tfdist_ext.messages import check_int
 
 __all__ = ["gpus_of", "one_gpu_each"]
 
-_TIMEOUT = 60.0  # seconds that nvidia-smi may take; it is slow on machines with many GPUs
-
 
 def one_gpu_each(workers: int | None, gpus: list[str]) -> list[str]:
     """The GPU of each worker.
@@ -49,8 +47,8 @@ def gpus_of(env: Mapping[str, str]) -> list[str]:
     if program is None:
         return []
     command = [program, "--query-gpu=index", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=True)
+    try:  # it is slow on machines with many GPUs
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise LaunchError(
             f"nvidia-smi must list the GPUs, got {error}; set CUDA_VISIBLE_DEVICES to those to use,"

@@ -43,10 +43,9 @@ class Printer:
     def write(self, text: str) -> None:
         """Write and flush. Characters that the stream cannot encode become question marks."""
         with self._lock:
-            if self._stream is None:
-                return
             try:
-                self._write(text, self._stream)
+                if self._stream is not None:
+                    self._write(text, self._stream)
             except (OSError, ValueError):
                 # The reader has gone (`tfdist run ... | head`): the training matters more.
                 self._stream = None

@@ -25,7 +25,6 @@ __all__ = ["reserve_ports"]
 _LOWEST = 10_000  # below it live most services that have a number of their own
 # Without /proc: Linux's own range and that of IANA (macOS, BSD) together.
 _USUAL_RANGE = (32_768, 65_535)
-_LOOPBACK = "127.0.0.1"
 
 
 @contextmanager
@@ -85,7 +84,7 @@ def _is_free(port: int) -> bool:
 
 def _binds(lock: socket.socket, port: int) -> bool:
     try:
-        lock.bind((_LOOPBACK, port))
+        lock.bind(("127.0.0.1", port))
     except OSError:
         return False
     return True

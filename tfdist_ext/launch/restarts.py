@@ -36,12 +36,12 @@ Planned: TypeAlias = Callable[[tuple[int, ...], Path], AbstractContextManager[La
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When a run is started again, and with how many workers.
+    """When a run restarts, and with how many workers.
 
     Attributes:
-        max_restarts: how often; preemptions do not count.
+        max_restarts: the maximum number of restarts; preemptions do not count.
         workers: the number of workers in the first start.
-        min_workers: how many are enough; a worker that fails repeatedly is left out.
+        min_workers: the minimum number of workers; a worker that fails repeatedly is left out.
 
     Raises:
         LaunchError: the numbers contradict each other.
@@ -64,13 +64,13 @@ class RestartPolicy:
 
 @dataclass(frozen=True)
 class Attempt:
-    """How one start of a run failed, or one worker that restarts alone.
+    """The failure of one start of a run, or of one worker that restarts alone.
 
     Attributes:
         status: the exit status.
         workers: the workers that took part, by their numbers in the first start.
-        seconds: how long it took.
-        failed: the worker that was the root cause; None where it was no worker.
+        seconds: the time from the start to the failure.
+        failed: the worker that was the root cause; None if it was another task.
         raised: the last line of the traceback of the root cause; "" without a traceback.
     """
 

@@ -40,13 +40,13 @@ EndedBy: TypeAlias = Literal["tasks", "signal", "timeout"]
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a run waits for what.
+    """The time limits of a run.
 
     Attributes:
-        grace: seconds between SIGTERM and SIGKILL where the tasks may have something to save: at
-            most 5 after Ctrl-C and at the end of the time, 1 where a task has failed.
+        grace: seconds between SIGTERM and SIGKILL after a preemption, in which tasks save. At most
+            5 after Ctrl-C and after the timeout, and 1 after a failure.
         linger: seconds between the coordinator's success and SIGTERM for the others.
-        timeout: seconds that all starts together may take; None: any time.
+        timeout: seconds for all starts together; None: no limit.
         stall_timeout: seconds after which a task that is stopped (SIGSTOP) is killed; 0: never.
     """
 
@@ -99,7 +99,7 @@ def run_plan(
     kills at once. Where the plan has a coordinator, its success ends the run.
 
     Args:
-        limits: how long the run waits for what.
+        limits: the time limits of the run.
         env: the environment that tasks start with; None: that of this process.
         stream: shows the lines of tasks; None: standard output.
         report: shows the messages of the launcher; None: standard error.
@@ -123,7 +123,7 @@ def run_plan(
 
 @dataclass
 class _Run:
-    """The state of a run. Events arrive in a queue; one thread decides."""
+    """The state of a run. Events arrive in a queue, and one thread handles them."""
 
     plan: LaunchPlan
     tasks: Tasks
@@ -141,7 +141,7 @@ class _Run:
     failed: TaskProcess | None = None  # the root cause
     verb: Verb = "failed"  # what the root cause did
     victim: tuple[TaskProcess, Blame] | None = None  # failed because of another
-    others: Sequence[TaskProcess] = ()  # that were running when the ending began
+    others: Sequence[TaskProcess] = ()  # still running when the run began to end them
 
     def run(self) -> RunResult:
         """Start, watch, end."""

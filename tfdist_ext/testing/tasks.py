@@ -103,11 +103,11 @@ def run_function(
     env: Mapping[str, str] | None = None,
     replaces: Replaces | None = None,
 ) -> Ended:
-    """`run_tasks`, which returns a failure instead of raising it.
+    """Run a function as `run_tasks` does; return a failure instead of raising it.
 
     Args:
         folder: for the call, the answers of tasks and their logs.
-        replaces: what becomes of a task that fails, as of `run_plan`.
+        replaces: decides whether a task that fails is replaced, as in `run_plan`.
 
     Raises:
         LaunchError: the tasks are not a cluster, or `fn` cannot be sent to them.
@@ -128,7 +128,8 @@ def run_function(
             start=warm.start,
         )
     raise_stop_signal(stop.first)
-    outputs = {name: _output(folder, name) for name in ended.returncodes}
+    logs = {name: folder / f"{name.replace(':', '-')}.log" for name in ended.returncodes}
+    outputs = {name: log.read_text(errors="replace") for name, log in logs.items()}
     return Ended(*_failure(ended, folder, timeout), results_in(folder, ended), outputs)
 
 
@@ -140,11 +141,6 @@ def _failure(ended: RunResult, folder: Path, timeout: float) -> tuple[tuple[str,
     if ended.failed_task is None:
         return (), ""
     return (ended.failed_task,), failure_message(ended, folder)
-
-
-def _output(folder: Path, task: str) -> str:
-    file = folder / f"{task.replace(':', '-')}.log"
-    return file.read_text(errors="replace") if file.exists() else ""
 
 
 def check_timeout(timeout: Any) -> None:

@@ -92,7 +92,9 @@ def start_function(
         output, errors: descriptors for what the process writes; by default, errors go to the
             output.
     """
-    files = [_copy(output), _copy(output if errors is None else errors)]
+    # Connections, because descriptors as numbers cannot be sent to another process.
+    numbers = (output, output if errors is None else errors)
+    files = [Connection(os.dup(number), readable=False) for number in numbers]
     is_ready, there = multiprocessing.Pipe(duplex=False)
     with _reading:
         process = _context(env).Process(
@@ -103,11 +105,6 @@ def start_function(
     with contextlib.suppress(EOFError):  # it has died
         is_ready.recv()
     return WarmProcess(process)
-
-
-def _copy(descriptor: int) -> Connection:
-    """A descriptor that can be sent to another process."""
-    return Connection(os.dup(descriptor), readable=False)
 
 
 def _context(env: Mapping[str, str]) -> ForkServerContext | SpawnContext:
