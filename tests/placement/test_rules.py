@@ -53,18 +53,10 @@ def test_a_placement_is_written_as_it_is_read(placement: Placement) -> None:
     assert placement_from(f"  {str(placement).replace('sharded', 'Sharded')} ") == placement
 
 
-@pytest.mark.parametrize("text", ["", "sharded(-1)", "task one", "gpu 0", 4])
+@pytest.mark.parametrize("text", ["", "sharded(-1)", "sharded(0)", "task one", "gpu 0", 4])
 def test_what_is_no_placement(text: Any) -> None:
-    with pytest.raises(
-        PlacementError, match=r"a placement must be written as .* device GPU:0, got"
-    ):
+    with pytest.raises(PlacementError, match=r"(device GPU:0|an integer of at least 1), got"):
         placement_from(text)
-
-
-@pytest.mark.parametrize("make", [lambda: Sharded(0), lambda: OnTask(-1), lambda: OnTask(True)])
-def test_placements_check_their_numbers(make: Any) -> None:
-    with pytest.raises(PlacementError, match=r"must be .*, got "):
-        make()
 
 
 def test_rules_of_a_toml_table_decide() -> None:
