@@ -12,22 +12,6 @@ def cells(table: str) -> list[str]:
     return [" ".join(line.split()) for line in table.splitlines()]
 
 
-def test_a_model_with_few_variables() -> None:
-    specs = [
-        VariableSpec("kernel", (100, 16), slots=2),  # 6400 bytes
-        VariableSpec("moving_mean", (64,), trainable=False),  # 256 bytes
-    ]
-    assert cells(compare(specs, devices=4, ps=2)) == [
-        "strategy on weights slots total",
-        "mirrored each device 6.50 KiB 12.50 KiB 19.00 KiB",
-        "central_storage host 6.50 KiB 12.50 KiB 19.00 KiB",
-        # The slots of one variable have one owner, whatever the number of devices.
-        "placed fullest device 6.50 KiB 12.50 KiB 19.00 KiB",
-        # Half of the rows of both variables.
-        "parameter_server fullest ps 3.25 KiB 6.25 KiB 9.50 KiB",
-    ]
-
-
 def test_a_model_with_many_variables() -> None:
     """335,141,888 parameters of 4 bytes are 1.25 GiB, Adam's slots twice that."""
     table = compare(bert_large(), devices=8, ps=4)

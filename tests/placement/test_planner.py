@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from placement_models import MODELS, many_tables
+from placement_models import MODELS
 
 from tfdist_ext.placement import (
     OnTask,
@@ -161,15 +161,6 @@ def test_loads_are_balanced_with_bytes() -> None:
     made = plan([*cold, VariableSpec("hot", (1000, 8), load=800)], 4)
     assert len(made.tasks_of("hot")) == 4
     assert made.load_by_task == pytest.approx((202, 202, 202, 202))
-
-
-@pytest.mark.long("False")
-@pytest.mark.parametrize("loads", [False, True])
-def test_a_hundred_thousand_variables(loads: bool) -> None:
-    """scripts/figures/placement_report has the seconds."""
-    made = plan(many_tables(100_000, loads), 1000)
-    assert made.imbalance <= 1.01
-    assert made.load_imbalance <= 1.05
 
 
 # Where a kernel of one row, as (1, 1, 1024, 2048), is more than a task's share. Its bytes with

@@ -7,16 +7,9 @@ import tomllib
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tfdist_ext.placement import (
-    Balanced,
-    Mirrored,
-    OnDevice,
     OnTask,
-    Owned,
-    Placement,
     PlacementError,
     PlacementPlan,
     Rule,
@@ -26,7 +19,6 @@ from tfdist_ext.placement import (
 )
 from tfdist_ext.placement.rules import placement_from, rules_from
 
-QUICK = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 SPECS = [
     VariableSpec("embedding/users", (1000, 8)),
     VariableSpec("embedding/items", (500, 8)),
@@ -36,35 +28,22 @@ SPECS = [
 ]
 
 
-PLACEMENTS = st.one_of(
-    st.sampled_from([Mirrored(), Owned(), Balanced()]),
-    st.builds(Sharded, st.one_of(st.none(), st.integers(1, 10**9 - 1))),
-    st.builds(OnTask, st.integers(0, 10**9 - 1)),
-    st.builds(
-        OnDevice, st.from_regex(r"(/job:ps/task:[0-9]/device:)?[CG]PU:[0-9]", fullmatch=True)
-    ),
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("mirrored", "owned", "balanced", "sharded", "sharded(12)", "task 0", "device GPU:1"),
+        "device /job:ps/task:1/device:CPU:0",
+    ],
 )
+def test_a_placement_is_written_as_it_is_read(text: str) -> None:
+    assert str(placement_from(f"  {text.replace('sharded', 'Sharded')} ")) == text
+    assert placement_from(placement_from(text)) == placement_from(text)
 
 
-@QUICK
-@given(PLACEMENTS)
-def test_a_placement_is_written_as_it_is_read(placement: Placement) -> None:
-    assert placement_from(str(placement)) == placement
-    assert placement_from(f"  {str(placement).replace('sharded', 'Sharded')} ") == placement
-
-
-@pytest.mark.parametrize("text", ["", "sharded(-1)", "task one", "gpu 0", 4])
+@pytest.mark.parametrize("text", ["", "sharded(-1)", "sharded(0)", "task one", "gpu 0", 4])
 def test_what_is_no_placement(text: Any) -> None:
-    with pytest.raises(
-        PlacementError, match=r"a placement must be written as .* device GPU:0, got"
-    ):
+    with pytest.raises(PlacementError, match=r"(device GPU:0|an integer of at least 1), got"):
         placement_from(text)
-
-
-@pytest.mark.parametrize("make", [lambda: Sharded(0), lambda: OnTask(-1), lambda: OnTask(True)])
-def test_placements_check_their_numbers(make: Any) -> None:
-    with pytest.raises(PlacementError, match=r"must be .*, got "):
-        make()
 
 
 def test_rules_of_a_toml_table_decide() -> None:

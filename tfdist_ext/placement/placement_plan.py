@@ -112,17 +112,19 @@ class PlacementPlan:
         """
         now = {spec.path: _kind(spec) for spec in specs}
         then = {spec.path: _kind(spec) for spec in self.specs}
-        new = [repr(path) for path in now if path not in then]
-        gone = [repr(path) for path in then if path not in now]
-        changed = [
-            f"{path!r} from {then[path]} to {kind}"
-            for path, kind in now.items()
-            if then.get(path, kind) != kind
-        ]
+        found = {
+            "new": [repr(path) for path in now if path not in then],
+            "gone": [repr(path) for path in then if path not in now],
+            "changed": [
+                f"{path!r} from {then[path]} to {kind}"
+                for path, kind in now.items()
+                if then.get(path, kind) != kind
+            ],
+        }
         differences = [
-            f"{len(found)} {what}: {', '.join(found[:_NAMED])}{', ...' * (len(found) > _NAMED)}"
-            for what, found in (("new", new), ("gone", gone), ("changed", changed))
-            if found
+            f"{len(paths)} {what}: {', '.join(paths[:_NAMED])}{', ...' * (len(paths) > _NAMED)}"
+            for what, paths in found.items()
+            if paths
         ]
         if differences:
             raise PlacementError(

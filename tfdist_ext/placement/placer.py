@@ -56,14 +56,17 @@ class ServerPlacer:
         Raises:
             PlacementError: an invalid placement, or one that is not for these servers.
         """
-        self._targets = Targets.of(tasks, None)
+        self._targets = Targets(tasks)
         self._given: PlacementPlan | None = None
         self._rules: tuple[Rule, ...] = ()
         self.plans_models = placement is not None
         self.plan: PlacementPlan | None = None
         self.bytes_by_task = [0] * tasks
         if isinstance(placement, str) and placement.endswith(".json"):
-            placement = _read(placement)
+            try:
+                placement = PlacementPlan.from_json(Path(placement).read_text(encoding="utf-8"))
+            except (OSError, UnicodeDecodeError) as error:
+                raise PlacementError(f"the plan {placement!r} cannot be read: {error}") from error
         if isinstance(placement, PlacementPlan):
             if placement.devices is not None or placement.tasks != tasks:
                 kind = "ps tasks" if placement.devices is None else "devices"
@@ -237,11 +240,3 @@ class DevicePlacer:
             owner = self.owned_bytes.index(min(self.owned_bytes))
         self.owned_bytes[owner] += spec.weight_bytes
         return owner
-
-
-def _read(path: str) -> PlacementPlan:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise PlacementError(f"the plan {path!r} cannot be read: {error}") from error
-    return PlacementPlan.from_json(text)

@@ -136,10 +136,10 @@ class Rule:
     Attributes:
         pattern: the path of one variable, which takes precedence; or a regular expression that
             matches whole paths.
-        placement: the placement of these variables.
+        placement: the placement of these variables, or its text.
 
     Raises:
-        PlacementError: an invalid regular expression, or the placement is not a Placement.
+        PlacementError: an invalid regular expression or placement.
     """
 
     pattern: str
@@ -148,11 +148,7 @@ class Rule:
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str) or not self.pattern:
             raise PlacementError(f"a rule's pattern must be a text, got {shown(self.pattern)}.")
-        if not isinstance(self.placement, Placement):
-            raise PlacementError(
-                f"the placement of the rule {self.pattern!r} must be a Placement, as Sharded(4),"
-                f" got {shown(self.placement)}."
-            )
+        object.__setattr__(self, "placement", placement_from(self.placement))
         try:
             re.compile(self.pattern)
         except (re.error, OverflowError, RecursionError) as error:

@@ -280,8 +280,8 @@ def gather_rows(value: tf.Variable, ids: tf.Tensor) -> tf.Tensor:
 class ShardedRead:
     """One partitioned variable as a step reads it: as one tensor, or by rows.
 
-    `tape.gradient` needs one source for all reads. It is a scalar that stands for the variable;
-    reads hand their gradients through to it, of the variable's whole shape.
+    `tape.gradient` needs one source for all reads. The source is a scalar that stands for the
+    variable. Each read passes its gradient, of the variable's whole shape, to the source.
     """
 
     trainable = True  # what TensorFlow's tapes look for in a variable that is read
@@ -294,42 +294,36 @@ class ShardedRead:
     def whole(self) -> tf.Tensor:
         """All pieces in one tensor, which has the source as its `handle`, as variables have."""
         self.read_whole = True
-        read_by_tapes(self)
 
-        @tf.custom_gradient
-        def read(source: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-            del source
+        def read() -> tf.Tensor:
             values = []
             for piece, _, _ in pieces_of(self._raw):
                 with tf.device(piece.device):
-                    values.append(
-                        tf.raw_ops.ReadVariableOp(resource=piece.handle, dtype=piece.dtype)
-                    )
-            whole = tf.ensure_shape(tf.concat(values, axis=0), self._raw.shape)
-            return whole, lambda upstream: upstream
+                    value = tf.raw_ops.ReadVariableOp(resource=piece.handle, dtype=piece.dtype)
+                    values.append(value)
+            return tf.ensure_shape(tf.concat(values, axis=0), self._raw.shape)
 
-        whole = read(self.handle)  # anew: another tape must see it, too
+        whole = self._read(read, lambda upstream: upstream)
         whole.handle = self.handle
         return whole
 
     def rows(self, ids: tf.Tensor) -> tf.Tensor:
         """The rows of `ids`; the gradient is of those rows alone."""
-        read_by_tapes(self)
 
-        @tf.custom_gradient
-        def take(
-            source: tf.Tensor,
-        ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.IndexedSlices]]:
-            del source
+        def gradient(upstream: tf.Tensor) -> tf.IndexedSlices:
+            shape = self._raw.shape.as_list()
+            values = tf.reshape(upstream, [-1, *shape[1:]])
+            return tf.IndexedSlices(values, tf.reshape(ids, [-1]), tf.constant(shape))
 
-            def gradient(upstream: tf.Tensor) -> tf.IndexedSlices:
-                shape = self._raw.shape.as_list()
-                values = tf.reshape(upstream, [-1, *shape[1:]])
-                return tf.IndexedSlices(values, tf.reshape(ids, [-1]), tf.constant(shape))
+        return self._read(lambda: gather_rows(self._raw, ids), gradient)
 
-            return gather_rows(self._raw, ids), gradient
-
-        return take(self.handle)
+    def _read(
+        self,
+        read: Callable[[], tf.Tensor],
+        gradient: Callable[[tf.Tensor], tf.Tensor | tf.IndexedSlices],
+    ) -> tf.Tensor:
+        read_by_tapes(self)  # anew for each read, so that another tape sees the read too
+        return tf.custom_gradient(lambda source: (read(), gradient))(self.handle)
 
 
 def readable_numbers() -> contextlib.AbstractContextManager[None]:
@@ -404,10 +398,7 @@ def all_built(model: keras.Model) -> bool:
 
 
 def check_built(model: keras.Model) -> None:
-    """
-    Raises:
-        TrainingError: an optimizer has no variables.
-    """
+    """Raise a TrainingError if an optimizer of the model has no variables."""
     for name, optimizer in optimizers_of(model).items():
         if not optimizer.built:
             raise TrainingError(

@@ -81,7 +81,7 @@ class Calls:
             if original is None:
                 raise
             raise original from None
-        return [keras.tree.map_structure(_as_array, value.fetch()) for value in values]
+        return [value.fetch() for value in values]
 
     def _join(self) -> None:
         try:
@@ -170,7 +170,3 @@ class ChunkCalls:
         if key not in self.traced:
             self.traced[key] = on_worker(self._function, [spec] * batches, *self._specs)
         return self.traced[key]
-
-
-def _as_array(value: Any) -> Any:
-    return value.numpy() if isinstance(value, tf.Tensor) else value

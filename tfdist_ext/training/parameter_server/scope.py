@@ -90,7 +90,8 @@ class WorkerScope(StepScope):
             self.updated |= {key} & self._values
             super().add_update((variable, value))
         elif key not in self._values:
-            self._write(variable, value)
+            raw = kp.raw_value(variable)  # acts as the piece that is updated
+            _add_difference(raw, value, tf.convert_to_tensor(raw))
         else:
             raise metric_in_inner_graph(variable)
 
@@ -116,10 +117,6 @@ class WorkerScope(StepScope):
         ids = tf.where(ids < 0, ids + tf.cast(raw.shape[0], ids.dtype), ids)
         taken = tf.nn.embedding_lookup(raw, ids)
         return tf.cast(taken, variable.dtype)  # the layer's compute type, if it casts
-
-    def _write(self, variable: keras.Variable, value: tf.Tensor) -> None:
-        raw = kp.raw_value(variable)  # acts as the piece that is updated
-        _add_difference(raw, value, tf.convert_to_tensor(raw))
 
     def _in_step(self) -> bool:
         return current_graph() is self._graph
