@@ -461,7 +461,7 @@ def batches_of_function(
 
 
 def _agreed_length(dataset: tf.data.Dataset, reduction: Reduction) -> tuple[int | None, bool]:
-    """(steps of an epoch on the worker with most steps, whether the data of a worker is endless)."""
+    """(steps of an epoch on the worker with most steps, whether one worker has endless data)."""
     lengths = from_each_worker(reduction, dataset.cardinality().numpy())
     if (lengths == tf.data.INFINITE_CARDINALITY).any():
         return None, True
