@@ -1,8 +1,8 @@
-"""Whatever Keras accepts as data, as one sequence of global batches cut the same on every task.
+"""All kinds of data that Keras accepts, as global batches that every task splits the same way.
 
-Every task of a cluster gets the same data, as one device would. A global batch is cut into one
-contiguous part for each replica of the whole cluster, in replica order. A task reads only the
-parts of its own replicas (`GlobalBatches`).
+Every task of a cluster gets the data that one device would get. A global batch is split into one
+contiguous part for each replica of the cluster, in replica order. A task reads only the parts of
+its own replicas (`GlobalBatches`).
 
 The data of `tfd.data` begins at its own position. If a function of the shard makes the data of
 each task, the tasks agree in each step on whether there is a batch.
@@ -52,8 +52,8 @@ __all__ = [
 ]
 
 
-# One replica's part of a global batch: its number of rows, that of the global batch, the rows. A
-# part of 0 rows holds one row all the same; see `_spans`.
+# One replica's part of a global batch: the number of its rows, the number of rows of the global
+# batch, and the rows. A part of 0 rows still holds one row; see `_spans`.
 Part: TypeAlias = tuple[tf.Tensor, tf.Tensor, Structure]
 
 
@@ -65,8 +65,8 @@ Parts: TypeAlias = tuple[Part, ...] | tf.distribute.DistributedValues
 PartsOf: TypeAlias = Callable[[int, int, int], tf.data.Dataset]
 
 
-# Keras warns of a shuffle that it does not do, and the default of `fit` must not warn. Keras
-# shuffles a PyDataset by Python's own random numbers, which differ between tasks.
+# Keras warns if it cannot shuffle these, and `fit` must not warn for the default `shuffle=True`.
+# Keras shuffles a PyDataset with Python's random numbers, which differ between tasks.
 _NOT_FOR_KERAS_TO_SHUFFLE = (tf.data.Dataset, keras.utils.PyDataset, types.GeneratorType)
 
 
@@ -88,10 +88,10 @@ def read(
         x: a tf.data.Dataset must yield global batches.
         batch_size: examples in a global batch of arrays (default 32).
         steps: global batches in an epoch, if the caller asked for a number.
-        shuffle: a new order for each pass, the same on every task: of the examples of arrays, of
-            the batches of a finite `PyDataset`. "batch" shuffles arrays within each batch.
-        seed: gives the seed of these orders, for data to train on. Without it nothing is shuffled.
-        replicas: of all tasks. A single replica gets batches as they are.
+        shuffle: whether the examples of arrays, and the batches of a finite `PyDataset`, have a
+            new order in each pass, the same on every task. "batch" shuffles within each batch.
+        seed: returns the seed of the orders, for data to train on. Without it nothing is shuffled.
+        replicas: number of replicas of all tasks. A single replica gets batches as they are.
 
     Raises:
         TrainingError: data that is distributed already, or not in batches.
@@ -99,8 +99,8 @@ def read(
     """
     if isinstance(x, tf.distribute.DistributedDataset | tf.distribute.DistributedIterator):
         raise TrainingError(
-            f"the data must not be distributed yet, got {type(x).__name__}: pass the"
-            " tf.data.Dataset of global batches itself. fit() cuts it for the replicas."
+            f"the data must not be distributed yet, got {type(x).__name__}. Pass the"
+            " tf.data.Dataset of global batches; fit() splits it for the replicas."
         )
     if all(part is None for part in keras.tree.flatten(x)):
         raise TrainingError(f"x must have data, got {x!r}.")
@@ -167,8 +167,6 @@ def _batches_of_arrays(
         batch_size=adapter.batch_size,
         is_infinite=True,
         arrays=arrays,
-        on_epoch_begin=adapter.on_epoch_begin,
-        on_epoch_end=adapter.on_epoch_end,
     )
 
 
@@ -208,10 +206,10 @@ def _dataset_of_arrays(
 
 
 def parts_of_dataset(dataset: tf.data.Dataset, readers: int = 1) -> PartsOf:
-    """The parts of a data set of global batches.
+    """The parts of a dataset of global batches.
 
     Args:
-        readers: tasks; with several, each reads its own part of a global batch.
+        readers: number of tasks that each read their own part of a global batch.
     """
 
     def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
@@ -277,26 +275,24 @@ def _check_batches(spec: Specs, replicas: int) -> None:
 
 @dataclass(kw_only=True)
 class GlobalBatches:
-    """One pass after another over a sequence of global batches, cut for the replicas of this task.
+    """Passes over a sequence of global batches, split for the replicas of this task.
 
-    Where `needs_row_count` is set, a part has 1 in the place of the rows of its global batch, or 0
-    where it is no batch of the data. The pass is over when all parts have 0.
+    If `needs_row_count` is set, a part has 1 in place of the number of rows of its global batch, or
+    0 if the data of this task has ended. The pass is over when all parts have 0.
 
     Attributes:
         parts_of: makes the parts of some replicas.
-        from_step: the same from a later global batch on; None if only reading leads there.
+        from_step: the same, beginning with a later global batch; None if batches cannot be skipped.
         steps: global batches in a pass; None if only reading tells.
         batch_size: examples in a global batch; None if only reading tells.
         is_infinite: the dataset starts the next pass by itself, so that no step has to ask whether
             the data has ended. Under several workers each such question is a collective.
-        begin: returns the global batch of a pass that the first pass begins with: where the data's
-            own position is, also after it was restored.
-        needs_row_count: the rows of a global batch are known only when those of all parts are
-            counted.
-        dataset: a dataset of one pass of whole global batches, where each task reads all of them
-            as they are, in the order in which they come; else None.
-        arrays: all of the data, where each task holds it; else None.
-        advance: called after that many more global batches were used.
+        begin: returns the global batch of a pass that the first pass begins with, from the data's
+            own position.
+        needs_row_count: the tasks have to sum the rows of their parts of each global batch.
+        dataset: a dataset of one pass of whole global batches, if each task reads all of them.
+        arrays: all of the data, if each task has it in memory.
+        advance: called with the number of global batches that were used.
         ended: called when a pass is over.
     """
 
@@ -318,7 +314,7 @@ class GlobalBatches:
     def element_spec(self) -> Specs:
         """The structure of one global batch of `tf.TypeSpec`s, batch dimension unknown."""
         spec = self.parts_of(0, 1, 1).element_spec[0][2]
-        # What the data leaves out (y, weights) is None in each batch, and has a spec of its own.
+        # A part that the data leaves out (y, weights) is None, and has no spec with a shape.
         return keras.tree.map_structure(lambda s: s if hasattr(s, "shape") else None, spec)
 
     def distributed(self, strategy: tf.distribute.Strategy) -> tf.distribute.DistributedDataset:
@@ -349,13 +345,13 @@ def _one_by_one(*parts: Part) -> tf.data.Dataset:
 def _in_new_orders(
     source: keras.utils.PyDataset, spec: Specs, class_weight: dict[int, float] | None, seed: int
 ) -> tf.data.Dataset:
-    """A PyDataset of a known number of batches; each iterator is the next pass, in its own order.
+    """The batches of a finite PyDataset; each iterator reads the next pass, in its own order.
 
-    Its `workers`, `use_multiprocessing` and `max_queue_size` are used as Keras uses them.
+    Its `workers`, `use_multiprocessing` and `max_queue_size` have their usual meaning.
 
     Args:
         spec: tf.TypeSpecs of a batch, batch dimension unknown.
-        seed: where the orders start, the same on every task.
+        seed: determines the orders, the same on every task.
     """
     numbers = itertools.count()
 
@@ -392,7 +388,7 @@ class _Permuted(keras.utils.PyDataset):
 
 
 def batches_of_ordered(data: OrderedDataset) -> GlobalBatches:
-    """The global batches from the data's position on.
+    """The global batches, beginning at the data's position.
 
     Raises:
         TrainingError: a position between two batches.
@@ -404,7 +400,7 @@ def batches_of_ordered(data: OrderedDataset) -> GlobalBatches:
             raise TrainingError(
                 "the position of the data must be between two global batches of"
                 f" {data.global_batch_size}, got {examples} examples of an epoch. Resume with the"
-                " global batch size of the training before."
+                " global batch size of the earlier training."
             )
         return epoch * data.steps + data.steps_done
 
@@ -425,14 +421,14 @@ def batches_of_ordered(data: OrderedDataset) -> GlobalBatches:
 def check_says_nothing_else(data: ShardedDataset, **given: Any) -> None:
     """
     Raises:
-        TrainingError: an argument of `fit` that repeats, or contradicts, what the data has itself.
+        TrainingError: an argument of `fit` that a ShardedDataset already determines.
     """
     if given["batch_size"] == data.global_batch_size:
         del given["batch_size"]
     extra = [name for name, value in given.items() if value is not None]
     if extra:
         raise TrainingError(
-            f"{' and '.join(extra)} must be left out beside a ShardedDataset, which has its own:"
+            f"{' and '.join(extra)} must be left out with a ShardedDataset, which determines them:"
             " from_arrays((x, y, sample_weight), global_batch_size=64)."
         )
 
@@ -440,7 +436,7 @@ def check_says_nothing_else(data: ShardedDataset, **given: Any) -> None:
 def batches_of_function(
     data: FunctionDataset, reduction: Reduction, *, from_position: bool
 ) -> GlobalBatches:
-    """This task's batches, from the data's position on, or of epoch 0; every worker must call."""
+    """This task's batches, from the data's position or of epoch 0; every worker must call."""
     shard = Shard(reduction.worker, reduction.workers)
 
     def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
@@ -466,7 +462,7 @@ def batches_of_function(
 
 
 def _agreed_length(dataset: tf.data.Dataset, reduction: Reduction) -> tuple[int | None, bool]:
-    """(steps of an epoch: those of the worker that has most, whether one of them has no end)."""
+    """(steps of an epoch on the worker with most steps, whether one worker has endless data)."""
     lengths = from_each_worker(reduction, dataset.cardinality().numpy())
     if (lengths == tf.data.INFINITE_CARDINALITY).any():
         return None, True
@@ -474,9 +470,9 @@ def _agreed_length(dataset: tf.data.Dataset, reduction: Reduction) -> tuple[int 
 
 
 def _then_nothing(dataset: tf.data.Dataset, local: int, readers: int) -> tf.data.Dataset:
-    """Parts for the local replicas, and after the last batch parts of no rows, without an end.
+    """Parts for the local replicas, followed by an endless sequence of parts without rows.
 
-    The tasks agree in each step on what there is; see `GlobalBatches`.
+    The tasks agree in each step on whether a task has rows; see `GlobalBatches`.
     """
 
     def marked(batches: tf.data.Dataset, is_real: int) -> tf.data.Dataset:
@@ -492,7 +488,7 @@ def _then_nothing(dataset: tf.data.Dataset, local: int, readers: int) -> tf.data
 
 
 def _one_row(spec: tf.TypeSpec) -> tf.Tensor:
-    """A batch of one row of zeros: what a replica computes with that has none."""
+    """A batch of one row of zeros, for a replica without rows."""
     if isinstance(spec, tf.RaggedTensorSpec):
         inner = [size or 0 for size in spec.shape[spec.ragged_rank + 1 :]]
         splits = [tf.zeros([2], spec.row_splits_dtype)]

@@ -1,13 +1,13 @@
 """The loop of `fit`, `evaluate` and `predict`: executions, steps per execution, Ctrl-C.
 
-All tasks of a cluster take the same turns, because every execution is a collective. What decides
-the number of executions must therefore be the same on each task. The tasks agree on it where it
-may differ: only the chief runs callbacks that write, and a user's callback may stop one task.
+Every execution is a collective, so all tasks of a cluster must run the same executions. The tasks
+agree where one may decide differently: only the chief runs callbacks that write, and a callback
+may stop the training on one task.
 
 Long executions are fast, because nothing waits for Python between their steps. Short executions
 show progress, and let Ctrl-C and callbacks in. So an execution aims at a fixed time
-(`StepsPerExecutionTuner`). Python raises KeyboardInterrupt wherever the main thread is. A finalizer
-drops the exception; `preserve_sigint` keeps it.
+(`StepsPerExecutionTuner`). A KeyboardInterrupt that is raised in a finalizer is lost.
+`preserve_sigint` raises it again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Loop", "predict", "preserve_sigint", "validates"]
 
 
 class Loop:
-    """The turns of one `fit` or `evaluate`, its pace kept from epoch to epoch."""
+    """Runs the epochs of one `fit` or `evaluate`."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Loop:
         """
         Args:
             kind: "train" or "test".
-            listener: called after finished steps.
+            listener: gets the steps that are done.
         """
         self._listener = listener
         self._model = model
@@ -167,9 +167,9 @@ def predict(
 
 @contextlib.contextmanager
 def preserve_sigint() -> Iterator[Callable[[], None]]:
-    """Scope that gives a function, which raises the KeyboardInterrupt that was lost, if any.
+    """Scope with a function that raises a lost KeyboardInterrupt again.
 
-    In other threads than the main one, or if the user has a handler for Ctrl-C, nothing changes.
+    The scope has no effect outside of the main thread, or if the user has a handler for Ctrl-C.
     """
     pressed = threading.Event()
 

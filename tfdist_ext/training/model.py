@@ -106,7 +106,7 @@ class DistributedModel(SavingMixin):
         self._built_for = None
         self._progress = Progress()
         self._in_epoch = False  # of a fit; callbacks may evaluate meanwhile
-        # The validation data of the running fit, and the listener to its steps.
+        # Data of a validation by the model's own `evaluate`, and the listener to its steps.
         self._validation: tuple[Epochs, StepListener | None] | None = None
         asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
         engine = ParameterServerEngine if asynchronous else SynchronousEngine
@@ -126,7 +126,7 @@ class DistributedModel(SavingMixin):
         return self._strategy
 
     def traces(self) -> list[str]:
-        """For `tfd.explain`: how steps are traced, and what is not synchronized."""
+        """For `tfd.explain`: how steps are traced, and which layers are not synchronized."""
         return [*self._engine.traces(), *filter(None, [self._unsynchronized()])]
 
     @overridable
@@ -317,7 +317,7 @@ class DistributedModel(SavingMixin):
         boards = [each for each in hooks.callbacks if isinstance(each, WorkerTensorBoard)]
         if not boards:
             return self._engine.program(self._model, "train", NullStepTimer())
-        if len(boards) > 1:  # the times of a step can be read once
+        if len(boards) > 1:  # the times of a step can only be read once
             raise TrainingError(
                 f"a fit must have one WorkerTensorBoard, got {len(boards)} among its callbacks."
             )
@@ -361,7 +361,7 @@ class DistributedModel(SavingMixin):
         The same numbers come back on every task. `batch_size` is that of the global batch.
         """
         if _use_cached_eval_dataset and self._validation is not None:
-            # Keras's own argument, by which `fit` calls an `evaluate` of the model's.
+            # Keras's argument, with which `fit` calls the model's own `evaluate`.
             epochs, listener = self._validation
             logs = self._evaluate(epochs, callbacks, listener)
             return logs if return_dict else kp.metrics_in_order(self._model, logs)
@@ -390,8 +390,8 @@ class DistributedModel(SavingMixin):
         each_reads = self._reduction.multi_worker or not self._engine.keeps_position(x)
         if isinstance(x, FunctionDataset) and each_reads:
             raise TrainingError(
-                "the data of predict() must have an order, got from_dataset_fn, which has none over"
-                " several workers: take ordered data (from_arrays, from_tfrecords), arrays, or a"
+                "the data of predict() must have an order, got from_dataset_fn, whose examples have"
+                " no order over several workers. Use from_arrays, from_tfrecords, arrays, or a"
                 " tf.data.Dataset."
             )
         epochs = self._read("predict", "predict", x, batch_size=batch_size, steps=steps)
@@ -488,11 +488,11 @@ class DistributedModel(SavingMixin):
     def _validation_by(
         self, data: Any, sizes: dict[str, Any]
     ) -> Callable[[keras.callbacks.CallbackList, StepListener | None], Logs]:
-        """Reads the validation data of a `fit`, for a function that evaluates on it."""
+        """Reads the validation data of a `fit`; returns a function that evaluates on it."""
         arrays = keras.utils.unpack_x_y_sample_weight(data)
         batches = self._engine.read(*arrays, **sizes)
         epochs = self._epochs(batches, sizes["steps"], "fit", "validation ")
-        # What Keras's fit gives to an evaluate() of the model's own.
+        # What Keras's fit passes to the model's own evaluate().
         given = {**dict(zip(("x", "y", "sample_weight"), arrays, strict=True)), **sizes}
         return functools.partial(self._validate, epochs, given)
 
@@ -566,14 +566,14 @@ class DistributedModel(SavingMixin):
     def _read(
         self, call: str, kind: str, *data: Any, steps: int | None = None, **options: Any
     ) -> Epochs:
-        """The epochs of the data of a call; builds what its kind of step needs."""
+        """Reads the data of a call, and builds the model for its kind of step."""
         batches = self._engine.read(*data, steps=steps, **options)
         epochs = self._epochs(batches, steps, call)
         self._build(batches, kind)
         return epochs
 
     def _epochs(self, batches: GlobalBatches, asked: int | None, call: str, of: str = "") -> Epochs:
-        """The epochs of a call, whose data is the same on all workers; `of` names it."""
+        """The epochs of a call; compares the workers' data. `of` names the data in messages."""
         sizes = {f"{of}batch_size": batches.batch_size, f"{of}batches in the data": batches.steps}
         check_equal_calls(self._reduction, call, sizes)
         inspect = None
@@ -583,7 +583,7 @@ class DistributedModel(SavingMixin):
         return Epochs(batches, self._engine.feed, asked, inspect)
 
     def _build(self, batches: GlobalBatches, kind: str) -> None:
-        """Everything must exist before a step is traced: variables, metrics, optimizer slots."""
+        """Create variables, metrics and optimizer slots, before a step is traced."""
         self._built_for = batches.element_spec
         if kind != "predict":
             recompile(self._model, self._model, self._strategy, self._created)
@@ -594,7 +594,7 @@ class DistributedModel(SavingMixin):
         self._unify(kind)
 
     def _unsynchronized(self) -> str:
-        """The layers that normalize by the rows of one of several replicas; "" for none."""
+        """A sentence about layers that normalize the rows of each replica alone; "" if none do."""
         layers = batch_normalization_layers(self._model)
         names = [layer.name for layer in layers if layer.trainable and not layer.synchronized]
         if not names or self._strategy.num_replicas_in_sync == 1:
@@ -716,7 +716,7 @@ def distribute(
 
 
 def check_counts(**counts: Any) -> None:
-    """Raise TrainingError for a count that is not a whole number, or too small; None: not given."""
+    """Raise TrainingError for a count that is not a whole number, or is too small."""
     for name, value in counts.items():
         least = 1 if name.endswith(("batch_size", "_every")) else 0  # 0 steps are all, as in Keras
         whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -1,7 +1,7 @@
-"""The base of both engines, and of the compiled steps that an engine keeps.
+"""Base classes of the engines, and of the compiled steps that an engine keeps.
 
-Synchronous strategies implement them in `synchronous/`, parameter servers in `parameter_server/`;
-neither knows the other. Above them, `DistributedModel` and its loop know these classes alone.
+`synchronous/` and `parameter_server/` implement them. `DistributedModel` and its loop use only
+these base classes.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ __all__ = [
 def step_of(model: keras.Model, kind: str) -> StepFunction:
     """The model's "train", "test" or "predict" step."""
     step = getattr(model, f"{kind}_step")
-    # A tf.function of the user's would be a graph of its own, where replicas cannot meet.
+    # Replicas cannot communicate inside the separate graph of a user's tf.function.
     return getattr(step, "python_function", step)
 
 
 def compiled_parts(model: keras.Model) -> tuple[object, ...]:
-    """What `compile` has set: other objects once the model is compiled again."""
+    """The objects that `compile` has set. They change when the model is compiled again."""
     return model.optimizer, model.loss, model.metrics
 
 
@@ -139,9 +139,9 @@ class StepProgram(ABC):
 
         Args:
             n: global batches to use.
-            seconds: how long this task's last execution took; the chief's figure comes back on
-                every task, so that all choose the same next `n`.
-            told: this task was told to end; every task learns of it.
+            seconds: how long this task's last execution took. Every task gets the chief's time
+                back, so that all choose the same next `n`.
+            told: this task was asked to end. The result says on every task whether any was.
         """
 
     def logs_of_this_task(self) -> dict[str, float]:
@@ -189,7 +189,7 @@ class PredictProgram(Protocol):
         """How the step is traced, in words."""
 
     def outputs(self, data: Epoch) -> Iterator[Structure]:
-        """The outputs for each global batch, in order; None for one without a row that is whole."""
+        """The outputs for each global batch, in order; None if all rows of a batch are damaged."""
 
 
 _Reduction = TypeVar("_Reduction", bound=Reduction, covariant=True)
@@ -203,7 +203,7 @@ class Engine(ABC, Generic[_Reduction]):
     Attributes:
         reduction: over the workers that have to agree.
         state_is_here: whether each task has all variables in its own memory.
-        seconds_per_execution: how long an execution should take, where nothing else decides.
+        seconds_per_execution: how long an execution should take.
     """
 
     state_is_here: bool
@@ -227,7 +227,7 @@ class Engine(ABC, Generic[_Reduction]):
         """Read the data of `fit`, `evaluate` or `predict` as global batches; see `inputs.read`.
 
         Args:
-            seed: of data to train on. Without it a ShardedDataset is read from its start.
+            seed: given for data to train on. Without it, a ShardedDataset is read from its start.
         """
         if not isinstance(x, ShardedDataset):
             replicas = self.reduction.replicas
@@ -252,7 +252,7 @@ class Engine(ABC, Generic[_Reduction]):
 
     @abstractmethod
     def step_timer(self) -> StepTimer:
-        """The timer of this task's training steps, which is told when they begin and end.
+        """The timer of this task's training steps.
 
         Raises:
             TrainingError: the steps of this strategy cannot be timed.
@@ -260,10 +260,10 @@ class Engine(ABC, Generic[_Reduction]):
 
     @abstractmethod
     def finalize(self, model: keras.Model) -> None:
-        """End a training: averaged weights replace the last ones."""
+        """At the end of a training: averaged weights replace the last ones."""
 
     def program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram:
-        """The compiled "train" or "test" steps, made anew when the model was compiled since."""
+        """The "train" or "test" steps, compiled again if the model was compiled again."""
         make = functools.partial(self._make_program, model, kind, timer)
         return self._kept((kind, timer.records), compiled_parts(model), make)
 
@@ -278,7 +278,7 @@ class Engine(ABC, Generic[_Reduction]):
         return self._programs[key][1]
 
     def traces(self) -> list[str]:
-        """How each kind of step that has run is traced, a line each."""
+        """How the steps that have run are traced, one line for each kind."""
         found = {kind: program.traces for (kind, _), (_, program) in self._programs.items()}
         return [f"{kind}: {traces}" for kind, traces in found.items()]
 
@@ -287,7 +287,7 @@ class Engine(ABC, Generic[_Reduction]):
         return isinstance(data, ShardedDataset)
 
     def state_is_restored(self) -> None:
-        """The model, and the generator of random numbers, have the state of a checkpoint."""
+        """Called when the model and the random generator have the state of a checkpoint."""
 
     @abstractmethod
     def _make_program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram: ...

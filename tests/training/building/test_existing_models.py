@@ -221,17 +221,16 @@ def test_a_model_that_cannot_be_copied_needs_a_builder() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
-    [(3, "must be a keras.Model, or a function"), (lambda: 3, "must return a keras.Model, got 3")],
+    ("given", "strategy", "message"),
+    [
+        (3, mirrored, "must be a keras.Model, or a function"),
+        (lambda: 3, mirrored, "must return a keras.Model, got 3"),
+        (classifier(), lambda: "mirrored", r"create_strategy\(name\)"),
+    ],
 )
-def test_what_is_no_model_is_refused(given, message: str) -> None:
+def test_other_things_than_a_model_and_a_strategy_are_refused(given, strategy, message) -> None:
     with pytest.raises(tfd.TrainingError, match=message):
-        tfd.distribute(given, mirrored())
-
-
-def test_what_is_no_strategy_is_refused() -> None:
-    with pytest.raises(tfd.TrainingError, match=r"create_strategy\(name\)"):
-        tfd.distribute(classifier(), "mirrored")  # type: ignore[arg-type]
+        tfd.distribute(given, strategy())
 
 
 def test_variables_from_outside_of_the_strategy() -> None:

@@ -147,8 +147,8 @@ def build(
             and optimizers.
 
     Raises:
-        TrainingError: a layer keeps a state for each row of a batch, where rows go elsewhere; or
-            only a custom step could make the variables, and tracing that step fails.
+        TrainingError: a layer keeps a state for each row of a batch; or only a custom step could
+            make the variables, and tracing the step fails.
     """
     reject_stateful_rnns(model, strategy)
 
@@ -201,13 +201,13 @@ def recompile(
 ) -> None:
     """Compiles `target` as `source` is, with optimizers and metrics made in the scope.
 
-    If they were made there already, as in most builders, nothing happens. A class with
+    Nothing happens if they were made there, as in most builders. A class with
     `compile_from_config` is compiled by that method, as Keras does when it loads a model. Other
     classes are compiled with the arguments that the model keeps as attributes of the same name.
 
     Raises:
         TrainingError: a compile() whose arguments are not known, an optimizer or a metric that
-            cannot be cloned, or an optimizer that trains variables of something else.
+            cannot be cloned, or an optimizer that was built for other variables.
     """
     if not source.compiled:
         return
@@ -282,9 +282,9 @@ def _unknown_argument(model: keras.Model, name: str) -> TrainingError:
 def _copies_of_trained(
     optimizer: keras.optimizers.Optimizer, source: keras.Model, target: keras.Model
 ) -> list[keras.Variable]:
-    """Returns the weights of `target` for the weights of `source` that an optimizer was built for.
+    """Returns the weights of `target` that correspond to those an optimizer was built for.
 
-    Weights that were frozen since are among them.
+    Weights that were frozen later are among them.
     """
     copies = {id(weight): copy for weight, copy in zip(source.weights, target.weights, strict=True)}
     trained = kp.trained_by(optimizer)
