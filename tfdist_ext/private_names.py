@@ -46,12 +46,7 @@ class PrivateNames:
             raise self._gone(f"{self.package}.{path}", self.uses[path]) from error
 
     def of(self, holder: Any, name: str, use: str) -> Any:
-        """A private attribute of an object.
-
-        Args:
-            holder: the object.
-            name: name of the attribute.
-            use: the feature that needs it.
+        """A private attribute of an object, which the feature `use` needs.
 
         Raises:
             TfDistError: of type `error`: the object has no such attribute.

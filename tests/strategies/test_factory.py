@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import tensorflow as tf
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies.explanation import evaluates
+from tfdist_ext.strategies.factory import Settings
 
 TWO_WORKERS = {"worker": ["127.0.0.1:21", "127.0.0.1:22"]}
 MADE = [
@@ -237,3 +239,34 @@ def test_mirrored_says_that_tensorflow_reads_a_broken_tf_config(
     monkeypatch.setenv("TF_CONFIG", "{bad")
     with pytest.raises(tfd.StrategyError, match="TF_CONFIG must be JSON"):
         tfd.create_strategy("mirrored", devices=["CPU:0", "CPU:1"])
+
+
+def test_the_first_place_with_a_value_wins() -> None:
+    settings = Settings()
+    settings.add("the call", {"a": None, "b": 1})
+    settings.add("flags", {"a": 2, "b": 3})
+    assert settings.values == {"a": 2, "b": 1}
+    assert list(settings.lines()) == ["b = 1 from the call", "a = 2 from flags"]
+    assert list(settings.lines(without="flags")) == ["b = 1 from the call"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read as TOML: .*No such file"),
+        ("[strategy", "cannot be read as TOML"),
+        ("[stratgey]\nname = 'mirrored'", r"must have a \[strategy\] table, got stratgey"),
+        (
+            "[strategy]\ncluster = 'x'",
+            "cluster must be a ClusterConfig .*got 'x'|no option cluster",
+        ),
+    ],
+)
+def test_a_settings_file_that_cannot_be_used(
+    tmp_path: Path, text: str | None, message: str
+) -> None:
+    file = tmp_path / "f.toml"
+    if text is not None:
+        file.write_text(text)
+    assert re.search(message, _refused(config=file))
+    assert str(file) in _refused(config=file)

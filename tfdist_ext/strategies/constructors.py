@@ -111,14 +111,15 @@ def placed(
 
 
 def multi_worker_mirrored(
-    *, cluster: Cluster = None, communication: Any = "auto", wait: float | None = None
+    *, cluster: Cluster = None, communication: str = "auto", wait: float | None = None
 ) -> tf.distribute.Strategy:
     """A copy on each worker of the cluster.
 
     Blocks for at most `wait` seconds until all workers are there. Workers on one machine share its
     cores.
     """
-    implementation = _implementation(communication)
+    if communication not in ("auto", "ring", "nccl"):
+        raise StrategyError(f"communication must be auto, ring or nccl, got {communication!r}.")
     described = _described("multi_worker_mirrored", cluster, "--workers N")
     if others := [job for job in described.jobs if job not in ("chief", "worker")]:
         raise StrategyError(
@@ -132,7 +133,10 @@ def multi_worker_mirrored(
             f" from {described.source}. Give it task_type= and task_id=, as in"
             " SimpleClusterResolver(spec, task_type='worker', task_id=0)."
         )
-    options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
+    implementations = tf.distribute.experimental.CommunicationImplementation
+    options = tf.distribute.experimental.CommunicationOptions(
+        implementation=implementations(communication.upper())
+    )
     here = identity(described.address)[0]
     _share_cores([identity(each)[0] for each in described.addresses.values()].count(here))
     with start_failures_in_words(described):
@@ -225,16 +229,6 @@ def _sigterm_kept() -> Iterator[None]:
             yield
         finally:
             faulthandler.unregister(signal.SIGTERM)
-
-
-def _implementation(communication: Any) -> Any:
-    value = communication.upper() if isinstance(communication, str) else communication
-    try:
-        return tf.distribute.experimental.CommunicationImplementation(value)
-    except ValueError:
-        raise StrategyError(
-            f"communication must be one of auto, ring, nccl, got {communication!r}."
-        ) from None
 
 
 def _described(strategy: str, cluster: Cluster, options: str) -> Described:

@@ -106,6 +106,7 @@ def explain(strategy: Any) -> Explanation:
         )
     choice = choice_of(strategy) or Choice("made elsewhere", "it was not made by create_strategy")
     cluster = _cluster_of(strategy)
+    together = strategy.num_replicas_in_sync
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         devices = []
         jobs = {} if cluster is None else cluster.jobs
@@ -114,7 +115,9 @@ def explain(strategy: Any) -> Explanation:
         places = f"variables on {len(jobs.get('ps', ()))} ps, computing on {workers}"
     else:
         devices = devices_listed(strategy, "worker_devices")
-        replicas, places = _replicas(strategy, len(devices)), _places(strategy, devices)
+        elsewhere = f", {len(devices)} of them on this task" if len(devices) != together else ""
+        replicas = f"{together} in sync{elsewhere}" if devices else str(together)
+        places = _places(strategy, devices)
     threads = tf.config.threading.get_intra_op_parallelism_threads()  # 0: as many as cores
     rows = [
         ("strategy", [f"{choice.name} ({type(strategy).__name__})"]),
@@ -135,7 +138,7 @@ def explain(strategy: Any) -> Explanation:
     return Explanation(
         strategy=choice.name,
         reason=choice.because,
-        replicas=strategy.num_replicas_in_sync,
+        replicas=together,
         devices=tuple(devices),
         considered=tuple(choice.passed_over),
         steps=tuple(steps),
@@ -158,13 +161,6 @@ def _task(strategy: tf.distribute.Strategy, cluster: Described | None) -> str:
         return f"{cluster.task}, beside a cluster of {cluster}"
     chief = ", the chief" if strategy.extended.should_checkpoint else ""
     return f"{cluster.task}{chief}, in a cluster of {cluster}"
-
-
-def _replicas(strategy: tf.distribute.Strategy, local: int) -> str:
-    together = strategy.num_replicas_in_sync
-    if not local:
-        return str(together)
-    return f"{together} in sync" + (f", {local} of them on this task" if local != together else "")
 
 
 def _places(strategy: tf.distribute.Strategy, computing: list[str]) -> str:

@@ -1,10 +1,11 @@
-"""create_strategy: describe the environment, choose, construct."""
+"""create_strategy: collect settings, describe the environment, choose, construct."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,42 @@ from tfdist_ext.strategies.devices import make_logical_cpus
 from tfdist_ext.strategies.explanation import choice_of, devices_listed, remember
 from tfdist_ext.strategies.registry import lookup
 from tfdist_ext.strategies.resolvers import Cluster
-from tfdist_ext.strategies.settings import Settings, read_file
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["automatic_choice", "check_spans_cluster", "create_strategy"]
+__all__ = ["Settings", "automatic_choice", "check_spans_cluster", "create_strategy"]
 
 _CALL = "the call"
+
+
+@dataclass
+class Settings:
+    """Settings from several places; the first place that sets an option wins.
+
+    Attributes:
+        values: option -> the value that won.
+        places: option -> where this value came from.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+
+    def add(self, place: str, given: Mapping[str, Any]) -> None:
+        """Add the settings of a place with lower precedence. A value of None sets nothing."""
+        for option, value in given.items():
+            if value is not None and option not in self.values:
+                self.values[option], self.places[option] = value, place
+
+    def lines(self, without: str = "") -> Iterator[str]:
+        """One line for each option, with its value and where the value came from.
+
+        Args:
+            without: leave out the options whose value came from this place.
+        """
+        for option, value in self.values.items():
+            if self.places[option] != without:
+                text = repr(value)
+                shown = type(value).__name__ if text.startswith("<") else text
+                yield f"{option} = {shown} from {self.places[option]}"
 
 
 @filter_traceback
@@ -99,8 +130,28 @@ def _all_settings(arguments: Mapping[str, Any], config: str | Path | None) -> Se
     settings.add(_CALL, arguments)
     settings.add("flags", of_flags)
     if file is not None:
-        settings.add(f"the file {file}", read_file(file))
+        settings.add(f"the file {file}", _read_file(file))
     return settings
+
+
+def _read_file(path: str | Path) -> dict[str, Any]:
+    """The [strategy] table of a TOML file.
+
+    Raises:
+        StrategyError: the file cannot be read, is not TOML, or has no [strategy] table.
+    """
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError) as error:  # TOMLDecodeError is a ValueError
+        raise StrategyError(
+            f"the settings file {path!r} cannot be read as TOML: {error}"
+        ) from error
+    table = document.get("strategy")
+    if not isinstance(table, dict):
+        raise StrategyError(
+            f"{path} must have a [strategy] table, got {', '.join(document) or 'nothing'}."
+        )
+    return table
 
 
 def _create(settings: Settings, given: Cluster) -> tf.distribute.Strategy:
