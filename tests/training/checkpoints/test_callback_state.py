@@ -264,12 +264,12 @@ def test_a_callback_that_was_not_there_starts_from_nothing() -> None:
     assert (found[0].wait, found[1].state, found[2].state) == (0, 1, "new")
 
 
-def test_values_of_a_history_that_cannot_be_stored_are_left_out() -> None:
+def test_a_history_that_cannot_be_stored_is_left_out() -> None:
     history, found = keras.callbacks.History(), keras.callbacks.History()
     history.epoch, history.history = [0], {"loss": [1.0], "when": [object()]}
-    with pytest.warns(UserWarning, match="does not hold a value of type object of History"):
+    with pytest.warns(UserWarning, match="does not hold 'history' of History. .* got <object"):
         restored([history], [found])
-    assert (found.epoch, found.history) == ([0], {"loss": [1.0], "when": [None]})
+    assert (found.epoch, found.history) == ([0], {})
 
 
 def test_a_state_may_hold_numbers_texts_and_arrays() -> None:
@@ -286,5 +286,5 @@ def test_a_state_may_hold_numbers_texts_and_arrays() -> None:
     assert found[2].state == given[2]
     assert found[2].state.dtype == given[2].dtype
     for state in ({"model": keras.layers.Dense(1)}, np.array(["a", None]), {1: 2}):
-        with pytest.raises(tfd.TrainingError, match=r"get_state\(\) of Knows must return numbers"):
+        with pytest.raises(tfd.TrainingError, match="The state of Knows must hold numbers"):
             callback_state([Knows(state)])
