@@ -7,7 +7,7 @@ import errno
 import random
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,14 @@ from training_cases import (
 )
 
 import tfdist_ext as tfd
-from tfdist_ext.training.checkpoints import paths
-from tfdist_ext.training.checkpoints.folder import finished_checkpoints, training_is_done
+from tfdist_ext.training.checkpoints import paths, writer
+from tfdist_ext.training.checkpoints.folder import (
+    CheckpointFolder,
+    FolderTakenError,
+    finished_checkpoints,
+    training_is_done,
+)
+from tfdist_ext.training.checkpoints.format import Progress
 
 
 def momentum() -> keras.optimizers.Optimizer:
@@ -188,6 +194,44 @@ def test_longer_training_later_is_one_long_training(
     keras.utils.set_random_seed(3)
     model.fit(X, Y, epochs=5, checkpoint_dir=tmp_path / "whole", **FIT)
     assert_same_weights(model, longer)
+
+
+def test_a_job_that_is_killed_while_it_writes_goes_on(
+    two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, killed = tmp_path / "whole", tmp_path / "killed"
+    encode = writer.encode_checkpoint
+
+    def encode_and_copy(progress: Progress, *rest: Any) -> Iterator[Any]:
+        for number, block in enumerate(encode(progress, *rest)):
+            if (progress.epoch, number) == (3, 4):  # in the middle of the file
+                shutil.copytree(folder, killed)
+            yield block
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "encode_checkpoint", encode_and_copy)
+        two[0].fit(X, Y, epochs=4, checkpoint_dir=folder, **FIT)
+    names = ["epoch-00001", "epoch-00002"]
+    assert [path.stem for path in finished_checkpoints(killed)] == names
+    assert len(list(killed.glob(".epoch-00003.*.unfinished"))) == 1
+    assert two[1].fit(X, Y, epochs=4, checkpoint_dir=killed, **FIT).epoch == [0, 1, 2, 3]
+    assert_same_weights(*two)
+    assert not list(killed.glob(".*"))
+
+
+def test_a_job_stops_when_another_one_has_opened_the_folder(
+    two: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def open_folder(epoch: int, logs: Any) -> None:
+        if epoch == 2:
+            CheckpointFolder(str(tmp_path)).open()
+
+    other = keras.callbacks.LambdaCallback(on_epoch_begin=open_folder)
+    options = {"checkpoint_dir": tmp_path, "checkpoint_async": False, "callbacks": [other], **FIT}
+    with pytest.raises(FolderTakenError, match=f"Another job writes to {tmp_path}: host"):
+        two[0].fit(X, Y, epochs=4, **options)
+    assert "To resume" not in capsys.readouterr().err
+    assert [path.stem for path in finished_checkpoints(tmp_path)][-1] == "epoch-00002"
 
 
 class AddsOneAtTheEnd(keras.callbacks.Callback):

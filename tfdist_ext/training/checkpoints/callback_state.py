@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import keras
 import numpy as np
 
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.messages import shown
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.user_frames import warn
 
@@ -85,20 +86,15 @@ def _named(callbacks: Callbacks) -> Iterator[tuple[str, keras.callbacks.Callback
 def _state_of(
     callback: keras.callbacks.Callback, name: str, arrays: CallbackState
 ) -> dict[str, Any]:
-    def leave_out(what: str) -> None:
-        # The history of a training may hold anything that a user's metric returns.
-        warn(f"The checkpoint does not hold {what} of {name}. A job that resumes starts without.")
-
-    def refuse(what: str) -> None:
-        raise TrainingError(
-            f"get_state() of {name} must return numbers, texts, arrays of numbers, and lists and"
-            f" dicts of them by texts, got {what}."
-        )
-
-    known = {each: getattr(callback, each, None) for each in kp.remembered_by(callback)}
-    state: dict[str, Any] = {"known": _stored(known, arrays, leave_out)}
+    known = {}
+    for attribute in kp.remembered_by(callback):
+        try:
+            known[attribute] = _stored(getattr(callback, attribute, None), arrays, name)
+        except TrainingError as error:  # a user's metric may put anything into the history
+            warn(f"The checkpoint does not hold {attribute!r} of {name}. {error}")
+    state: dict[str, Any] = {"known": known}
     if hasattr(callback, "get_state"):
-        state["own"] = _stored(callback.get_state(), arrays, refuse)
+        state["own"] = _stored(callback.get_state(), arrays, name)
     if isinstance(callback, keras.callbacks.CSVLogger):
         if callback.csv_file is not None and not callback.csv_file.closed:
             callback.csv_file.flush()
@@ -107,24 +103,24 @@ def _state_of(
     return state
 
 
-def _stored(value: Any, arrays: CallbackState, reject: Callable[[str], None]) -> Any:
+def _stored(value: Any, arrays: CallbackState, name: str) -> Any:
     """Returns the value as JSON can hold it; its arrays go to `arrays`.
 
-    Args:
-        reject: called with a description of each value that cannot be stored.
+    Raises:
+        TrainingError: the value cannot be stored; the error names the callback.
     """
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                reject(f"the key {key!r}")
-        return {str(key): _stored(each, arrays, reject) for key, each in value.items()}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _stored(each, arrays, name) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_stored(each, arrays, reject) for each in value]
+        return [_stored(each, arrays, name) for each in value]
     if value is None or isinstance(value, str | bool | int | float):
         return value
     array = np.asarray(value)
     if array.dtype == object or array.dtype.kind in "USMm":
-        return reject(f"a value of type {type(value).__name__}")
+        raise TrainingError(
+            f"The state of {name} must hold numbers, texts, arrays of numbers, and lists and dicts"
+            f" of them by texts, got {shown(value)}."
+        )
     if not array.shape and array.dtype.kind in "biuf":
         return array.item()
     key = str(len(arrays))

@@ -112,7 +112,7 @@ def _restored(
             seen.add(new[0])
             if (progress := _restore(model, folder, new[0], me)) is not None:
                 yield progress
-        elif owner is not None and owner.is_done_after(epochs):
+        elif owner is not None and (owner.epochs_when_done or 0) >= epochs:
             return
         elif gone:
             say(f"{me}: {leader} is gone, and {folder} does not say that the training is done")

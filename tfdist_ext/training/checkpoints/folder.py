@@ -114,10 +114,6 @@ class Owner:
         start = datetime.datetime.now().astimezone()
         return cls(f"host {socket.gethostname()}, process {os.getpid()}, since {start}")
 
-    def is_done_after(self, epochs: int) -> bool:
-        """Returns whether a training of this many epochs has completed."""
-        return self.epochs_when_done is not None and self.epochs_when_done >= epochs
-
 
 def owner_of(folder: str) -> Owner | None:
     """Returns the job that opened a folder last; None if no job has, or if its file is damaged."""

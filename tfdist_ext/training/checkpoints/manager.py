@@ -90,7 +90,7 @@ class CheckpointManager:
         self._since = 0  # global batches since the last checkpoint
         # From the checkpoint that was restored, until its epoch has begun:
         self._callback_state = CallbackState()
-        self._rates_and_metrics: _Values = []
+        self._numbers: _Values = []  # learning rates and metrics
         if self._files is None:
             return
         given = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or [])
@@ -156,9 +156,10 @@ class CheckpointManager:
         self._callback_state = state
         optimizers = optimizers_of(model).values()
         numbers = [v for each in optimizers for v in each.variables if not tuple(v.shape)]
-        self._rates_and_metrics = _values([*numbers, *model.metrics_variables])
+        self._numbers = _values([*numbers, *model.metrics_variables])
         continue_log_files(state, callbacks)
-        is_done = progress.stopped or progress.epoch >= self._epochs
+        has_ended = progress.stopped or progress.epoch >= self._epochs
+        is_done = has_ended and progress.trained is None
         if self._reduction.is_chief:
             complete = f"training in {files.path} is complete after {progress}; nothing to do"
             say(complete if is_done else f"resuming after {progress}, from {path}")
@@ -189,7 +190,7 @@ class CheckpointManager:
     def restore_callbacks(self) -> None:
         """After `on_train_begin`: restores callbacks, and what they may have changed."""
         if self._callback_state:
-            _assign(self._rates_and_metrics)
+            _assign(self._numbers)
             restore_callbacks(self._callback_state, self._callbacks)
 
     def epoch_has_begun(self) -> Logs | None:

@@ -7,13 +7,14 @@ servers never has to fit into this process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from tfdist_ext.placement.live.creating import pieces_of
 from tfdist_ext.strategies import StrategyTemplate
 from tfdist_ext.training import _keras_private as kp
 
@@ -60,10 +61,11 @@ def copy_value(variable: keras.Variable, buffer: np.ndarray | None) -> np.ndarra
 
 def _value_in_place(variable: keras.Variable) -> np.ndarray:
     """Returns a view of the variable's memory, or a copy if its memory cannot be viewed."""
-    pieces = [copies for _, _, copies in _pieces(variable)]
-    if len(pieces) == 1 and not _has_own_reading(variable) and "CPU" in pieces[0][0].device:
+    pieces = pieces_of(kp.raw_value(variable))
+    copy = _copies(pieces[0][0])[0]
+    if len(pieces) == 1 and not _has_own_reading(variable) and "CPU" in copy.device:
         try:
-            return np.asarray(memoryview(pieces[0][0].read_value()))
+            return np.asarray(memoryview(copy.read_value()))
         except (TypeError, ValueError, BufferError):  # NumPy has no such dtype
             pass
     return whole_value(variable)
@@ -91,12 +93,14 @@ def read_rows(variable: keras.Variable | tf.Variable, start: int, stop: int) -> 
     if _has_own_reading(variable):
         return np.atleast_1d(kp.raw_value(variable).numpy())[start:stop]
     parts = []
-    for first, rows, copies in _pieces(variable):
-        low, high = max(start - first, 0), min(stop - first, rows)
-        if (low, high) == (0, rows):
-            parts.append(np.atleast_1d(copies[0].numpy()))
-        elif low < high:
-            copy = copies[0]
+    for piece, first, end in pieces_of(kp.raw_value(variable)):
+        low, high = max(start, first) - first, min(stop, end) - first
+        if low >= high:
+            continue
+        copy = _copies(piece)[0]
+        if high - low == end - first:
+            parts.append(np.atleast_1d(copy.numpy()))
+        else:
             # A gather runs where the variable is: only these rows are moved.
             taken = tf.raw_ops.ResourceGather(
                 resource=copy.handle, indices=tf.range(low, high), dtype=copy.dtype
@@ -107,18 +111,17 @@ def read_rows(variable: keras.Variable | tf.Variable, start: int, stop: int) -> 
 
 def assign_rows(variable: keras.Variable | tf.Variable, start: int, values: np.ndarray) -> None:
     """Assigns the rows from `start` on, in every copy and every piece."""
-    for first, rows, copies in _pieces(variable):
-        low, high = max(start - first, 0), min(start + len(values) - first, rows)
+    for piece, first, end in pieces_of(kp.raw_value(variable)):
+        low, high = max(start, first), min(start + len(values), end)
         if low >= high:
             continue
-        part = tf.constant(values[low + first - start : high + first - start], copies[0].dtype)
-        for copy in copies:
-            if (low, high) == (0, rows):
+        part = tf.constant(values[low - start : high - start], piece.dtype)
+        for copy in _copies(piece):
+            if high - low == end - first:
                 copy.assign(tf.reshape(part, copy.shape))
             else:
-                tf.raw_ops.ResourceScatterUpdate(
-                    resource=copy.handle, indices=tf.range(low, high), updates=part
-                )
+                rows = tf.range(low - first, high - first)
+                tf.raw_ops.ResourceScatterUpdate(resource=copy.handle, indices=rows, updates=part)
 
 
 def _has_own_reading(variable: keras.Variable | tf.Variable) -> bool:
@@ -126,19 +129,8 @@ def _has_own_reading(variable: keras.Variable | tf.Variable) -> bool:
     return isinstance(strategy, StrategyTemplate) and strategy.has_own_reading
 
 
-def _pieces(
-    variable: keras.Variable | tf.Variable,
-) -> Iterator[tuple[int, int, Sequence[tf.Variable]]]:
-    """Yields (first row, rows, plain variables that are its local copies) of each piece."""
-    raw = kp.raw_value(variable)
-    first = 0
-    for piece in getattr(raw, "variables", [raw]):  # those of a partitioned variable
-        rows = piece.shape[0] if piece.shape.rank else 1
-        yield first, rows, _copies(piece)
-        first += rows
-
-
 def _copies(piece: tf.Variable) -> list[tf.Variable]:
+    """Returns the plain variables that are the local copies of a piece."""
     strategy = getattr(piece, "distribute_strategy", None)
     copies = [piece] if strategy is None else strategy.experimental_local_results(piece)
     return [_unwrapped(copy) for copy in copies]
