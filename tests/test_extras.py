@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from task_programs import LEFT_OUT
 
 import tfdist_ext as tfd
 
@@ -44,7 +46,8 @@ cli.main(["env"])
 
 def test_a_training_needs_none_of_them(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=100)
+    env = {**os.environ, "PYTHONPATH": LEFT_OUT}
+    subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=100)
 
 
 def read_records(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from task_programs import LEFT_OUT
 
 import tfdist_ext as tfd
 from tfdist_ext import private_names
@@ -55,7 +57,12 @@ except tfd.StrategyError as error:
     print(error)
 """
     run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": LEFT_OUT},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     first, second = run.stdout.strip().splitlines()

@@ -92,13 +92,16 @@ def with_tfdist_ext(strategy: tf.distribute.Strategy) -> dict[str, Any]:
     return {"began": began, "weights": model.keras_model.get_weights(), "losses": history["loss"]}
 
 
-def main() -> None:
+def main() -> list[dict[str, Any]]:
     strategy = strategy_with_tfdist_ext()
     print(tfd.explain(strategy))
+    results = []
     for run in (plain, with_tfdist_ext):
         keras.utils.set_random_seed(1)  # so that both begin alike
         found = run(strategy)
         print(f"{run.__name__}: loss {found['losses'][0]:.4f}, then {found['losses'][-1]:.4f}")
+        results.append(found)
+    return results
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 import tfdist_ext as tfd
 
-STEPS, ROWS = 300, 16  # rows in the batch of one step
+STEPS, ROWS = 150, 16  # rows in the batch of one step
 WEIGHTS = np.array([[1.0], [-2.0], [3.0]], "float32")  # to be learned
 
 

@@ -7,6 +7,7 @@ The code that people copy calls `model.fit` in the function of a TensorflowTrain
 that crashes under the TF_CONFIG that Ray sets.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -133,7 +134,7 @@ def on_shards(storage, batch=BATCH):
 
 
 def main(storage="runs/ray_train", kind="arrays"):
-    ray.init(num_cpus=4)  # of this machine; "auto" where there is a cluster
+    ray.init(num_cpus=None if "RAY_ADDRESS" in os.environ else 4)  # of this machine
     {"arrays": on_arrays, "shards": on_shards}[kind](Path(storage).absolute())
     ray.shutdown()
 

@@ -83,9 +83,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds of each step, at least")
     options = parser.parse_args()
     folder = options.folder.resolve()
-    job = executor(folder).submit(Training(folder), options.epochs)
+    job = executor(folder).submit(Training(folder), options.epochs, options.pause)
     print(f"job {job.job_id}")
     for task, result in enumerate(job.results()):
         print(f"task {task}: loss {result['loss'][-1]:.4f}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,30 +21,24 @@ os.environ["PYTHONPATH"] = LEFT_OUT  # most of these jobs start TensorFlow in ea
 def start(tmp_path: Path) -> Iterator[Starter]:
     starter = Starter(tmp_path)
     yield starter
-    for process in starter.processes:
-        if process.popen.poll() is None:
-            os.killpg(process.popen.pid, signal.SIGKILL)
-        process.popen.wait()
+    starter.end()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     with slurm_cluster.slurm(tmp_path_factory.mktemp("slurm")) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Result]:
-    """What the training ends with on one device."""
-    known: dict[tuple[int, int], Result] = {}
-
-    def run(epochs: int, steps: int) -> Result:
-        if (epochs, steps) not in known:
-            folder = tmp_path_factory.mktemp("undisturbed")
-            command: Sequence[str] = training(folder, epochs, steps, 0.0)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, testrun_uid: str) -> Result:
+    """What the training ends with on one device, computed once for all processes of pytest."""
+    folder = tmp_path_factory.getbasetemp().parent / f"undisturbed-{testrun_uid}"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "alone.npz").exists():
             env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+            command = training(folder, pause=0.0)
             subprocess.run(command, env=env, check=True, timeout=120, capture_output=True)
-            known[epochs, steps] = result_in(folder)
-        return known[epochs, steps]
-
-    return run
+    return result_in(folder)

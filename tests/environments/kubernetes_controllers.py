@@ -63,8 +63,11 @@ class JobController:
         indexes = (i for i in range(self.spec["completions"]) if i not in self.succeeded)
         return [Pod(self.name, i, (self.start, self.lives[i])) for i in indexes]
 
-    def ended(self, pod: Pod, status: int, disrupted: bool) -> None:
-        """A pod has ended, by itself or not; one that is not wanted any more tells nothing."""
+    def spec_of(self, pod: Pod) -> Manifest:
+        return self.spec["template"]["spec"]
+
+    def ended(self, pod: Pod, status: int, disrupted: bool = False) -> None:
+        """A pod has ended; one that is not wanted any more does not count."""
         if pod not in self.wanted:
             return
         if status == 0:
@@ -135,7 +138,10 @@ class JobSetController:
     def wanted(self) -> list[Pod]:
         return [] if self.state else [pod for job in self.jobs.values() for pod in job.wanted]
 
-    def ended(self, pod: Pod, status: int, disrupted: bool) -> None:
+    def spec_of(self, pod: Pod) -> Manifest:
+        return next(job for job in self.jobs.values() if job.name == pod.job).spec_of(pod)
+
+    def ended(self, pod: Pod, status: int, disrupted: bool = False) -> None:
         for job in self.jobs.values():
             if job.name == pod.job:
                 job.ended(pod, status, disrupted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,13 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pages import blocks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = ROOT / "tests" / "programs" / "interrupted_training.py"
 BIN = Path(sys.executable).parent  # of the Python that pages call python
-TFDIST = str(BIN / "tfdist")
 PATH = f"{BIN}:{os.environ['PATH']}"
+EPOCHS, STEPS = 3, 8  # of the training, and of an epoch
 Result = dict[str, np.ndarray]
 
 
@@ -52,7 +52,7 @@ class Process:
 
 @dataclass
 class Starter:
-    """Starts processes, and ends them with the test."""
+    """Starts processes with their output in files of a folder."""
 
     folder: Path
     processes: list[Process] = field(default_factory=list)
@@ -73,17 +73,22 @@ class Starter:
         self.processes.append(Process(popen, log))
         return self.processes[-1]
 
+    def end(self) -> None:
+        """Kill what still runs."""
+        for process in self.processes:
+            if process.popen.poll() is None:
+                os.killpg(process.popen.pid, signal.SIGKILL)
+            process.popen.wait()
 
-def training(folder: Path, epochs: int, steps: int, pause: float = 0.05) -> list[str]:
-    """The command of a training that can be hurt; it writes its weights into the folder."""
-    return [sys.executable, str(TRAINING), str(folder), "arrays", *map(str, (epochs, steps, pause))]
 
+def training(folder: Path, pause: float = 0.1) -> list[str]:
+    """The command of a training that can be hurt; it writes its weights into the folder.
 
-def write_files_of(page: str, folder: Path) -> None:
-    """Write the files that a page shows into a folder."""
-    for block in blocks_of(page):
-        if block.file:
-            (folder / block.file).write_text(block.program, encoding="utf-8")
+    Args:
+        pause: seconds of a step, at least.
+    """
+    numbers = map(str, (EPOCHS, STEPS, pause))
+    return [sys.executable, str(TRAINING), str(folder), "arrays", *numbers]
 
 
 def result_in(folder: Path) -> Result:

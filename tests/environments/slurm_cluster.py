@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,71 +115,61 @@ def _on(hosts: Hosts, host: int, names: Path, *words: str) -> list[str]:
 @contextlib.contextmanager
 def slurm(folder: Path) -> Iterator[Slurm]:
     """A Slurm cluster that keeps its files in this folder."""
-    with namespaces.hosts(len(NODES) + 1) as hosts, _running(folder, hosts) as running:
-        yield running
+    with namespaces.hosts(len(NODES) + 1) as hosts, contextlib.ExitStack() as stack:
+        for name in ("munge", "state"):
+            (folder / name).mkdir(mode=0o700)
+        key = folder / "munge" / "key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        node1, node2, controller = hosts.addresses
+        config, names = folder / "slurm.conf", folder / "hosts"
+        addresses = {"node1": node1, "node2": node2, "controller": controller}
+        config.write_text(_CONFIG.format(folder=folder, **addresses))
+        of_machine = Path("/etc/hosts").read_text()
+        names.write_text(f"{of_machine}\n{node1} {NODES[0]}\n{node2} {NODES[1]}\n")
+        cluster = Slurm({"SLURM_CONF": str(config), "PATH": _PATH}, hosts, names)
 
-
-@contextlib.contextmanager
-def _running(folder: Path, hosts: Hosts) -> Iterator[Slurm]:
-    for name in ("munge", "state"):
-        (folder / name).mkdir(mode=0o700)
-    key = folder / "munge" / "key"
-    key.write_bytes(os.urandom(128))
-    key.chmod(0o400)
-    config = folder / "slurm.conf"
-    node1, node2, controller = hosts.addresses
-    addresses = {"node1": node1, "node2": node2, "controller": controller}
-    config.write_text(_CONFIG.format(folder=folder, **addresses))
-    env = {"SLURM_CONF": str(config), "PATH": _PATH}
-    munge = [f"--{name}-file={folder}/munge/{name}" for name in ("key", "pid", "log", "seed")]
-    names = folder / "hosts"
-    of_machine = Path("/etc/hosts").read_text()
-    names.write_text(f"{of_machine}\n{node1} {NODES[0]}\n{node2} {NODES[1]}\n")
-    commands = [
-        ["munged", "--foreground", "--force", *munge, f"--socket={folder}/munge/socket"],
-        _on(hosts, len(NODES), names, "slurmctld", "-D", "-c", "-f", str(config)),
-        *(
-            _on(hosts, host, names, "slurmd", "-D", "-c", "-f", str(config), "-N", node)
-            for host, node in enumerate(NODES)
-        ),
-    ]
-    processes = []
-    try:
-        for command in commands:
-            name = next(word for word in command if word in _PROGRAMS)
-            with open(folder / f"{name}.out", "ab") as output:
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        env={**os.environ, **env},
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-            if name == "munged":
-                _wait_until((folder / "munge" / "socket").exists, "munged")
-        cluster = Slurm(env, hosts, names)
+        munge = [f"--{name}-file={folder}/munge/{name}" for name in ("key", "pid", "log", "seed")]
+        munge.append(f"--socket={folder}/munge/socket")
+        stack.enter_context(_started(cluster, folder, "munged", "--foreground", "--force", *munge))
+        _wait_until((folder / "munge" / "socket").exists, "munged")
+        slurmctld = cluster.command("slurmctld", "-D", "-c", "-f", str(config))
+        stack.enter_context(_started(cluster, folder, *slurmctld))
+        for host, node in enumerate(NODES):
+            slurmd = _on(hosts, host, names, "slurmd", "-D", "-c", "-f", str(config), "-N", node)
+            stack.enter_context(_started(cluster, folder, *slurmd))
         _wait_until(
             lambda: cluster("sinfo", "-h", "-o", "%T %D", check=False) == "idle 2", "slurmd"
         )
         yield cluster
         cluster("scancel", "--user=root", check=False)
         _wait_until(lambda: not cluster("squeue", "-h", check=False), "the end of all jobs")
+
+
+@contextlib.contextmanager
+def _started(cluster: Slurm, folder: Path, *words: str) -> Iterator[None]:
+    """A process that ends with the body."""
+    with open(folder / "daemons.out", "ab") as output:
+        process = subprocess.Popen(
+            words,
+            env={**os.environ, **cluster.env},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield
     finally:
-        for process in reversed(processes):
-            process.terminate()
-        for process in processes:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
-def _wait_until(is_so: object, what: str) -> None:
+def _wait_until(is_so: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + 40
-    assert callable(is_so)
     while not is_so():
         assert time.monotonic() < deadline, f"{what} did not come"
         time.sleep(0.2)

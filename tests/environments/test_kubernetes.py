@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 import yaml
 from kubernetes_controllers import JobController, JobSetController, Manifest
 from kubernetes_pods import played
-from real_jobs import ROOT, Result, assert_equal, result_in, training
+from real_jobs import EPOCHS, ROOT, STEPS, Result, assert_equal, result_in, training
 
 from tfdist_ext.cluster import ClusterConfig
 
@@ -26,8 +26,6 @@ pytestmark = pytest.mark.timeout(280)
 on_hosts = pytest.mark.skipif(bool(namespaces.WHY_NOT), reason=namespaces.WHY_NOT or "-")
 TEMPLATES = ROOT / "configs" / "kubernetes"
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
-
-EPOCHS, STEPS = 3, 8
 
 
 def manifests(
@@ -127,10 +125,10 @@ def test_what_the_controller_of_a_job_makes_of_statuses() -> None:
             controller.ended(pod, status, disrupted)
     assert not controller.counted
     for pod, status in zip(controller.wanted, (137, 138), strict=True):
-        controller.ended(pod, status, False)  # a failure of one is one of each index
+        controller.ended(pod, status)  # a failure of one is one of each index
     assert controller.counted == {0: 1, 1: 1}
     assert not controller.state
-    controller.ended(controller.wanted[1], 137, False)
+    controller.ended(controller.wanted[1], 137)
     assert (controller.state, controller.reason) == ("Failed", "MaxFailedIndexesExceeded")
 
 
@@ -140,7 +138,7 @@ def jobset(**keys: Any) -> JobSetController:
 
 def end(controller: JobSetController, hostname: str, status: int) -> None:
     (pod,) = [pod for pod in controller.wanted if pod.hostname == hostname]
-    controller.ended(pod, status, False)
+    controller.ended(pod, status)
 
 
 CHIEF, WORKER, PS = "train-chief-0-0", "train-worker-0-1", "train-ps-0-0"
@@ -223,47 +221,32 @@ def test_what_a_tfjob_writes_is_read() -> None:
 
 
 @on_hosts
-def test_a_worker_that_is_killed_comes_back(
-    tmp_path: Path, undisturbed: Callable[[int, int], Result]
-) -> None:
-    documents = manifests("job", training(tmp_path, EPOCHS, STEPS, 0.1))
-    with played(documents, tmp_path, 6) as pods:
-        pods.until("train-1", "STEP 10\n")
-        pods.kill("train-1")
-        state = pods.until_ended()
-        assert state == "Complete", pods.told("")
-        assert pods.ends[:2] == [("train-1", 137), ("train-0", 138)]
-        assert pods.controller.counted == {0: 1, 1: 1}
-    assert_equal(result_in(tmp_path), undisturbed(EPOCHS, STEPS))
-
-
-@on_hosts
-def test_a_worker_that_is_preempted_is_not_counted(
-    tmp_path: Path, undisturbed: Callable[[int, int], Result]
-) -> None:
-    command = training(tmp_path, EPOCHS, STEPS, 0.1)
-    documents = manifests("job", command, max_restarts=0, grace=20)
+def test_workers_come_back(tmp_path: Path, undisturbed: Result) -> None:
+    """A worker is killed, then another pod of it is preempted, which does not count."""
+    documents = manifests("job", training(tmp_path), max_restarts=1, grace=20)
     with played(documents, tmp_path, 6) as pods:
         pods.until("train-1", "STEP 5\n")
-        pods.evict("train-1")
-        assert pods.until_ended() == "Complete"
-        assert sorted(pods.ends[:2]) == [("train-0", 143), ("train-1", 143)]
-        assert not pods.controller.counted
-        assert "STEP 1\n" not in pods.logs["train-0"][1].read_text()  # it goes on
-    assert_equal(result_in(tmp_path), undisturbed(EPOCHS, STEPS))
+        pods.kill("train-1")
+        pods.until("train-1", "STEP 10\n")
+        pods.delete("train-1")
+        assert pods.until_ended() == "Complete", pods.describe("")
+        assert pods.ends[:2] == [("train-1", 137), ("train-0", 138)]
+        assert sorted(pods.ends[2:4]) == [("train-0", 143), ("train-1", 143)]
+        assert pods.controller.counted == {0: 1, 1: 1}
+        assert "STEP 1\n" not in pods.logs["train-0"][2].read_text()  # it resumes
+    assert_equal(result_in(tmp_path), undisturbed)
 
 
 @on_hosts
 @pytest.mark.long("chief", "train-ps")
 @pytest.mark.parametrize("killed", ["train-chief-0-0", "train-ps-0-0", "train-worker-0-1"])
 def test_all_roles(killed: str, tmp_path: Path) -> None:
-    """What holds the state of the training takes all with it; a worker comes back alone."""
-    documents = manifests("jobset", training(tmp_path, 4, STEPS, 0.1))
+    """All start again without a task that holds the state of the training; a worker alone."""
+    documents = manifests("jobset", training(tmp_path, pause=0.2))
     with played(documents, tmp_path, 12) as pods:
         pods.until("train-chief-0-0", "STEP 10\n")
         pods.kill(killed)
-        state = pods.until_ended()
-        assert state == "Completed", pods.told("")
+        assert pods.until_ended() == "Completed", pods.describe("")
         assert pods.controller.restarts == (0 if "worker" in killed else 1)
         assert pods.ends[0] == (killed, 137)
-    assert result_in(tmp_path)["iterations"] == 4 * STEPS
+    assert result_in(tmp_path)["iterations"] == EPOCHS * STEPS

@@ -17,7 +17,7 @@ def check(found: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["steps"] == example.STEPS
     np.testing.assert_allclose(found["weights"], example.WEIGHTS, atol=0.02)
     example.report(found)
-    assert capsys.readouterr().out.startswith(f"300 steps; variables on {ON_SERVER_0}")
+    assert capsys.readouterr().out.startswith(f"150 steps; variables on {ON_SERVER_0}")
 
 
 @pytest.mark.long
