@@ -60,25 +60,11 @@ class SharedStep:
     ):
         self._strategy = strategy
         self._devices = devices
+        self.compiled, self.not_compiled = 0, list[str]()
         with tf.init_scope():  # constants in the graph would make the calls unlike
             self._numbers = [tf.constant(first + local) for local in range(len(devices))]
         specs = _specs(args)
-
-        def run(number: tf.Tensor, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-            self._replica = TracedReplica(strategy, first, number)
-            with self._replica:
-                self._result = step(*_packed(args[0], tensors))
-            return _leaves(self._result)
-
-        # XLA has gradients of loops that it can compile.
-        trace = tf.function(run, autograph=False, jit_compile=jit_compile or None)
-        try:
-            # Kept: functions in Python that it calls are in its graph.
-            self._trace = trace.get_concrete_function(tf.TensorSpec([], tf.int32), specs)
-        except Exception:
-            if self._replica.refused is None:
-                raise
-            raise NotSharedError(self._replica.refused) from None
+        self._trace = self._traced(step, args[0], first, specs, jit_compile)
         graph = self._trace.graph
         definition = graph.as_graph_def()
         nodes = {node.name: node for node in definition.node}
@@ -99,8 +85,38 @@ class SharedStep:
         self._handles = _handles([*self._read_copies(), *copies()])
         self._check_known()
         self._check_devices()
-        self.compiled, self.not_compiled = 0, list[str]()
-        self._functions = []
+        self._functions = self._functions_of(stages, definition, jit_compile)
+
+    def _traced(
+        self,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        first: int,
+        specs: list[tf.TensorSpec],
+        jit_compile: bool,
+    ) -> tf.types.experimental.ConcreteFunction:
+        """The trace of the step. The functions in Python that the step calls live in its graph."""
+
+        def run(number: tf.Tensor, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+            self._replica = TracedReplica(self._strategy, first, number)
+            with self._replica:
+                self._result = step(*_packed(args, tensors))
+            return _leaves(self._result)
+
+        # XLA has gradients of loops that it can compile.
+        trace = tf.function(run, autograph=False, jit_compile=jit_compile or None)
+        try:
+            return trace.get_concrete_function(tf.TensorSpec([], tf.int32), specs)
+        except Exception:
+            if self._replica.refused is None:
+                raise
+            raise NotSharedError(self._replica.refused) from None
+
+    def _functions_of(
+        self, stages: Sequence[Stage], definition: tf.compat.v1.GraphDef, jit_compile: bool
+    ) -> list[_StageFunction]:
+        """The functions of the stages, optimized for the device of the first replica."""
+        graph, device = self._trace.graph, self._devices[0]
         if jit_compile and not self._variables_are_near():
             jit_compile = False
             self.not_compiled = ["replicas use a variable that is on another device"]
@@ -108,17 +124,18 @@ class SharedStep:
         by_xla = [jit_compile and why is None for why in reasons]
 
         def optimized(stage: Stage, compiled: bool) -> tf.compat.v1.GraphDef:
-            return _optimized(stage, graph, definition, devices[0], compiled)
+            return _optimized(stage, graph, definition, device, compiled)
 
         with ThreadPoolExecutor() as pool:  # TensorFlow's optimizer releases the GIL
             graphs = list(pool.map(optimized, stages, by_xla))
-        made = zip(stages, graphs, by_xla, reasons, strict=True)
-        for stage, stage_nodes, compiled, why in made:
-            function = _StageFunction(stage, stage_nodes, graph, self._sources, compiled)
-            self._functions.append(function)
+        functions = []
+        for stage, nodes, compiled, why in zip(stages, graphs, by_xla, reasons, strict=True):
+            function = _StageFunction(stage, nodes, graph, self._sources, compiled)
+            functions.append(function)
             if function.computes:
                 self.compiled += compiled
                 self.not_compiled += [] if why is None else [why]
+        return functions
 
     def __call__(self, args: Sequence[Sequence[Any]]) -> list[Any]:
         """The results of each local replica, in cross-replica context."""

@@ -89,6 +89,27 @@ def cut(
         ValueError: a node that is needed before a meeting depends on its results.
     """
     results = {name: number for number, each in enumerate(meetings) for name in each.results}
+    stage_of = _stages_of_nodes(nodes, meetings, results, given, wanted, ordered)
+    inputs, outputs = _passed_on(nodes, meetings, results, stage_of, wanted)
+    names = [
+        tuple(node.name for node in nodes if stage_of.get(node.name) == number)
+        for number in range(len(inputs))
+    ]
+    return [
+        Stage(mine, tuple(taken), tuple(given_on))
+        for mine, taken, given_on in zip(names, inputs, outputs, strict=True)
+    ]
+
+
+def _stages_of_nodes(
+    nodes: Sequence[Node],
+    meetings: Sequence[MeetingPoint],
+    results: Mapping[str, int],
+    given: Set[str],
+    wanted: Sequence[str],
+    ordered: Set[str],
+) -> dict[str, int]:
+    """The number of the stage in which each needed node is computed."""
     by_name = {node.name: node for node in nodes}
     brought = [tensor for each in meetings for tensor in each.brought]
     needed = _with_inputs(by_name, [*map(_node_of, [*wanted, *brought]), *ordered, *results])
@@ -106,6 +127,17 @@ def cut(
         if name in stage_of:
             stage_of[name] = min(stage_of[name], earliest[name])
             _needed_by(stage_of, by_name, name)
+    return stage_of
+
+
+def _passed_on(
+    nodes: Sequence[Node],
+    meetings: Sequence[MeetingPoint],
+    results: Mapping[str, int],
+    stage_of: Mapping[str, int],
+    wanted: Sequence[str],
+) -> tuple[list[dict[str, None]], list[dict[str, None]]]:
+    """(inputs, outputs) of each stage, as ordered sets of tensors."""
     inputs: list[dict[str, None]] = [{} for _ in range(len(meetings) + 1)]
     outputs: list[dict[str, None]] = [{} for _ in inputs]
 
@@ -131,14 +163,7 @@ def cut(
                 outputs[number][tensor] = None
     for tensor in wanted:
         leaves(tensor, len(inputs))
-    names = [
-        tuple(node.name for node in nodes if stage_of.get(node.name) == number)
-        for number in range(len(inputs))
-    ]
-    return [
-        Stage(mine, tuple(taken), tuple(given_on))
-        for mine, taken, given_on in zip(names, inputs, outputs, strict=True)
-    ]
+    return inputs, outputs
 
 
 def _with_inputs(by_name: Mapping[str, Node], names: Iterable[str]) -> set[str]:

@@ -24,7 +24,7 @@ def traced(function: Callable[[Any], Any], shape: Any = (None, None)) -> Any:
     """What a function returns for a batch of a graph."""
     found = []
     variable()  # not in the graph
-    trace = tf.function(lambda x: found.append(function(x)))
+    trace = tf.function(lambda x: found.append(function(x)), autograph=False)
     trace.get_concrete_function(tf.TensorSpec(shape, tf.int32))
     return found[0]
 
@@ -43,7 +43,7 @@ OF_ROWS = {
     "computed": lambda x: tf.where(x < 0, x + 9, x),
     "number of rows": lambda x: tf.range(tf.shape(x)[0]),
     "first of two sizes": lambda x: tf.shape(x)[-2],
-    "its shape": lambda x: tf.zeros(tf.shape(x), tf.int32),
+    "its shape": lambda x: tf.zeros(tf.cast(tf.shape(x), tf.int64), tf.int32),
     "tiled": lambda x: tf.tile(tf.range(4)[None], [tf.shape(x)[0], 1]),
     "stateful random": lambda x: tf.random.uniform([4], 0, 9, tf.int32),
     "Python": lambda x: tf.py_function(lambda: np.arange(3), [], tf.int64),
@@ -143,3 +143,26 @@ HAVE_OTHERS = {
 def test_has_rows_of(name: str) -> None:
     function = {**HAVE_ROWS, **HAVE_OTHERS}[name]
     assert traced(lambda x: rows.has_rows_of(function(x), x), (None, 6)) == (name in HAVE_ROWS)
+
+
+COMPARE = {
+    "products": lambda x: tf.matmul(x, x, transpose_b=True),
+    "differences": lambda x: x[:, None] - x[None],
+    "labels": lambda x: tf.equal(x[:, 0][:, None], x[:, 0][None]),
+}
+COMPARE_NOTHING = {
+    "columns": lambda x: tf.matmul(x, x, transpose_a=True),
+    "mask of lengths": lambda x: tf.sequence_mask(x[:, 0]),
+    "rows and positions": lambda x: x[:, :1] - tf.range(tf.shape(x)[1])[None],
+}
+
+
+@pytest.mark.parametrize("name", {**COMPARE, **COMPARE_NOTHING})
+def test_compares_rows(name: str) -> None:
+    function = {**COMPARE, **COMPARE_NOTHING}[name]
+
+    def found(x: Any) -> bool:
+        ops = rows.operations_before([function(x)])
+        return any(rows.compares_rows(op, EqualTensors(x)) for op in ops)
+
+    assert traced(found, (None, None) if "positions" in name else (None, 6)) == (name in COMPARE)

@@ -37,6 +37,7 @@ from tfdist_ext.training.steps.rows import (
     Gradient,
     Lookup,
     blocks_of_rows,
+    compares_rows,
     first_size,
     has_rows_of,
     joined,
@@ -45,7 +46,6 @@ from tfdist_ext.training.steps.rows import (
     operations_before,
     places_rows,
     sums_in_loss,
-    unknown_sizes,
     with_unknown_rows,
 )
 from tfdist_ext.training.steps.step_timer import ReplicaTimer
@@ -150,8 +150,8 @@ class StepContext:
     def has_rows(self, value: tf.Tensor) -> bool:
         """Whether a floating tensor has numbers for each row of the part.
 
-        Where the size of the part is not known (nearly always, while a graph is built), it has them
-        in a dimension of unknown size; else in a first dimension as long as the part.
+        In a graph, rows are in a dimension of unknown size. In an eager step, they are in a first
+        dimension as long as the part.
         """
         sizes = _sizes(value)
         if self.has_all_rows(value):
@@ -161,10 +161,7 @@ class StepContext:
         return sizes[:1] == [self._size]
 
     def has_all_rows(self, value: tf.Tensor) -> bool:
-        """Whether a tensor has numbers for each row of the global batch, from `all_rows`.
-
-        It is the same on all replicas.
-        """
+        """Whether a tensor has numbers for each row of the global batch, from `all_rows`."""
         sizes = _sizes(value)
         if not self._has_gathered or not sizes:
             return False
@@ -227,34 +224,25 @@ class StepContext:
         return copy_number() % self.local_replicas == 0
 
     def warn_of_rows_compared(self, targets: Sequence[tf.Tensor]) -> None:
-        """Warn if a loss compares this part's rows with each other.
-
-        Such an operation makes a second dimension of unknown size from two tensors of the part.
-        """
+        """Warn if a loss compares this part's rows with each other."""
         tensors = [target for target in targets if tf.is_symbolic_tensor(target)]
-        for op in operations_before(tensors) if self._is_traced_first() else ():
-            if op.type not in _COMPARING or unknown_sizes(op.outputs[0]) != 2:
-                continue
-            sizes = [unknown_sizes(each) for each in op.inputs]
-            own = [n for x, n in zip(op.inputs, sizes, strict=True) if not self._equal.has(x)]
-            if max(sizes) == 1 and own == [1, 1]:
-                warn(
-                    "the loss compares rows of the batch with each other (in-batch negatives:"
-                    f" {op.type} {op.name!r}). On {self.replicas} replicas each compares the rows"
-                    " of its own part only, which is another loss than on one device. Take one side"
-                    " from tfd.all_rows: logits = tf.matmul(queries, tfd.all_rows(candidates),"
-                    " transpose_b=True)."
-                )
-                return
+        operations = operations_before(tensors) if self._is_traced_first() else ()
+        op = next((each for each in operations if compares_rows(each, self._equal)), None)
+        if op is not None:
+            warn(
+                "the loss compares rows of the batch with each other (in-batch negatives:"
+                f" {op.type} {op.name!r}). On {self.replicas} replicas each compares the rows of"
+                " its own part only, which is another loss than on one device. Take one side from"
+                " tfd.all_rows: logits = tf.matmul(queries, tfd.all_rows(candidates),"
+                " transpose_b=True)."
+            )
 
     def warn_of_sums(self, targets: Sequence[tf.Tensor]) -> None:
         """Warn if a loss of one number is a sum over this part's rows, or a ratio of two."""
         if self._size is not None or not self._is_traced_first():
-            return  # a known size may be the constant that a mean divides by
+            return
         numbers = [each for each in targets if tf.is_symbolic_tensor(each) and not each.shape.rank]
-        for summed, is_ratio in (found for each in numbers for found in sums_in_loss(each)):
-            if not unknown_sizes(summed) or self._equal.has(summed):
-                continue
+        for is_ratio in (found for each in numbers for found in sums_in_loss(each, self._equal)):
             what = (
                 "divides one sum over rows by another, as a masked mean does. Each of"
                 f" {self.replicas} replicas divides by the sum of its own rows, which is another"
@@ -271,7 +259,7 @@ class StepContext:
             return
 
     def may_have_rows(self, value: tf.Tensor) -> bool:
-        """Whether it cannot be told: all numbers of rows may be in one dimension, of known size."""
+        """Whether the first dimension of known size may hold several numbers for each row."""
         sizes = _sizes(value)
         if self._size is None or not sizes or self.has_rows(value) or self.has_all_rows(value):
             return False
@@ -306,7 +294,7 @@ class StepContext:
         """The sum of each value over all replicas. It has no gradient.
 
         Args:
-            what: what each value is, for a StrategyTemplate; statistics unless told.
+            what: what each value is, for a StrategyTemplate. The default is statistics.
         """
         if not values or self.replicas == 1:
             return list(values)
@@ -585,8 +573,8 @@ class StepContext:
     def _may_be_batch(self, shape: Any) -> bool:
         if self.replicas == 1 or not isinstance(shape, list | tuple | tf.TensorShape) or not shape:
             return False
-        if self._graph is None:  # all sizes are numbers
-            return False
+        if self._graph is None:
+            return False  # all sizes are numbers
         if not isinstance(shape[0], numbers.Integral) or shape[0] < 2:
             return False
         first = int(shape[0])
@@ -654,13 +642,6 @@ def _sizes(value: Any) -> list[int | None]:
     if not tf.is_tensor(value) or not value.dtype.is_floating or value.shape.rank is None:
         return []
     return value.shape.as_list()
-
-
-# Operations by which losses compare rows with each other.
-_COMPARING = {
-    *("BatchMatMulV2", "Einsum", "Equal", "Greater", "GreaterEqual", "Less", "LessEqual"),
-    *("MatMul", "NotEqual", "SquaredDifference", "Sub"),
-}
 
 
 # How it is summed, by what the size follows from.

@@ -7,15 +7,13 @@ all draw by a few functions, which are replaced (`_drawn`).
 
 The first dimension of a tensor that is drawn is the batch
 
-- where it is unknown while the step is traced, follows from the size of what the step got, and
-  is a multiple of the part's rows when the step runs: the entries of a row are one after another.
-  Where tensors of rows were concatenated, as generated and real images, each has its rows;
-- where it is a number, that of the rows of the global batch, and no weight of the model has the
-  shape.
+- if it is unknown while the step is traced, follows from the size of what the step got, and is a
+  multiple of the part's rows when the step runs. The entries of a row are one after another. If
+  tensors of rows were concatenated, such as generated and real images, each of them has its rows;
+- if it is the number of rows of the global batch, and no weight of the model has the shape.
 
-In an eager step, and where all batches are of one size, sizes are numbers: that of the part's rows
-is the batch, and so is that of a tensor which was made of rows before. Any other tensor is the same
-on all replicas.
+In an eager step all sizes are numbers. There the first dimension is the batch if it is the number
+of the part's rows or a multiple of that number. Any other tensor is the same on all replicas.
 
 Without a seed Keras draws from one generator of the calling thread, which it would make in the
 thread of each replica, inside of the step. So each replica has one that begins where that of the

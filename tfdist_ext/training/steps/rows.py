@@ -26,6 +26,7 @@ __all__ = [
     "Gradient",
     "Lookup",
     "blocks_of_rows",
+    "compares_rows",
     "first_size",
     "follows_from",
     "has_rows_of",
@@ -35,7 +36,6 @@ __all__ = [
     "operations_before",
     "places_rows",
     "sums_in_loss",
-    "unknown_sizes",
     "with_unknown_rows",
 ]
 
@@ -110,15 +110,15 @@ def _inputs(tensor: tf.Tensor) -> Sequence[tf.Tensor] | None:
 def _is_other_size(tensor: tf.Tensor) -> bool:
     """Whether a tensor has the sizes of a shape without the first one, the number of rows."""
     op = tensor.op
-    shape = op.inputs[0].op if op.inputs else op
-    if op.type == "Rank" or shape.type != "Shape":
+    if op.type not in ("StridedSlice", "Unpack") or op.inputs[0].op.type != "Shape":
         return op.type == "Rank"
     if op.type == "Unpack":
-        return tensor.value_index > 0
-    begin, rank = tf.get_static_value(op.inputs[1]), shape.inputs[0].shape.rank
-    if op.type != "StridedSlice" or begin is None or op.get_attr("begin_mask"):
+        return bool(tensor.value_index > 0)
+    begin, stride = tf.get_static_value(op.inputs[1]), tf.get_static_value(op.inputs[3])
+    if begin is None or stride is None or stride[0] < 0 or op.get_attr("begin_mask"):
         return False
-    return begin[0] > 0 or (rank is not None and -rank < begin[0] < 0)
+    rank = op.inputs[0].op.inputs[0].shape.rank
+    return bool(begin[0] > 0 or (rank is not None and -rank < begin[0] < 0))
 
 
 def _leaves(values: Structure | Gradient) -> list[tf.Tensor]:
@@ -148,7 +148,7 @@ def follows_from(value: tf.Tensor, sources: Sequence[tf.Tensor]) -> bool:
     return _key(value) in wanted or any(_key(each) in wanted for each in taken)
 
 
-def unknown_sizes(tensor: tf.Tensor) -> int:
+def _unknown_sizes(tensor: tf.Tensor) -> int:
     """How many dimensions of a tensor have an unknown size."""
     return 0 if tensor.shape.rank is None else tensor.shape.as_list().count(None)
 
@@ -191,33 +191,59 @@ def places_rows(value: tf.Tensor, equal: EqualTensors, *, is_metric: bool) -> st
         if _key(tensor) in seen or equal.has(tensor):
             continue
         seen.add(_key(tensor))
-        if unknown_sizes(tensor) or tensor.op.type in kinds:
+        if _unknown_sizes(tensor) or tensor.op.type in kinds:
             return str(tensor.op.type)
         waiting += [each for each in tensor.op.inputs if each.shape == value.shape]
     return None
+
+
+# Operations by which losses compare rows with each other.
+_COMPARING = {
+    *("BatchMatMulV2", "Einsum", "Equal", "Greater", "GreaterEqual", "Less", "LessEqual"),
+    *("MatMul", "NotEqual", "SquaredDifference", "Sub"),
+}
+
+
+def compares_rows(op: tf.Operation, equal: EqualTensors) -> bool:
+    """Whether an operation compares a part's rows with each other.
+
+    It makes two dimensions of unknown size from two tensors that have one each. Of these, neither
+    is equal on all replicas, nor a range of numbers, as a mask of lengths has.
+    """
+    if op.type not in _COMPARING or _unknown_sizes(op.outputs[0]) != 2:
+        return False
+    ranges = [_behind(each, _SAME_ORDER).op.type == "Range" for each in op.inputs]
+    sizes = [_unknown_sizes(each) for each in op.inputs]
+    return sizes == [1, 1] and not any(ranges) and not any(map(equal.has, op.inputs))
 
 
 _ADDED = ("AddN", "AddV2", "Identity", "Neg", "Sub")
 _SCALED = ("DivNoNan", "Mul", "RealDiv")
 
 
-def sums_in_loss(target: tf.Tensor) -> Iterator[tuple[tf.Tensor, bool]]:
-    """The tensors whose plain sums are terms of a loss, times or over constants.
+def sums_in_loss(target: tf.Tensor, equal: EqualTensors) -> Iterator[bool]:
+    """The plain sums over a part's rows that are terms of a loss, times or over constants.
 
-    With each comes whether it is the divisor in a ratio of two sums or means.
+    Yields:
+        Whether the sum is the divisor in a ratio of two sums or means.
     """
     waiting = [target]
     while waiting:
         op = waiting.pop().op
         inputs = [_behind(each, ("Cast",)) for each in op.inputs]
         terms = [each for each in inputs if each.op.type != "Const"]
-        is_ratio = [term.op.type in ("Mean", "Sum") for term in terms] == [True, True]
-        if op.type == "Sum":
-            yield op.inputs[0], False
+        divides = op.type in ("DivNoNan", "RealDiv")
+        is_ratio = divides and [term.op.type in ("Mean", "Sum") for term in terms] == [True, True]
+        if op.type == "Sum" and _is_of_rows(op.inputs[0], equal):
+            yield False
         elif op.type in _ADDED or (op.type in _SCALED and len(terms) == 1):
             waiting += terms
-        elif op.type in ("DivNoNan", "RealDiv") and is_ratio:
-            yield terms[1].op.inputs[0], True
+        elif is_ratio and _is_of_rows(terms[1].op.inputs[0], equal):
+            yield True
+
+
+def _is_of_rows(tensor: tf.Tensor, equal: EqualTensors) -> bool:
+    return _unknown_sizes(tensor) > 0 and not equal.has(tensor)
 
 
 # Which input is the shape of the result.
@@ -359,8 +385,8 @@ def merged(kind: str, total: Gradient, replicas: int) -> Gradient:
         return total
     keys = tf.cast(total.indices, tf.int64)
     if kind == "equal":  # an index may be there several times
-        count = tf.size(keys, tf.int64) // replicas
-        keys += tf.tile(tf.range(count), [replicas]) * _INDICES
+        of_all = tf.size(keys, tf.int64)
+        keys += tf.range(of_all) % tf.maximum(of_all // replicas, 1) * _INDICES
     keys, number = tf.unique(keys, tf.int64)
     return tf.IndexedSlices(
         tf.math.unsorted_segment_sum(total.values, number, tf.size(keys)),
