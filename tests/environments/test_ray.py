@@ -31,7 +31,7 @@ WHY_NOT = (
     if importlib.util.find_spec("ray")
     else "Ray is not installed (pip install -e '.[environments]')"
 )
-pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("ray")]
 on_ray = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "-")
 ENV = {"RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 EXAMPLES = f"{ROOT / 'docs' / 'examples'}:{LEFT_OUT_OF_RAY}"
@@ -63,7 +63,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     start = Starter(folder)
     try:
         driver = start(sys.executable, program, str(folder), *command, **ENV, PYTHONPATH=EXAMPLES)
-        driver.wait_for(f"STEP {STEPS + 3}", 150)
+        driver.wait_for(f"STEP {STEPS + 3}", 200)
         before = workers()
         (folder / "lose").touch()
         log = wait_for_end(driver)
