@@ -13,7 +13,7 @@ from typing import Any
 
 from tfdist_ext.errors import TfDistError
 
-__all__ = ["TESTED", "PrivateNames", "untested_versions"]
+__all__ = ["TESTED", "PrivateNames"]
 
 # The oldest and the newest release that setup.py allows. The tests have passed with both.
 TESTED = {"tensorflow": ("TensorFlow", "2.20", "2.21"), "keras": ("Keras", "3.12", "3.15")}
@@ -64,20 +64,3 @@ class PrivateNames:
             f"{title} {version} does not have the private name {name}, which is needed for {use}."
             f" Install a release from {oldest} to {newest}: tfdist_ext was tested with these."
         )
-
-
-def untested_versions() -> str:
-    """A sentence about an installed release that was not tested; "" if there is none."""
-
-    def minor(version: str) -> tuple[int, ...]:
-        return tuple(map(int, version.split(".")[:2]))
-
-    for package, (title, oldest, newest) in TESTED.items():
-        version = import_module(package).__version__
-        if not minor(oldest) <= minor(version) <= minor(newest):
-            return (
-                f"tfdist_ext was tested with {title} from {oldest} to {newest}, got {version}. See"
-                " docs/compatibility.md. If this release computes a step in another way, an error"
-                " says so."
-            )
-    return ""

@@ -20,7 +20,6 @@ from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.launch.exit_codes import PREEMPTED
 from tfdist_ext.messages import counted, shown
-from tfdist_ext.private_names import untested_versions
 from tfdist_ext.strategies import create_strategy
 from tfdist_ext.strategies.explanation import evaluates
 from tfdist_ext.strategies.factory import check_spans_cluster
@@ -701,7 +700,6 @@ def distribute(
         strategy = tf.distribute.get_strategy() if inside else create_strategy(alone=alone or None)
     if not alone:
         check_spans_cluster(strategy)
-    _warn_of_untested_versions()
     builder = None if isinstance(model_or_builder, keras.Model) else model_or_builder
     peers = peers_of(strategy)
     with peers.call("distribute"):
@@ -722,10 +720,3 @@ def check_counts(**counts: Any) -> None:
         whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
         if value is not None and not (whole and value >= least):
             raise TrainingError(f"{name} must be a whole number from {least}, got {value!r}.")
-
-
-@functools.cache
-def _warn_of_untested_versions() -> None:
-    """Once in a process."""
-    if sentence := untested_versions():
-        warn(sentence)

@@ -21,9 +21,7 @@ from task_programs import LEFT_OUT
 from training_cases import X, Y, classifier, compiled, mirrored, stack
 
 import tfdist_ext as tfd
-from tfdist_ext.private_names import TESTED
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training import model
 from tfdist_ext.training._keras_private import REPLACED, Replaced
 from tfdist_ext.training.callbacks.in_cluster import TRAINER_METHODS
 from tfdist_ext.training.steps.context import StepContext
@@ -291,16 +289,3 @@ def test_collectives_past_their_keys() -> None:
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with strategy.scope(), said, here._keys_of_size(tf.constant(4)):
         pass
-
-
-def test_one_warning_on_a_release_that_was_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TESTED, "keras", ("Keras", "3.1", "3.2"))
-    model._warn_of_untested_versions.cache_clear()
-    try:
-        with pytest.warns(UserWarning, match=r"tested with Keras from 3.1 to 3.2, got 3") as told:
-            tfd.distribute(classifier(), mirrored())
-        assert len(told) == 1
-        tfd.distribute(classifier(), mirrored())  # a warning would be an error
-        assert told[0].filename == __file__
-    finally:
-        model._warn_of_untested_versions.cache_clear()
