@@ -133,7 +133,7 @@ def test_killed_in_an_epoch_and_gone_on_with_other_replicas(expected: Any, tmp_p
     ("data", "arguments", "message"),
     [
         (sharded, {"checkpoint_every": 2}, "needs checkpoint_dir"),
-        (sharded, {"checkpoint_every": 0}, "must be 1 or more batches, got 0"),
+        (sharded, {"checkpoint_every": 0}, "must be a whole number from 1, got 0"),
         (lambda: X[:ROWS], {"checkpoint_every": 2, "y": Y[:ROWS]}, "data that knows its position"),
     ],
 )

@@ -445,7 +445,7 @@ class DistributedModel(SavingMixin):
             return functools.partial(_refuse, name)
         found = getattr(self._model, name)
         if name in CREATING:
-            return functools.partial(self._create, found)
+            return filter_traceback(functools.partial(self._create, found))
         if getattr(found, "__self__", None) is not self._model:
             return found
         method = redirected_method(self, found)

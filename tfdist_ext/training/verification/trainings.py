@@ -14,7 +14,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.model import DistributedModel, distribute
 from tfdist_ext.training.protocols import Structure
-from tfdist_ext.training.state.naming import MODEL, state_of
+from tfdist_ext.training.state.naming import METRICS, MODEL, state_of
 from tfdist_ext.training.state.values import whole_value
 from tfdist_ext.training.verification.result import Results, relative_differences
 
@@ -201,14 +201,13 @@ def _variables_of(model: keras.Model) -> Results:
     """
     values = {}
     trainable = {id(variable) for variable in model.trainable_weights}
-    for group, variables in state_of(model).items():
-        for name, variable in variables.items():
-            if group == MODEL:
-                kind = "weight" if id(variable) in trainable else "variable"
-                values[f"{kind} {name}"] = whole_value(variable)
-            elif group != "metrics":
-                of = "" if group == "optimizer" else f"{group}/"  # a model may have several
-                values[f"optimizer {of}{name}"] = whole_value(variable)
+    for path, variable in state_of(model).items():
+        group, _, name = path.partition("/")
+        if group == MODEL:
+            kind = "weight" if id(variable) in trainable else "variable"
+            values[f"{kind} {name}"] = whole_value(variable)
+        elif group != METRICS:
+            values[f"optimizer {path.removeprefix('optimizer.')}"] = whole_value(variable)
     for layer in kp.flat_layers(model):
         for attribute, value in vars(layer).items():
             if isinstance(value, tf.Variable):
