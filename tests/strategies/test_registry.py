@@ -76,10 +76,8 @@ def test_it_gets_the_cluster_that_was_given_or_found(monkeypatch: pytest.MonkeyP
     assert got[2] is resolver
     assert "worker:0, the chief, in a cluster of 1 worker" in str(tfd.explain(strategy))
     monkeypatch.setenv("TF_CONFIG", config.to_tf_config())
-    text = str(tfd.explain(tfd.create_strategy("mine")))
+    tfd.create_strategy("mine")
     assert got[3] == config
-    assert "cluster = worker:1 of 2 tasks from TF_CONFIG" in text
-    assert "worker:1, in a cluster of 2 workers" in text.replace(", the chief", "")
 
 
 def test_a_class_is_a_factory() -> None:

@@ -69,7 +69,7 @@ def test_updates_go_through_the_hook() -> None:
 
     model = tfd.distribute(lambda: build("SGD"), Noting(2))
     updated.clear()
-    train(model, epochs=1, tested=False)
+    train(model)
     inner = model.keras_model
     slots = inner.optimizer.variables[2:]  # on the owner alone, where the optimizer writes them
     written = [*inner.variables, *inner.optimizer.variables[:2], *inner.metrics_variables]
