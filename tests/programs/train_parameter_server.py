@@ -144,39 +144,6 @@ def sharded():
         }
 
 
-def damaged():
-    """Nine records of one number each, the fifth of them damaged, one in a step."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/nine.tfrecord"
-        with tf.io.TFRecordWriter(path) as writer:
-            for row in range(9):
-                writer.write(np.float32(row).tobytes())
-        with open(path, "r+b") as file:
-            file.seek(20 * 4 + 12)
-            file.write(b"x")
-
-        def number(record):
-            return tf.ensure_shape(tf.io.decode_raw(record, tf.float32), [1])
-
-        def data(parse):
-            return tfd.data.from_tfrecords(path, parse, global_batch_size=1, on_error="skip")
-
-        with warnings.catch_warnings(record=True):
-            warnings.simplefilter("always")
-            model = tfd.distribute(counting(), strategy)
-            pairs = data(lambda record: (tf.ones([1]), number(record)))
-            history = model.fit(pairs, epochs=2, verbose=0).history
-            identity = keras.Sequential([keras.Input((1,)), keras.layers.Rescaling(1.0)])
-            rows = tfd.distribute(identity, strategy).predict(data(number), verbose=0)
-        result["damaged"] = {
-            "steps": steps(model),
-            "applied": applied(model),
-            "labels": history["labels"],
-            "place": pairs.position,
-            "predicted": rows.ravel().tolist(),
-        }
-
-
 def callbacks():
     x, y = numbers(320)
     model = tfd.distribute(counting(), strategy)
@@ -383,7 +350,7 @@ def loss_of_workers_with_data():
 
 if sys.argv[1] == "data":
     for part in (
-        data_forms, lookups, sharded, damaged, callbacks, renamed_logs, interrupt, bad_ids,
+        data_forms, lookups, sharded, callbacks, renamed_logs, interrupt, bad_ids,
     ):  # fmt: skip
         part()
 else:

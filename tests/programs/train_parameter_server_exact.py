@@ -193,27 +193,6 @@ _, result["two optimizers"] = compared(build(lambda: None, TwoOptimizers))
 _, result["weight assigned in call"] = compared(build(lambda: opt.Adam(0.01), spectral))
 
 
-class WritesInCall(keras.layers.Dense):
-    """Assigns to its kernel and counts its calls, also while it predicts."""
-
-    def build(self, shape):
-        super().build(shape)
-        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
-
-    def call(self, inputs):
-        self.kernel.assign(0.5 * self.kernel)
-        self.calls.assign_add(1.0)
-        return super().call(inputs) + self.calls
-
-
-keras.utils.set_random_seed(1)
-writes = keras.Sequential([keras.Input((3,)), WritesInCall(3)])
-ours = tfd.distribute(keras.models.clone_model(writes), strategy)
-ours.keras_model.set_weights(writes.get_weights())
-rows = [one.predict(x[:48], batch_size=16, verbose=0) for one in (writes, ours)]
-result["predict writes"] = difference(*rows)
-result["written"] = difference(writes.get_weights(), ours.keras_model.get_weights())
-
 model = saved
 rows = model.predict(x, batch_size=16, verbose=0)
 model.save(sys.argv[2])

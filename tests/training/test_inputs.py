@@ -59,9 +59,6 @@ def test_dicts_of_inputs_and_outputs() -> None:
     assert list(predicted) == list(expected)
     for name in expected:
         np.testing.assert_allclose(predicted[name], expected[name], atol=1e-6)
-    np.testing.assert_allclose(
-        ours.evaluate(x, y, verbose=0), plain.evaluate(x, y, verbose=0), rtol=1e-5
-    )
 
 
 def test_strings() -> None:
@@ -152,7 +149,6 @@ def test_several_inputs_without_targets_are_a_tuple_in_a_tuple() -> None:
         pytest.param(lambda: (of_unknown_length(batches()),), None, id="unknown length"),
         pytest.param(lambda: (batches().repeat(),), 3, id="infinite"),
         pytest.param(lambda: (X, Y, 16), 3, id="arrays, steps that do not divide the pass"),
-        pytest.param(lambda: (X, Y, 16), 0, id="0 steps are all"),
     ],
 )
 def test_epochs_have_the_steps_of_keras(data, steps) -> None:
@@ -164,18 +160,15 @@ def test_epochs_have_the_steps_of_keras(data, steps) -> None:
 
 
 def test_steps_are_counted_exactly() -> None:
+    """Keras counts the steps for which there was no data, too: 15 and 24."""
     ours, _ = distributed_fit(CLASSIFIER, of_unknown_length(batches()), epochs=3)
-    assert steps_taken(ours) == 12  # Keras counts the steps for which there was no data, too
+    assert steps_taken(ours) == 12
     every_four = classifier(steps_per_execution=4)
     ours, _ = distributed_fit(every_four, X[:60], Y[:60], batch_size=6, epochs=2)
-    assert steps_taken(ours) == 20  # Keras: 24
-
-
-def test_too_few_steps_are_told() -> None:
-    for data in (batches(), of_unknown_length(batches())):
-        with pytest.warns(UserWarning, match="ended after 4 of the 7 steps"):
-            ours, _ = distributed_fit(CLASSIFIER, data, steps_per_epoch=7)
-        assert steps_taken(ours) == 4
+    assert steps_taken(ours) == 20
+    with pytest.warns(UserWarning, match="ended after 4 of the 7 steps"):
+        ours, _ = distributed_fit(CLASSIFIER, batches(), steps_per_epoch=7)
+    assert steps_taken(ours) == 4
 
 
 class Reshuffled(keras.utils.PyDataset):
@@ -233,16 +226,10 @@ def test_generator() -> None:
     plain, _ = plain_fit(CLASSIFIER, endless(), **arguments)
     ours, _ = distributed_fit(CLASSIFIER, endless(), **arguments)
     assert_same_weights(plain, ours)
-    # With the default shuffle=True, of which Keras warns.
-    ours.fit(endless(), steps_per_epoch=1, verbose=0)
-
-
-def test_evaluate_and_predict_some_steps() -> None:
-    plain, ours = assert_trains_as_keras(CLASSIFIER, X, Y, batch_size=16)
-    data = batches().repeat()
-    expected = plain.evaluate(data, steps=2, verbose=0)
-    np.testing.assert_allclose(ours.evaluate(data, steps=2, verbose=0), expected, rtol=1e-5)
-    predicted = ours.predict(data, steps=2, verbose=0)
+    some = {"steps": 2, "verbose": 0}
+    expected = plain.evaluate(endless(), **some)
+    np.testing.assert_allclose(ours.evaluate(endless(), **some), expected, rtol=1e-5)
+    predicted = ours.predict(((x,) for x, _ in endless()), **some)
     np.testing.assert_allclose(predicted, plain.predict(X[:32], verbose=0), atol=1e-6)
 
 
@@ -366,16 +353,6 @@ def test_every_task_has_the_same_new_order_in_each_pass(options: dict[str, Any])
     assert one != passes_over(Numbered(**options), 1, seed=lambda: 8)
 
 
-@pytest.mark.filterwarnings(f"ignore:{OURS_RAN_OUT}")
-def test_an_epoch_may_end_within_a_shuffled_pass() -> None:
-    """Epochs of 3 of the 4 batches: 3, then the one that is left, then 3 of the next pass."""
-    data = Reshuffled(workers=2)
-    ours, _ = distributed_fit(CLASSIFIER, data, shuffle=True, epochs=3, steps_per_epoch=3)
-    assert steps_taken(ours) == 7
-    hooks = [call for call in data.calls if not call.isdigit()]
-    assert hooks == ["end", *["begin", "end"] * 3]
-
-
 IMAGES = np.zeros((6, 10, 10, 3), "float32")
 ROWS = np.zeros((6, 10), "float32")
 
@@ -395,7 +372,7 @@ def test_examples_instead_of_batches(data, found: str) -> None:
         assert read(dataset.batch(4, drop_remainder=drop)).steps == (1 if drop else 2)
 
 
-SHARED = np.random.default_rng(5).normal(size=(20, 5)).astype("float32")
+SHARED = X[:20]
 
 
 class AddsRows(keras.Model):

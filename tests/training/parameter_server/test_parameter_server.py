@@ -67,13 +67,6 @@ def test_ordered_data_is_gone_on_with_in_the_middle_of_an_epoch(result: dict[str
     assert found["place"] == [2, 0]
 
 
-def test_damaged_records_are_left_out(result: dict[str, Any]) -> None:
-    found = result["damaged"]
-    assert (found["steps"], found["applied"], found["place"]) == (16, 16, [2, 0])
-    assert found["labels"] == pytest.approx([(36 - 4) / 8] * 2, rel=1e-6)
-    assert found["predicted"] == [0, 1, 2, 3, 5, 6, 7, 8]
-
-
 def test_evaluate_and_predict(result: dict[str, Any]) -> None:
     assert result["evaluate"] == pytest.approx(LABELS, rel=1e-6)
     assert result["predict in order"]

@@ -45,10 +45,5 @@ def test_saved_model_is_plain_keras(result: dict[str, Any]) -> None:
     assert result["evaluate"] < TOLERANCE
 
 
-def test_what_a_layer_writes_while_it_predicts(result: dict[str, Any]) -> None:
-    assert result["predict writes"] < TOLERANCE
-    assert result["written"] < TOLERANCE
-
-
 def test_rows_are_gathered_on_the_servers(result: dict[str, Any]) -> None:
     assert result["gathers"] >= result["pieces"]
