@@ -98,11 +98,6 @@ CLUSTERS = (
         ["n1", "n1", "n2", "n2", "n3"],
     ),
     (
-        "slurm: block distribution, said so",
-        srun({"a": [0, 1], "b": [2]}, "a,b", "2,1", SLURM_DISTRIBUTION="block:cyclic,NoPack"),
-        ["a", "a", "b"],
-    ),
-    (
         "slurm: cyclic distribution, uneven",
         srun({"a": [0, 2, 3], "b": [1]}, "a,b", "3,1", SLURM_DISTRIBUTION="cyclic"),
         ["a", "b", "a", "a"],
@@ -120,7 +115,6 @@ CLUSTERS = (
     ),
     ("mpi: one machine", mpirun([3]), ["localhost"] * 3),
     ("mpi: hosts that are told", mpirun([2, 1], TFDIST_HOSTS="n1:2,n2"), ["n1", "n1", "n2"]),
-    ("mpi: IPv6", mpirun([2, 1], TFDIST_HOSTS="[::1]:2,[::2]"), ["[::1]", "[::1]", "[::2]"]),
     ("sagemaker: in the order given", training_job(["algo-1", "algo-10", "algo-2"]), None),
     ("kubernetes", job_pods(3), ["train-0.peers", "train-1.peers", "train-2.peers"]),
     (

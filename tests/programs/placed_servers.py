@@ -120,32 +120,12 @@ free = tfd.create_strategy("parameter_server", cluster=resolver)
 with free.scope(), free.scope():
     counters = [tf.Variable(tf.zeros([4]), name=f"counter_{i}") for i in range(6)]
 result["one by one"] = [task for v in counters for task, _ in of(v)]
-before = list(free.placer.bytes_by_task)
 with free.scope():
     with tf.device("/job:ps/task:1"):
         asked = tf.Variable(tf.zeros([5]))
         layer = keras.layers.Dense(3, name="asked")
         layer.build([None, 4])
     result["asked"] = [of(asked), *(of(kp.raw_value(v)) for v in layer.weights)]
-    with free.scope():
-        nested = keras.Variable(np.zeros([4], "float32"), name="nested")
-    late = keras.Variable("uniform", shape=(7, 2), name="late")
-made = None
-
-
-@tf.function
-def make():
-    global made
-    if made is None:
-        made = tf.Variable(tf.ones([3]), name="made")
-    return made + 1.0
-
-
-free.run(make)
-result["nested"], result["late"], result["made"] = map(of, (nested.value, late.value, made))
-sizes = [20 + 60, 16, 56, 12]
-result["bytes"] = [sum(free.placer.bytes_by_task) - sum(before), sum(sizes)]
-
 planned = tfd.create_strategy("parameter_server", cluster=resolver, placement=plan)
 with planned.scope(), warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import task_bodies
 from processes import is_alive
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.testing import TaskError, run_tasks, warm
+from tfdist_ext.testing import TaskError, run_tasks
 
 TWO = {"worker": 2}
 
@@ -85,14 +83,6 @@ def test_a_hang_shows_the_stacks_of_all_tasks_and_leaves_none(tmp_path: Path) ->
 def test_bad_input(fn: Any, cluster: Any, message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         run_tasks(fn, cluster, 10)
-
-
-def test_threads_that_wait_for_one_process_all_have_its_status() -> None:
-    """Python's own processes tell their status once, and 255 to whoever asks at the same time."""
-    for _ in range(20):
-        process = warm.start_function(time.sleep, (0.05,), os.environ, sys.__stderr__.fileno())
-        with ThreadPoolExecutor(4) as pool:
-            assert list(pool.map(process.wait, [20.0] * 4)) == [0] * 4
 
 
 BY_HAND = """

@@ -50,10 +50,7 @@ def test_a_device_that_the_user_asks_for_is_honored(result: dict[str, Any]) -> N
     assert result["asked"] == [[[1, [5]]], [[1, [4]]], [[1, [3]]]]
 
 
-def test_nested_scopes_and_variables_made_in_run(result: dict[str, Any]) -> None:
-    """One piece each, on the server that has the fewest bytes then: none is counted twice."""
-    assert result["bytes"][0] == result["bytes"][1]
-    assert [len(result[name]) for name in ("nested", "late", "made")] == [1, 1, 1]
+def test_variables_without_a_plan_go_where_the_fewest_bytes_are(result: dict[str, Any]) -> None:
     assert result["one by one"] == [0, 1, 2, 0, 1, 2]
 
 
