@@ -26,15 +26,6 @@ def test_arrays_of_the_other_byte_order(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found, X)
 
 
-def test_a_list_of_arrays_is_a_structure_and_one_of_numbers_an_array() -> None:
-    data = from_arrays(([X, X + 1], Y.tolist()), global_batch_size=ROWS)
-    ((one, other), y) = next(iter(data.dataset()))
-    np.testing.assert_array_equal(other, X + 1)
-    np.testing.assert_array_equal(one, X)
-    np.testing.assert_array_equal(y, Y)
-    assert len(from_arrays([X, Y], global_batch_size=4).element_spec) == 2
-
-
 class Squares:
     element_spec = tf.TensorSpec([None], tf.int64)
 

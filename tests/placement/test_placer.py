@@ -79,18 +79,6 @@ def test_a_learned_model() -> None:
         ServerPlacer({"haed/bias": "task 1"}, 2).learn(SPECS)
 
 
-def test_variables_that_the_plan_does_not_have() -> None:
-    """After a model was learned, others may come: they are placed one by one."""
-    placer = ServerPlacer({"users": "task 0"}, 2)
-    placer.learn(SPECS)
-    other = VariableSpec("other", (10,))
-    assert placer.knows(other)  # no plan was given that should have it
-    assert tasks_of(placer) == [(0,), (1,), (1,), (1,)]
-    assert tasks_of(placer, [other]) == [(1,)]
-    # The same path in another shape is another variable, by the same rule.
-    assert tasks_of(placer, [VariableSpec("users", (7, 7))]) == [(0,)]
-
-
 def test_a_plan(tmp_path: Path) -> None:
     made = plan(SPECS, 2, rules={"items": "task 1"})
     file = tmp_path / "plan.json"

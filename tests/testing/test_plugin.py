@@ -83,32 +83,3 @@ def test_a_wrong_option_is_a_usage_error(tmp_path: Path) -> None:
         " central_storage_2, template_2, placed_2, multi_worker_2 (with any number of replicas),"
         " got 'mirored_2'."
     )
-
-
-WRONG_FIXTURES = """
-import pytest
-
-def test_no_mark(tfdist_cluster):
-    pass
-
-def test_too_late(request):
-    request.getfixturevalue("tfdist_strategy")
-
-@pytest.mark.parametrize("tfdist_strategy", ["mirored_2"], indirect=True)
-def test_no_such_strategy(tfdist_strategy):
-    pass
-"""
-
-
-def test_a_fixture_that_cannot_be_made_fails_without_a_traceback(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text(WRONG_FIXTURES)
-    run = run_pytest(tmp_path)
-    assert "1 failed, 2 errors in" in run.stdout
-    for message in (
-        "the fixture `tfdist_cluster` needs a cluster: mark the test with"
-        " @pytest.mark.tfdist_cluster(worker=2).",
-        "the fixture `tfdist_strategy` must be an argument of the test or of one of its fixtures;",
-        "a strategy for tests must be one of one_device, mirrored_2,",
-    ):
-        assert message in run.stdout
-    assert "/testing/" not in run.stdout
