@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
-import pickle
 from typing import Any
 
 import pytest
@@ -154,13 +152,3 @@ def test_nothing_can_be_changed() -> None:
         with pytest.raises(TypeError, match="read-only"):
             change()
     assert config.jobs == FULL
-
-
-def test_copies_are_equal_and_valid() -> None:
-    config = ClusterConfig(FULL, Task("ps", 1), rpc_layer="grpc", source="a test")
-    for made in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
-        assert made == config
-        assert made.source == "a test"
-        with pytest.raises(TypeError):
-            made.jobs["worker"] = ()
-    assert dataclasses.asdict(config)["jobs"] == FULL

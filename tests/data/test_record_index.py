@@ -135,17 +135,9 @@ def test_damage_is_named_or_skipped(tmp_path: Path, write_records: Write) -> Non
     assert not (tmp_path / ".a.tfdindex").exists()  # the file may be made whole
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        pytest.param(b"a,b\n1,2\n3,4\n", "length field is damaged", id="text"),
-        pytest.param(gzip.compress(b"x" * 99), r"Is it an uncompressed TFRecord", id="gzip"),
-        pytest.param(b"abc", "record 0 at byte 0 of 3: the file ends inside", id="short"),
-    ],
-)
-def test_files_of_another_kind(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "a").write_bytes(content)
-    with pytest.raises(DataError, match=message):
+def test_files_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(gzip.compress(b"x" * 99))
+    with pytest.raises(DataError, match="Is it an uncompressed TFRecord"):
         indexes_of([str(tmp_path / "a")])
 
 

@@ -95,36 +95,14 @@ warm._PRELOADED = ()  # its tasks do not use TensorFlow
 if __name__ == "__main__":
     run_tasks(task_bodies.with_a_child, 2, 100, args=({folder!r},))
 """
-BY_PYTEST = """
-import sys
-import pytest
-sys.path.insert(0, {here!r})
-import task_bodies
-from tfdist_ext.testing import warm
-warm._PRELOADED = ()  # its tasks do not use TensorFlow
-@pytest.mark.tfdist_cluster(worker=2, timeout=100)
-def test_it():
-    task_bodies.with_a_child({folder!r})
-"""
-PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "--rootdir=.", "-n", "1"]
 
 
-@pytest.mark.long("[SIGINT]", "xdist")
-@pytest.mark.parametrize(
-    ("text", "options", "number"),
-    [
-        (BY_HAND, [], signal.SIGINT),
-        (BY_HAND, [], signal.SIGKILL),
-        (BY_PYTEST, PYTEST, signal.SIGKILL),
-    ],
-    ids=["SIGINT", "SIGKILL", "xdist, SIGKILL"],
-)
-def test_nothing_is_left_when_the_caller_is_ended(
-    text: str, options: list[str], number: int, tmp_path: Path
-) -> None:
-    script = tmp_path / "test_caller.py"
-    script.write_text(text.format(here=str(Path(__file__).parent), folder=str(tmp_path)))
-    command = [sys.executable, *options, str(script)]
+@pytest.mark.long("SIGINT")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["SIGINT", "SIGKILL"])
+def test_nothing_is_left_when_the_caller_is_ended(number: int, tmp_path: Path) -> None:
+    script = tmp_path / "caller.py"
+    script.write_text(BY_HAND.format(here=str(Path(__file__).parent), folder=str(tmp_path)))
+    command = [sys.executable, str(script)]
     nowhere = subprocess.DEVNULL
     caller = subprocess.Popen(command, cwd=tmp_path, stdout=nowhere, stderr=nowhere)
     try:

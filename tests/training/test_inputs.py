@@ -107,40 +107,6 @@ def test_ragged_and_sparse_batches() -> None:
     assert_trains_as_keras(of_sparse, dataset)
 
 
-def pair_without_targets() -> keras.Model:
-    class Difference(keras.layers.Layer):
-        def call(self, a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
-            self.add_loss(keras.ops.mean(keras.ops.square(a - b)))
-            return a
-
-    inputs = [keras.Input((5,)), keras.Input((5,))]
-    outputs = keras.layers.Dense(5)(keras.layers.Concatenate()(inputs))
-    model = keras.Model(inputs, Difference()(outputs, inputs[0]))
-    model.compile(keras.optimizers.SGD(0.1))
-    return model
-
-
-def pair(index: int) -> tuple[tuple[np.ndarray, np.ndarray]]:
-    rows = slice(index * 13, index * 13 + 13)
-    return ((X[rows], X[::-1][rows]),)
-
-
-def pairs_of_dataset() -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices(((X, X[::-1].copy()),)).batch(13)
-
-
-def test_several_inputs_without_targets_are_a_tuple_in_a_tuple() -> None:
-    plain, expected = plain_fit(pair_without_targets, pairs_of_dataset())
-    ours, history = distributed_fit(pair_without_targets, (pair(i) for i in range(5)))
-    assert_same_weights(plain, ours)
-    assert_same_history(expected, history)
-    for method in ("evaluate", "predict"):
-        wanted = getattr(plain, method)(pairs_of_dataset(), verbose=0)
-        data = tfd.data.from_dataset_fn(lambda _: pairs_of_dataset())
-        found = getattr(ours, method)(data, verbose=0)
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
-
-
 @KERAS_RAN_OUT
 @pytest.mark.filterwarnings(f"ignore:{OURS_RAN_OUT}")
 @pytest.mark.parametrize(

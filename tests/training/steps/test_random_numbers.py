@@ -224,18 +224,3 @@ def test_operations_that_keep_a_state_draw_each_row() -> None:
     (drawn,) = drawn_on(2, WithState, 64)
     for name, values in drawn.items():
         assert len(np.unique(values, axis=0)) == (4 if name == "a number" else 64), name
-
-
-def test_the_copy_of_a_model_draws_what_the_model_would_have_drawn() -> None:
-    def trained(distribute: bool) -> list[Any]:
-        keras.utils.set_random_seed(4)
-        layers = keras.layers.Dropout(0.5), Noisy(), keras.layers.Dense(1)
-        model = compiled(keras.Sequential(layers), "sgd")
-        fit = {"batch_size": 16, "shuffle": False, "verbose": 0}
-        model.fit(X[:41], Y[:41], **fit)
-        ours: Any = tfd.distribute(model, mirrored()) if distribute else model
-        ours.fit(X[:41], Y[:41], **fit)
-        return [*ours.get_weights(), np.array(drawn()[-1])]
-
-    for ours, one_device in zip(trained(True), trained(False), strict=True):
-        np.testing.assert_allclose(ours, one_device, rtol=1e-5, atol=1e-6)

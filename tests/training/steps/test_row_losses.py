@@ -23,8 +23,6 @@ from training_cases import (
     strategy_of,
 )
 
-import tfdist_ext as tfd
-
 FIT = {"batch_size": 16, "epochs": 2}
 
 
@@ -172,20 +170,9 @@ def test_a_sum_over_the_rows_of_the_global_batch() -> None:
     same(averaged_by(tf.nn.compute_average_loss), strategy=strategy_of("central_storage", 3))
 
 
-@pytest.mark.parametrize(
-    "average",
-    [
-        functools.partial(tf.nn.compute_average_loss, global_batch_size=16),
-        # The sum of all rows on each replica is whole already.
-        lambda losses, sample_weight: tf.nn.compute_average_loss(
-            tfd.all_rows(losses), tfd.all_rows(sample_weight), tf.constant(16)
-        ),
-    ],
-    ids=["taken before", "all rows"],
-)
-def test_a_sum_over_the_global_batch_size(average: Any) -> None:
+def test_a_sum_over_the_global_batch_size() -> None:
     """The last batch has 2 rows, and its sum is divided by 16 on one device, too."""
-    same(averaged_by(average))
+    same(averaged_by(functools.partial(tf.nn.compute_average_loss, global_batch_size=16)))
 
 
 def test_a_compiled_loss_over_the_global_batch_size() -> None:
