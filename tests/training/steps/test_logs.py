@@ -176,20 +176,6 @@ def test_what_is_computed_from_a_metric_is_warned_of_by_name(eager: bool, log: A
         distributed_fit(build, X, Y, strategy=strategy_of("default"), **FIT)
 
 
-def test_a_reset_in_the_step_holds_on_replicas_without_rows() -> None:
-    class OfBatch(OneLog):
-        def train_step(self, data: Any) -> dict[str, Any]:
-            self.accuracy.reset_state()
-            return super().train_step(data)
-
-    def build() -> keras.Model:
-        return OfBatch(lambda metric, y, p: metric.result())
-
-    _, expected = plain_fit(build, X, Y, **FIT)
-    _, history = distributed_fit(build, X, Y, **FIT)
-    assert history["shown"] == pytest.approx(expected["shown"])
-
-
 def test_a_metric_that_the_model_does_not_know_is_named() -> None:
     class Apart:
         seen = keras.metrics.Sum(name="seen")
