@@ -4,7 +4,6 @@ Arguments: what the chief does when it has said READY, and the folder for checkp
 """
 
 import sys
-import time
 
 import tfdist_ext as tfd
 from tfdist_ext.cluster.liveness import sessions
@@ -40,31 +39,23 @@ def main() -> None:
     if what == "fit":
         model.fit(**data, epochs=100_000, checkpoint_dir=folder, callbacks=[Ready()])
     print("READY", flush=True)
-    if what == "exit":
-        time.sleep(2.0)
-        return
-    while True:
-        if what == "create":
-            with strategy.scope():
-                tf.Variable(tf.zeros([10]))
-        elif what == "slow":  # not frozen, but busy: workers, and this process
 
-            @tf.function
-            def long() -> tf.Tensor:
-                until = tf.timestamp() + 8.0
-                number, matrix = tf.while_loop(
-                    lambda i, _: tf.timestamp() < until,
-                    lambda i, m: (i + 1, tf.tanh(tf.matmul(m, m))),
-                    (0, tf.random.normal([1024, 1024])),
-                )
-                # Without the matrix in the result TensorFlow would not compute it.
-                return number + tf.cast(tf.math.is_nan(tf.reduce_sum(matrix)), tf.int32)
+    # Not frozen, but busy: workers, and this process.
+    @tf.function
+    def long() -> tf.Tensor:
+        until = tf.timestamp() + 8.0
+        number, matrix = tf.while_loop(
+            lambda i, _: tf.timestamp() < until,
+            lambda i, m: (i + 1, tf.tanh(tf.matmul(m, m))),
+            (0, tf.random.normal([1024, 1024])),
+        )
+        # Without the matrix in the result TensorFlow would not compute it.
+        return number + tf.cast(tf.math.is_nan(tf.reduce_sum(matrix)), tf.int32)
 
-            coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-            results = [coordinator.schedule(long) for _ in range(2)]
-            coordinator.join()
-            print("RESULT", [int(result.fetch()) for result in results], flush=True)
-            return
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    results = [coordinator.schedule(long) for _ in range(2)]
+    coordinator.join()
+    print("RESULT", [int(result.fetch()) for result in results], flush=True)
 
 
 tfd.run(main)

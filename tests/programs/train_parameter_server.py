@@ -144,39 +144,6 @@ def sharded():
         }
 
 
-def damaged():
-    """Nine records of one number each, the fifth of them damaged, one in a step."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/nine.tfrecord"
-        with tf.io.TFRecordWriter(path) as writer:
-            for row in range(9):
-                writer.write(np.float32(row).tobytes())
-        with open(path, "r+b") as file:
-            file.seek(20 * 4 + 12)
-            file.write(b"x")
-
-        def number(record):
-            return tf.ensure_shape(tf.io.decode_raw(record, tf.float32), [1])
-
-        def data(parse):
-            return tfd.data.from_tfrecords(path, parse, global_batch_size=1, on_error="skip")
-
-        with warnings.catch_warnings(record=True):
-            warnings.simplefilter("always")
-            model = tfd.distribute(counting(), strategy)
-            pairs = data(lambda record: (tf.ones([1]), number(record)))
-            history = model.fit(pairs, epochs=2, verbose=0).history
-            identity = keras.Sequential([keras.Input((1,)), keras.layers.Rescaling(1.0)])
-            rows = tfd.distribute(identity, strategy).predict(data(number), verbose=0)
-        result["damaged"] = {
-            "steps": steps(model),
-            "applied": applied(model),
-            "labels": history["labels"],
-            "place": pairs.position,
-            "predicted": rows.ravel().tolist(),
-        }
-
-
 def callbacks():
     x, y = numbers(320)
     model = tfd.distribute(counting(), strategy)
@@ -192,11 +159,6 @@ def callbacks():
     result["watched"] = seen
 
 
-class RootOfMean(keras.metrics.Mean):
-    def result(self):
-        return keras.ops.sqrt(super().result())
-
-
 class Renamed(keras.Model):
     """Logs the mean label under names of its own."""
 
@@ -204,7 +166,6 @@ class Renamed(keras.Model):
         super().__init__()
         self.dense = keras.layers.Dense(1, use_bias=False)
         self.tracker = keras.metrics.Mean(name="labels")
-        self.root = RootOfMean()
 
     def call(self, x):
         return self.dense(x)
@@ -217,9 +178,7 @@ class Renamed(keras.Model):
 
     def test_step(self, data):
         self.tracker.update_state(data[1])
-        self.root.update_state(data[1])
-        shown = {"shown": self.tracker.result(), "square root": self.root.result()}
-        return {**shown, "own": tf.reduce_mean(data[0])}
+        return {"shown": self.tracker.result(), "own": tf.reduce_mean(data[0])}
 
 
 def renamed_logs():
@@ -237,15 +196,10 @@ def renamed_logs():
         model.compile(keras.optimizers.SGD(0.5))
         return model
 
-    def of_shard(shard):
-        return tf.data.Dataset.from_tensor_slices((x, y)).shard(shard.count, shard.index)
-
     model = tfd.distribute(build, strategy)
     arrays = model.fit(x, y, batch_size=10, epochs=2, verbose=0, callbacks=[Rate()])
-    by_worker = tfd.data.from_dataset_fn(of_shard, global_batch_size=10)
-    own_data = model.fit(by_worker, verbose=0)
     evaluated = model.evaluate(x, y, batch_size=10, verbose=0, return_dict=True)
-    result["renamed"] = [arrays.history, own_data.history, evaluated]
+    result["renamed"] = [arrays.history, evaluated]
     result["rates"] = rates
 
 
@@ -383,7 +337,7 @@ def loss_of_workers_with_data():
 
 if sys.argv[1] == "data":
     for part in (
-        data_forms, lookups, sharded, damaged, callbacks, renamed_logs, interrupt, bad_ids,
+        data_forms, lookups, sharded, callbacks, renamed_logs, interrupt, bad_ids,
     ):  # fmt: skip
         part()
 else:

@@ -34,15 +34,6 @@ result["evaluate"] = model.evaluate(x, y, batch_size=mlp.BATCH, verbose=0)
 rows = np.asarray(model.predict(x[:50], batch_size=mlp.BATCH, verbose=0))  # 24, 24 and 2 rows
 result["predict"] = rows.astype(float).tolist()
 
-# The same training, fed by TensorFlow's distributed iterator, as GPUs are.
-keras.utils.set_random_seed(7 + 100 * rank)
-moved = tfd.distribute(mlp.build, strategy)
-moved._reduction.feeds_on_host = False
-moved.fit(x, y, batch_size=mlp.BATCH, epochs=3, verbose=0)
-result["moved_weights"] = mlp.flat(moved.keras_model)
-unknown = moved.evaluate(mlp.train_data_of_unknown_length(), verbose=0, return_dict=True)
-result["moved_accuracy_rows"] = unknown["accuracy"] * 58
-
 # The same training, what each worker does between the sums compiled by XLA.
 keras.utils.set_random_seed(7 + 100 * rank)
 by_xla = tfd.distribute(lambda: mlp.build(jit_compile=True), strategy)
@@ -74,15 +65,6 @@ result["unknown_length_steps"] = int(model.keras_model.optimizer.iterations.nump
 logs = model.evaluate(mlp.train_data_of_unknown_length(), verbose=0, return_dict=True)
 result["unknown_length_accuracy"] = logs["accuracy"]
 result["unknown_length_predict"] = len(model.predict(mlp.train_data_of_unknown_length(), verbose=0))
-
-
-# What would leave one worker waiting for ever, if it were not agreed on.
-before = int(model.keras_model.optimizer.iterations.numpy())
-by_steps = keras.callbacks.ModelCheckpoint(
-    shared / f"{rank}" / "{batch}.weights.h5", save_weights_only=True, save_freq=4
-)
-model.fit(x, y, batch_size=mlp.BATCH, verbose=0, callbacks=[by_steps])
-result["checkpoint_by_steps"] = int(model.keras_model.optimizer.iterations.numpy()) - before
 
 
 class StopsBeforeAnyBatch(keras.callbacks.Callback):
@@ -153,12 +135,6 @@ class Named(keras.Model):
         }
 
 
-class ReadsRate(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        optimizer = self.model.optimizer
-        result["rate"] = [float(optimizer.learning_rate), int(optimizer.iterations)]
-
-
 def build_named():
     model = Named()
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -167,32 +143,9 @@ def build_named():
 
 named = tfd.distribute(build_named, strategy, synchronize_batch_norm=False)
 inputs = {"features": x, "row": np.arange(len(x))}
-logs = named.fit(inputs, y, batch_size=mlp.BATCH, shuffle=False, verbose=0, callbacks=[ReadsRate()])
+logs = named.fit(inputs, y, batch_size=mlp.BATCH, shuffle=False, verbose=0)
 # The last global batch starts at row 168; two workers' parts start at 168 and 180.
 result["mean_of_own_log"] = logs.history["first_row"][0]
 result["named_logs"] = logs.history
 result["named_bits"] = mlp.fingerprint(named.keras_model)
 result["moving_mean"] = np.asarray(named.keras_model.normal.moving_mean).astype(float).tolist()
-
-
-class Noisy(keras.layers.Layer):
-    """Random numbers without a seed: the chief's, on all workers."""
-
-    seen = []  # noqa: RUF012
-
-    def call(self, inputs):
-        noise = keras.random.uniform((2,))
-        tf.py_function(lambda value: self.seen.append(value.numpy().tolist()), [noise], [])
-        return inputs + noise[0]
-
-
-def build_noisy():
-    noisy = keras.Sequential([Noisy(), keras.layers.Dense(3)])
-    noisy.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    return noisy
-
-
-noisy = tfd.distribute(build_noisy, strategy)
-noisy.fit(x, y, batch_size=mlp.BATCH, epochs=2, verbose=0)
-result["noise"] = Noisy.seen
-result["noisy_bits"] = mlp.fingerprint(noisy.keras_model)

@@ -42,60 +42,31 @@ def results(metrics: dict[str, keras.Metric]) -> dict[str, Any]:
     return {name: np.asarray(metric.result()).tolist() for name, metric in metrics.items()}
 
 
-@pytest.fixture
-def strategy() -> tf.distribute.Strategy:
+@pytest.fixture(scope="module")
+def strategy(four_cpus: None) -> tf.distribute.Strategy:
     return tfd.create_strategy("central_storage", devices=3, parameter_device="CPU:3")
 
 
-@pytest.fixture
-def counted(strategy: tf.distribute.Strategy) -> dict[str, keras.Metric]:
-    """Metrics after one pass; the second and the third batch are counted in a loop."""
+def test_metrics_count_each_row_once_in_each_epoch(strategy: tf.distribute.Strategy) -> None:
     with strategy.scope():
         metrics = make_metrics()
     batches = tf.data.Dataset.from_tensor_slices(predictions()).batch(16)
-    iterator = iter(strategy.experimental_distribute_dataset(batches))
+    batches = strategy.experimental_distribute_dataset(batches)
 
     @tf.function
-    def count(steps: tf.Tensor) -> None:
+    def count(iterator: Any, steps: tf.Tensor) -> None:
         for _ in tf.range(steps):
             strategy.run(lambda *batch: update(metrics, *batch), args=next(iterator))
 
-    count(tf.constant(1))
-    count(tf.constant(2))
-    return metrics
-
-
-@pytest.fixture
-def on_one_device() -> dict[str, Any]:
-    metrics = make_metrics()
-    update(metrics, *predictions())
-    return results(metrics)
-
-
-def test_metrics_count_each_row_once(
-    strategy: tf.distribute.Strategy, counted: Any, on_one_device: Any
-) -> None:
-    found = results(counted)
-    with strategy.scope():
-        assert results(counted) == found
-    for name, wanted in on_one_device.items():
-        assert found[name] == pytest.approx(wanted, abs=1e-6), name
-
-
-def test_a_reset_metric_counts_from_zero(strategy: tf.distribute.Strategy, counted: Any) -> None:
-    mean = counted["weighted mean"]
-
-    def step() -> tf.Tensor:
-        mean.update_state(tf.distribute.get_replica_context().replica_id_in_sync_group)
-        return mean.result()
-
-    mean.reset_state()
-    in_replicas = strategy.experimental_local_results(strategy.run(step))
-    assert [float(each) for each in in_replicas] == [0.0, 1.0, 2.0]  # each replica's own count
-    assert float(mean.result()) == 1.0
-    strategy.run(mean.reset_state)
-    mean.update_state(7.0)  # outside of replicas it counts once
-    assert [float(variable.numpy()) for variable in mean.variables] == [7.0, 1.0]
+    alone = make_metrics()
+    update(alone, *predictions())
+    for _ in range(2):
+        for metric in metrics.values():
+            metric.reset_state()
+        count(iter(batches), tf.constant(3))
+        found = results(metrics)
+        for name, wanted in results(alone).items():
+            assert found[name] == pytest.approx(wanted, abs=1e-6), name
 
 
 def test_optimizers_count_their_steps(strategy: tf.distribute.Strategy) -> None:

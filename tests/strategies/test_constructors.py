@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,39 +65,8 @@ def _refusal(**arguments: Any) -> str:
     return "it was made"
 
 
-def _only_worker(address: str, **more: str) -> ClusterConfig:
-    return ClusterConfig(jobs={"worker": (address,)}, task=Task("worker", 0), **more)
-
-
-def _single_worker() -> dict[str, Any]:
-    """What TensorFlow refuses before it starts, and then the real strategy."""
-    with reserve_ports(2) as (port, taken), socket.socket() as other:
-        other.bind(("127.0.0.1", taken))
-        other.listen()
-        result: dict[str, Any] = {
-            "in_use": _refusal(cluster=_only_worker(f"127.0.0.1:{taken}")),
-        }
-        os.environ["TF_CONFIG"] = _only_worker(f"127.0.0.1:{port}").to_tf_config()
-        resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-        strategy = tfd.create_strategy(cluster=resolver)
-        values = strategy.run(lambda: tf.constant(7.0))
-        result["sum"] = float(strategy.reduce("SUM", values, axis=None))
-        result["same_resolver"] = strategy.cluster_resolver is resolver
-        result["explanation"] = str(tfd.explain(strategy)).splitlines()
-    return result
-
-
-def test_a_single_worker_is_a_cluster_too() -> None:
-    result = run_tasks(_single_worker, None)["process"]
-    assert "worker:0 cannot listen at 127.0.0.1:" in result["in_use"]
-    assert "the port is in use" in result["in_use"]
-    assert result["sum"] == 7.0
-    assert result["same_resolver"]
-    assert (
-        "because      TFConfigClusterResolver describes a cluster (worker)"
-        in (result["explanation"])
-    )
-    assert "task         worker:0, the chief, in a cluster of 1 worker" in result["explanation"]
+def _only_worker(address: str) -> ClusterConfig:
+    return ClusterConfig(jobs={"worker": (address,)}, task=Task("worker", 0))
 
 
 def _one_process() -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +62,8 @@ def test_the_real_object_of_tensorflow(
         ("multi_worker_mirrored", {"cluster": "a:1"}, ["cluster must be a ClusterConfig", "'a:1'"]),
         ("multi_worker_mirrored", {"communication": "mpi"}, ["got 'mpi'"]),
         ("auto", {"wait": 0}, ["wait must be a number of seconds above 0, got 0"]),
-        ("auto", {"wait": float("nan")}, ["got nan"]),
-        ("auto", {"wait": "60"}, ["got '60'"]),
         ("auto", {"alone": "yes"}, ["alone must be True or False, got 'yes'"]),
         ("mirrored", {"cluster": _cluster(TWO_WORKERS, ("worker", 0))}, ["has no option cluster="]),
-        ("multi_worker_mirrored", {"logical_cpus": 4}, ["has no option logical_cpus=4"]),
     ],
 )
 def test_what_cannot_be_is_said(name: str, options: dict[str, Any], words: list[str]) -> None:
@@ -206,6 +202,8 @@ def test_a_wrong_tf_config_is_an_error_where_it_is_used(
     assert "TF_CONFIG" in _refused(name)
     # A strategy of one machine that is asked for by name ignores it.
     assert tfd.create_strategy("one_device").num_replicas_in_sync == 1
+    monkeypatch.setenv("TF_CONFIG", "{bad")  # TensorFlow's mirrored strategy reads it
+    assert "TF_CONFIG must be JSON" in _refused("mirrored", devices=2)
 
 
 def test_inside_the_scope_of_another_strategy() -> None:
@@ -214,31 +212,6 @@ def test_inside_the_scope_of_another_strategy() -> None:
         assert "got the scope of MirroredStrategy." in _refused("default")
         inner = tfd.create_strategy("one_device")
     assert type(inner) is tf.distribute.OneDeviceStrategy
-
-
-def test_what_is_wrong_in_a_file_names_key_and_file(tmp_path: Path) -> None:
-    file = tmp_path / "s.toml"
-    for text, words in (
-        ("name = 'mirrored'\ndevises = 2", ["devises=2", 'Did you mean "devices"?']),
-        ("nam = 'mirrored'", ["nam='mirrored'", 'Did you mean "name"?']),
-        ("devices = 'x'", ["got 'x'", f"devices = 'x' from the file {file}"]),
-        (
-            "name = 'miror'",
-            ["got 'miror'. Did you mean \"mirrored\"?", "name = 'miror' from the file"],
-        ),
-    ):
-        file.write_text(f"[strategy]\n{text}\n")
-        message = _refused(config=file)
-        for word in (*words, str(file)):
-            assert word in message
-
-
-def test_mirrored_says_that_tensorflow_reads_a_broken_tf_config(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TF_CONFIG", "{bad")
-    with pytest.raises(tfd.StrategyError, match="TF_CONFIG must be JSON"):
-        tfd.create_strategy("mirrored", devices=["CPU:0", "CPU:1"])
 
 
 def test_the_first_place_with_a_value_wins() -> None:
@@ -251,22 +224,26 @@ def test_the_first_place_with_a_value_wins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "words"),
     [
-        (None, "cannot be read as TOML: .*No such file"),
-        ("[strategy", "cannot be read as TOML"),
-        ("[stratgey]\nname = 'mirrored'", r"must have a \[strategy\] table, got stratgey"),
+        (None, ["cannot be read as TOML", "No such file"]),
+        ("[strategy", ["cannot be read as TOML"]),
+        ("[stratgey]\nname = 'mirrored'", ["must have a [strategy] table, got stratgey"]),
+        ("[strategy]\nname = 'mirrored'\ndevises = 2", ['Did you mean "devices"?']),
+        ("[strategy]\nnam = 'mirrored'", ['Did you mean "name"?']),
         (
-            "[strategy]\ncluster = 'x'",
-            "cluster must be a ClusterConfig .*got 'x'|no option cluster",
+            "[strategy]\nname = 'miror'",
+            ['Did you mean "mirrored"?', "name = 'miror' from"],
         ),
+        ("[strategy]\ndevices = 'x'", ["got 'x'", "devices = 'x' from the file"]),
     ],
 )
-def test_a_settings_file_that_cannot_be_used(
-    tmp_path: Path, text: str | None, message: str
+def test_what_is_wrong_in_a_settings_file(
+    tmp_path: Path, text: str | None, words: list[str]
 ) -> None:
     file = tmp_path / "f.toml"
     if text is not None:
         file.write_text(text)
-    assert re.search(message, _refused(config=file))
-    assert str(file) in _refused(config=file)
+    message = _refused(config=file)
+    for word in (*words, str(file)):
+        assert word in message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,11 @@ NAMES = ["chief:0", "worker:0", "worker:1", "ps:0"]
 WITHIN = 45.0  # seconds; of them 4 without an answer (6 for the chief), and 10 to end
 
 
+def frozen_task(folder: Path, doing: str) -> AbstractContextManager[Tasks]:
+    words = ("frozen_task.py", doing, str(folder / "checkpoints"))
+    return tasks(*words, folder=folder, workers=2, ps=1)
+
+
 def freeze(cluster: Tasks, victim: str) -> dict[str, int]:
     """The statuses of the others."""
     cluster.start(*NAMES)
@@ -26,18 +32,10 @@ def freeze(cluster: Tasks, victim: str) -> dict[str, int]:
     return {name: cluster.status(name, WITHIN) for name in NAMES if name != victim}
 
 
-@pytest.mark.long("fit-ps", "create")
-@pytest.mark.parametrize(
-    ("doing", "victim"),
-    [
-        ("fit", "worker:1"),
-        ("fit", "ps:0"),
-        ("create", "ps:0"),
-    ],
-)
-def test_the_chief_names_a_frozen_server_and_ends(tmp_path: Path, doing: str, victim: str) -> None:
-    folder = tmp_path / "checkpoints"
-    with tasks("frozen_task.py", doing, str(folder), folder=tmp_path, workers=2, ps=1) as cluster:
+@pytest.mark.long("ps:0")
+@pytest.mark.parametrize("victim", ["worker:1", "ps:0"])
+def test_the_chief_names_a_frozen_server_and_ends(tmp_path: Path, victim: str) -> None:
+    with frozen_task(tmp_path, "fit") as cluster:
         statuses = freeze(cluster, victim)
         said = cluster.log("chief:0")
     assert statuses.pop("chief:0") in (-signal.SIGTERM, -signal.SIGKILL), said[-3000:]
@@ -47,9 +45,7 @@ def test_the_chief_names_a_frozen_server_and_ends(tmp_path: Path, doing: str, vi
 
 
 def test_the_servers_name_a_frozen_chief_and_end(tmp_path: Path) -> None:
-    with tasks(
-        "frozen_task.py", "fit", str(tmp_path / "c"), folder=tmp_path, workers=2, ps=1
-    ) as cluster:
+    with frozen_task(tmp_path, "fit") as cluster:
         statuses = freeze(cluster, "chief:0")
         said = [cluster.log(name) for name in statuses]
     assert set(statuses.values()) == {RESTART}
@@ -59,20 +55,9 @@ def test_the_servers_name_a_frozen_chief_and_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_worker_that_freezes_at_the_end_does_not_keep_the_others(tmp_path: Path) -> None:
-    with tasks(
-        "frozen_task.py", "exit", str(tmp_path / "c"), folder=tmp_path, workers=2, ps=1
-    ) as cluster:
-        freeze(cluster, "worker:0")
-        said = cluster.log("chief:0")
-    assert "worker:0" in said
-
-
 def test_busy_tasks_are_not_frozen(tmp_path: Path) -> None:
     """A step that takes longer than a frozen task has, on more threads than there are cores."""
-    with tasks(
-        "frozen_task.py", "slow", str(tmp_path / "c"), folder=tmp_path, workers=2, ps=1
-    ) as cluster:
+    with frozen_task(tmp_path, "slow") as cluster:
         cluster.start(*NAMES)
         cluster.wait_for("chief:0", "READY", 100)
         started = time.monotonic()

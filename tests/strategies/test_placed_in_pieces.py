@@ -13,10 +13,8 @@ import tensorflow as tf
 import tfdist_ext as tfd
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
-from tfdist_ext.training.steps import exact
-from tfdist_ext.training.steps.context import StepContext, running_step
-from tfdist_ext.training.steps.replaced import functions_in_place, step_targets
-from tfdist_ext.training.steps.scope import ReplicaScope, rows_of_shared
+from tfdist_ext.testing import assert_trains_like_one_device
+from tfdist_ext.training.steps.step_timer import NullStepTimer
 
 FULL = "/job:localhost/replica:0/task:0/device:"
 SUM = tf.VariableAggregation.SUM
@@ -100,55 +98,6 @@ def test_gradients_by_pieces_in_a_custom_loop(strategy: Any, table: Any) -> None
     first, last = (strategy.experimental_local_results(value)[0] for value in strategy.run(step))
     np.testing.assert_array_equal(tf.convert_to_tensor(first), [[6, 6], [0, 0], [0, 0]])
     np.testing.assert_array_equal(tf.convert_to_tensor(last), [[0, 0], [3, 3]])
-
-
-def test_a_step_moves_rows() -> None:
-    """No tensor of a piece's size is in its graph, from the lookup to the update."""
-    rows, width = 60, 3
-    strategy = PlacedStrategy(["CPU:1", "CPU:2"], {".*embeddings": "sharded"})
-    with strategy.scope():
-        layer = keras.layers.Embedding(rows, width)
-        layer.build()
-        optimizer = keras.optimizers.SGD(1.0)
-        optimizer.build([layer.embeddings])
-    before = np.arange(rows * width, dtype="float32").reshape(rows, width)
-    layer.embeddings.assign(before)
-
-    def step() -> Any:
-        number = tf.distribute.get_replica_context().replica_id_in_sync_group
-        ids = tf.constant([[4, 4, 59]]) - number
-        here = StepContext(tf.constant(1), tf.constant(2), 2, 2, ids)
-        here.substitutes = exact.substitutes_of(here, rows_of_shared(strategy, 2))
-        with running_step(here), ReplicaScope([]):
-            with tf.GradientTape() as tape:
-                taken = layer(ids)
-            (gradient,) = tape.gradient(taken, [layer.embeddings])
-            optimizer.apply([gradient], [layer.embeddings])
-        return taken, gradient.values, gradient.indices
-
-    @tf.function(autograph=False)
-    def run() -> Any:
-        with functions_in_place(step_targets()):
-            return strategy.run(step)
-
-    sizes = [
-        tensor.shape.num_elements()
-        for operation in run.get_concrete_function().graph.get_operations()
-        for tensor in operation.outputs
-        if tensor.dtype == tf.float32 and tensor.shape.is_fully_defined()
-    ]
-    assert sizes
-    assert max(sizes) < rows * width / 2
-    taken, values, indices = map(strategy.experimental_local_results, run())
-    assert taken[0].numpy()[0, :, 0].tolist() == [12, 12, 177]
-    assert taken[1].numpy()[0, :, 0].tolist() == [9, 9, 174]
-    # The gradient is that of the global batch: rows of both parts, on both replicas.
-    assert [part.numpy().tolist() for part in indices] == [[4, 4, 59, 3, 3, 58]] * 2
-    assert [part.shape for part in values] == [(6, width)] * 2
-    expected = before.copy()
-    # What is differentiated has a known size, so it is a mean, and each replica has half the rows.
-    np.subtract.at(expected, [4, 4, 59, 3, 3, 58], 0.5)
-    np.testing.assert_array_equal(layer.embeddings.numpy(), expected)
 
 
 def build(optimizer: str = "Adam") -> keras.Model:
@@ -245,6 +194,33 @@ def test_tensorflow_s_checkpoints(tmp_path: Path) -> None:
             np.testing.assert_array_equal(one, two)
 
 
+def test_a_step_moves_rows() -> None:
+    """No tensor of a shard's size is in its graph, from the lookup to the update."""
+    rows = 600
+
+    def lookup() -> keras.Model:
+        ids = keras.Input([3], dtype="int32")
+        model = keras.Model(ids, keras.layers.Embedding(rows, 2, name="users")(ids))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    strategy = PlacedStrategy(["CPU:1", "CPU:2"], {"users/.*": "sharded"})
+    model = tfd.distribute(lookup, strategy)
+    model.fit(IDS, np.zeros([36, 3, 2]), batch_size=12, verbose=0)
+    program = model._engine.program(model.keras_model, "train", NullStepTimer())
+    (step,) = program._executions["_next_counted"]._list_all_concrete_functions()
+    graphs = [step.graph, *(function.graph for function in step.graph._functions.values())]
+    sizes = [
+        tensor.shape.num_elements()
+        for graph in graphs
+        for operation in graph.get_operations()
+        for tensor in operation.outputs
+        if tensor.dtype == tf.float32 and tensor.shape.is_fully_defined()
+    ]
+    assert len(graphs) > 2
+    assert 1 < max(sizes) < rows
+
+
 def test_loops_over_pieces() -> None:
     def looping() -> keras.Model:
         keras.utils.set_random_seed(1)
@@ -256,27 +232,20 @@ def test_loops_over_pieces() -> None:
         model.compile("adam", "mse")
         return model
 
-    def values(model: Any) -> list[np.ndarray]:
-        model.fit(IDS, RATINGS, batch_size=12, epochs=2, shuffle=False, verbose=0)
-        weights = getattr(model, "keras_model", model).get_weights()
-        return [*weights, model.predict(IDS, batch_size=12, verbose=0)]
-
-    rules = {"words/.*": "sharded", "gru/.*kernel": "sharded(2)"}
-    model = tfd.distribute(looping, PlacedStrategy(3, rules))
-    assert is_partitioned(model.keras_model.get_layer("gru").cell.recurrent_kernel.value)
-    for ours, theirs in zip(values(model), values(looping()), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
-
-
-def template(answer: Any) -> Any:
-    body = {"create_variable": lambda self, spec, create, beside: answer(spec, create, beside)}
-    return type("Mine", (StrategyTemplate,), body)(2)
+    strategy = PlacedStrategy(3, {"words/.*": "sharded", "gru/.*kernel": "sharded(2)"})
+    fit = {"batch_size": 12, "epochs": 2, "validation_data": (IDS, RATINGS)}
+    assert_trains_like_one_device(looping, (IDS, RATINGS), strategy, **fit)
 
 
 def test_a_custom_strategy_cuts() -> None:
     """Over other devices than those of its replicas."""
     devices = ["CPU:2", "CPU:3", "CPU:0"]
-    mine = template(lambda spec, create, beside: create(devices, in_pieces=True))
+
+    class Mine(StrategyTemplate):
+        def create_variable(self, spec: Any, create: Any, beside: Any = None) -> Any:
+            return create(devices, in_pieces=True)
+
+    mine = Mine(2)
     with mine.scope():
         variable = tf.Variable(TABLE)
         with pytest.raises(tfd.StrategyError, match=r"Got 3 devices for a .* of shape \[2, 5\]"):

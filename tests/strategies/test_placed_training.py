@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-from template_cases import LABELS, ROWS, TESTED, assert_equal, build, eager, train
+from template_cases import DATA, LABELS, ROWS, build, train
 
 import tfdist_ext as tfd
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies import PlacedStrategy
+from tfdist_ext.testing import assert_same_on_all_replicas, assert_trains_like_one_device
+from tfdist_ext.testing.assertions import train_both
 
 RULES = {
     "sharded": {
@@ -30,44 +31,35 @@ RULES = {
 }
 
 
-@functools.cache
-def one_device(name: str) -> Any:
-    return train(eager(build(name)), tested=name in TESTED)
-
-
-def assert_copies_equal(model: Any) -> None:
-    inner = model.keras_model
-    for variable in [*inner.weights, *inner.optimizer.variables]:
-        if is_partitioned(variable.value):
-            continue  # one copy, in pieces
-        one, *others = [copy.numpy() for copy in model.strategy.copies(variable.value)]
-        for other in others:
-            np.testing.assert_array_equal(one, other)
-
-
-def test_trained_as_on_one_device() -> None:
-    """Other rules: tests/exactness."""
-    model = tfd.distribute(build, PlacedStrategy(3, RULES["sharded"]))
-    assert_equal(train(model), one_device("AdamW, clipped, EMA"))
-    assert_copies_equal(model)
-
-
 @pytest.mark.long("Lamb")
 @pytest.mark.parametrize(
     ("optimizer", "rules", "replicas"),
-    [("loss scaling", "mixed", 2), ("Lamb, accumulating, EMA", "sharded", 4)],
+    [
+        ("AdamW, clipped, EMA", "sharded", 3),
+        ("loss scaling", "mixed", 2),
+        ("Lamb, accumulating, EMA", "sharded", 4),
+    ],
 )
-def test_with_other_optimizers(optimizer: str, rules: str, replicas: int) -> None:
-    model = tfd.distribute(lambda: build(optimizer), PlacedStrategy(replicas, RULES[rules]))
-    assert_equal(train(model, tested=False), one_device(optimizer))
-    assert_copies_equal(model)
+def test_trained_as_on_one_device(optimizer: str, rules: str, replicas: int) -> None:
+    """Other rules: tests/exactness."""
+    strategy = PlacedStrategy(replicas, RULES[rules])
+    fit = {"batch_size": 12, "epochs": 2, "validation_data": (DATA, LABELS)}
+    assert_trains_like_one_device(lambda: build(optimizer), (DATA, LABELS), strategy, **fit)
+
+
+def test_copies_are_equal() -> None:
+    model = tfd.distribute(build, PlacedStrategy(2, RULES["mixed"]))
+    train(model)
+    for variable in [*model.weights, *model.optimizer.variables]:
+        if not is_partitioned(variable.value):
+            assert_same_on_all_replicas(variable, strategy=model.strategy)
 
 
 def test_in_eager_steps() -> None:
     rules = {"table/.*": "sharded", "hidden/kernel": "sharded(2)"}
-    model = tfd.distribute(lambda: eager(build("SGD")), PlacedStrategy(2, rules, owned_from=64))
-    plain = train(eager(build("SGD")), epochs=1, tested=False)
-    assert_equal(train(model, epochs=1, tested=False), plain)
+    strategy = PlacedStrategy(2, rules, owned_from=64)
+    eager = lambda: build("SGD", run_eagerly=True)  # noqa: E731
+    assert_trains_like_one_device(eager, (DATA, LABELS), strategy, batch_size=12)
 
 
 def test_slots_are_with_the_owner_alone_and_balanced() -> None:
@@ -106,7 +98,7 @@ def test_gradients_go_to_the_owner_alone() -> None:
     strategy = Noting(3, {"hidden/kernel": "owned", "table/.*": "device CPU:2"})
     model = tfd.distribute(lambda: build("SGD"), strategy)
     asked.clear()
-    train(model, epochs=1, tested=False)
+    train(model)
     owner = strategy.devices[strategy.owner(model.keras_model.get_layer("hidden").kernel.value)]
     assert {tuple(devices) for shape, devices in asked if shape == [17, 8]} == {(owner,)}
     assert {tuple(devices) for shape, devices in asked if shape == [12, 4]} == {("CPU:2",)}
@@ -135,12 +127,8 @@ def test_a_model_that_is_built_by_its_data() -> None:
         model.compile(keras.optimizers.SGD(0.1), "mse")
         return model
 
-    plain = eager(unbuilt())
-    plain.fit(ROWS, LABELS, batch_size=12, epochs=1, shuffle=False, verbose=0)
-    model = tfd.distribute(unbuilt, PlacedStrategy(2, {".*dense/kernel": "sharded"}, owned_from=1))
-    model.fit(ROWS, LABELS, batch_size=12, epochs=1, shuffle=False, verbose=0)
+    strategy = PlacedStrategy(2, {".*dense/kernel": "sharded"}, owned_from=1)
+    _, _, model = train_both(unbuilt, (ROWS, LABELS), strategy, batch_size=12)
     assert model.strategy.placement_plan is None
     assert {model.strategy.owner(v.value) for v in model.keras_model.weights} == {0, 1}
     assert is_partitioned(model.keras_model.layers[0].kernel.value)
-    for ours, theirs in zip(model.keras_model.weights, plain.weights, strict=True):
-        np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=0, atol=1e-6)

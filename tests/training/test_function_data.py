@@ -15,19 +15,14 @@ from training_cases import (
     assert_same_weights,
     mirrored,
 )
+from training_cases import (
+    small_model as build,
+)
 
 import tfdist_ext as tfd
 from tfdist_ext.data import Shard
 
 ROWS, BATCH, EPOCHS = 50, 16, 3
-
-
-def build() -> keras.Model:
-    keras.utils.set_random_seed(1)
-    layers = keras.layers
-    model = keras.Sequential([keras.Input((5,)), layers.Dense(4, "tanh"), layers.Dense(1)])
-    model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"])
-    return model
 
 
 def rows_of_epoch(shard: Shard, epoch: int) -> tf.data.Dataset:
@@ -98,12 +93,8 @@ def test_epochs_of_other_lengths() -> None:
         rows = lengths[epoch] * 5
         return tf.data.Dataset.from_tensor_slices((X[:rows], Y[:rows])).batch(5)
 
-    data = tfd.data.from_dataset_fn(of_epoch)
     ours, plain = tfd.distribute(build, mirrored(2)), build()
-    ours.fit(data, epochs=3, verbose=0)
+    ours.fit(tfd.data.from_dataset_fn(of_epoch), epochs=3, verbose=0)
     for length in lengths:
         plain.fit(X[: length * 5], Y[: length * 5], batch_size=5, shuffle=False, verbose=0)
     assert_same_weights(plain, ours)
-    found = ours.evaluate(data, verbose=0)  # of epoch 0
-    rows = lengths[0] * 5
-    np.testing.assert_allclose(found, plain.evaluate(X[:rows], Y[:rows], verbose=0), rtol=1e-5)

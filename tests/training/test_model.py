@@ -60,11 +60,10 @@ def test_replicas_without_rows_do_no_harm() -> None:
 
 
 def test_training_goes_on_where_it_ended() -> None:
-    plain, ours = assert_trains_as_keras(CLASSIFIER, X, Y, batch_size=16)
-    for model in (plain, ours):
-        model.fit(X, Y, batch_size=16, shuffle=False, verbose=0, initial_epoch=3, epochs=5)
-    assert_same_weights(plain, ours)
+    ours, _ = distributed_fit(CLASSIFIER, X, Y, batch_size=16)
+    ours.fit(X, Y, batch_size=16, shuffle=False, verbose=0, initial_epoch=3, epochs=5)
     assert ours.keras_model.history.epoch == [3, 4]
+    assert_same_weights(plain_fit(CLASSIFIER, X, Y, batch_size=16, epochs=3)[0], ours)
 
 
 def test_weights_of_samples_and_a_part_for_validation() -> None:
@@ -212,33 +211,14 @@ def normalized(**settings: Any) -> keras.Model:
     return model
 
 
-class MadeInTheFirstCall(keras.Model):
-    def build(self, shape: Any) -> None:
-        self.norm = keras.layers.BatchNormalization(momentum=0.8)
-        self.norm.build(shape)
-        self.head = keras.layers.Dense(1)
-        self.head.build(shape)
-
-    def call(self, x: Any, training: bool = False) -> Any:
-        return self.head(self.norm(x, training=training))
-
-
-def made_in_the_first_call() -> keras.Model:
-    model = MadeInTheFirstCall()
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    return model
-
-
-@pytest.mark.parametrize("build", [normalized, made_in_the_first_call])
-def test_batch_normalization_is_as_on_one_device_or_a_warning(build: Any) -> None:
-    """One warning at `distribute`, or at `fit` if the layers are made in the first call."""
+def test_batch_normalization_is_as_on_one_device_or_a_warning() -> None:
     data = X[:41], Y[:41]
-    one_device, _ = plain_fit(build, *data, batch_size=16, epochs=2)
+    one_device, _ = plain_fit(normalized, *data, batch_size=16, epochs=2)
     for synchronize in (True, None):
         keras.utils.set_random_seed(1)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            ours = tfd.distribute(build, mirrored(), synchronize_batch_norm=synchronize)
+            ours = tfd.distribute(normalized, mirrored(), synchronize_batch_norm=synchronize)
             for _ in range(2):
                 ours.fit(*data, batch_size=16, shuffle=False, verbose=0)
         pairs = zip(ours.get_weights(), one_device.get_weights(), strict=True)

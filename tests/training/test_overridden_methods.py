@@ -152,19 +152,3 @@ def test_checkpoints_of_two_trainings_in_one_fit_are_refused(tmp_path: Path) -> 
     model = tfd.distribute(scaled, mirrored())
     with pytest.raises(tfd.TfDistError, match=r"checkpoint_dir must belong to one training"):
         model.fit(X, Y, 1, 16, verbose=0, checkpoint_dir=tmp_path)
-
-
-def test_what_else_a_keras_model_has() -> None:
-    model = tfd.distribute(scaled, mirrored())
-    with pytest.raises(AttributeError, match="no_such_name"):
-        _ = model.no_such_name
-    model.predict(X, verbose=0)
-    model.set_weights([np.ones((5, 1), "float32"), np.zeros(1, "float32")])
-    np.testing.assert_allclose(model(X)[:, 0], X.sum(1), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(model.predict(X, verbose=0)[:, 0], 2 * X.sum(1) + 1, atol=1e-5)
-    model.stop_training = True
-    assert model.keras_model.stop_training
-    model.compile(keras.optimizers.SGD(0.5), "mae")
-    loss = np.abs(2 * X.sum(1) - Y[:, 0]).mean()
-    assert model.evaluate(X, Y, verbose=0)[0] == pytest.approx(loss)
-    assert isinstance(model.optimizer, keras.optimizers.SGD)

@@ -18,20 +18,14 @@ from training_cases import (
     assert_same_weights,
     mirrored,
 )
+from training_cases import (
+    small_model as build,
+)
 
 import tfdist_ext as tfd
 
 ROWS, BATCH, EPOCHS = 50, 16, 3
 DATA = (X[:ROWS], Y[:ROWS])
-
-
-def build() -> keras.Model:
-    keras.utils.set_random_seed(1)
-    layers = keras.layers
-    model = keras.Sequential([keras.Input((5,)), layers.Dense(4, "tanh"), layers.Dense(1)])
-    model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"])
-    model.optimizer.build(model.trainable_variables)
-    return model
 
 
 _MODELS: dict[tf.distribute.Strategy, tuple[Any, list[np.ndarray]]] = {}
@@ -133,7 +127,7 @@ def test_killed_in_an_epoch_and_gone_on_with_other_replicas(expected: Any, tmp_p
     ("data", "arguments", "message"),
     [
         (sharded, {"checkpoint_every": 2}, "needs checkpoint_dir"),
-        (sharded, {"checkpoint_every": 0}, "must be a whole number from 1, got 0"),
+        (sharded, {"checkpoint_every": 0}, "checkpoint_every must be .* got 0"),
         (lambda: X[:ROWS], {"checkpoint_every": 2, "y": Y[:ROWS]}, "data that knows its position"),
     ],
 )
@@ -185,24 +179,6 @@ def test_damaged_records_are_left_out(damaged: str) -> None:
     assert_same_weights(plain, ours)
 
 
-def test_epochs_of_few_steps_are_gone_on_with_as_they_were(tmp_path: Path) -> None:
-    """Killed after 8 of 5 + 5 + 5 steps; 10 are a pass."""
-
-    def data() -> Any:
-        return tfd.data.from_arrays(DATA, global_batch_size=5, seed=4)
-
-    arguments: dict[str, Any] = {"epochs": 3, "steps_per_epoch": 5, "verbose": 0}
-    saving = {**arguments, "checkpoint_dir": tmp_path, "checkpoint_every": 2}
-    with pytest.raises(KilledError):
-        distributed(mirrored(2)).fit(data(), callbacks=[KillAfter(8)], **saving)
-    again = distributed(mirrored(2))
-    again.fit(data(), **saving)
-    assert int(again.keras_model.optimizer.iterations.numpy()) == 15
-    whole = distributed(mirrored(3))
-    whole.fit(data(), **arguments)
-    assert_same_weights(whole, again)
-
-
 def test_other_kinds_of_data_after_a_checkpoint(expected: Any, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"checkpoint_dir": tmp_path / "middle", "verbose": 0}
     broken = {**arguments, "epochs": 2, "checkpoint_every": 1, "callbacks": [KillAfter(2)]}
@@ -216,6 +192,3 @@ def test_other_kinds_of_data_after_a_checkpoint(expected: Any, tmp_path: Path) -
     data = sharded()
     distributed(mirrored(2)).fit(data, epochs=3, **arguments)
     assert data.position == (3, 0)
-    again = sharded()
-    distributed(mirrored(2)).fit(again, epochs=3, **arguments)
-    assert again.position == (3, 0)  # of a training that is done already

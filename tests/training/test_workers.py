@@ -63,12 +63,9 @@ def test_every_worker_ends_with_the_same_bits(cluster: Cluster) -> None:
 
 def test_weights_are_those_of_one_process(cluster: Cluster, one_process: dict[str, Any]) -> None:
     np.testing.assert_allclose(cluster.same("weights"), one_process["weights"], atol=1e-6)
-    np.testing.assert_allclose(cluster.same("moved_weights"), one_process["weights"], atol=1e-6)
     np.testing.assert_allclose(cluster.same("weights_by_xla"), one_process["weights"], atol=1e-6)
     by_xla = "train: a trace for the one replica of this task, compiled by XLA"
     assert cluster.same("steps_by_xla") == [by_xla]
-    rows = cluster.same("moved_accuracy_rows")
-    assert rows == pytest.approx(round(rows), abs=1e-3)
 
 
 def test_history_evaluate_and_predict_are_those_of_one_process(
@@ -87,7 +84,7 @@ def test_all_wait_for_what_the_chief_saves_and_plain_keras_loads_it(cluster: Clu
     import mlp
 
     written = sorted(path.name for path in cluster.shared.iterdir())
-    assert written == ["0", "backup", "model.keras"]  # the other workers wrote nothing
+    assert written == ["backup", "model.keras"]  # the other workers wrote nothing
     assert list((cluster.shared / "backup").iterdir()) == []
     assert cluster.same("saved_when_save_returns") is True
     model = keras.models.load_model(cluster.shared / "model.keras")
@@ -96,10 +93,6 @@ def test_all_wait_for_what_the_chief_saves_and_plain_keras_loads_it(cluster: Clu
 
 def test_one_workers_stop_stops_all_at_the_same_step(cluster: Cluster) -> None:
     assert cluster.same("steps_until_one_stopped") == 3
-
-
-def test_what_one_task_alone_decides_is_agreed_on(cluster: Cluster) -> None:
-    assert cluster.same("checkpoint_by_steps") == 8
     assert cluster.same("stopped_before") == 8 + 1  # as Keras, which still runs one batch
 
 
@@ -133,10 +126,6 @@ def test_logs_of_metrics_are_over_all_workers(cluster: Cluster) -> None:
     assert logs["rows_of_first"] == [24 / len(cluster.workers)]
 
 
-def test_a_callback_reads_the_learning_rate(cluster: Cluster) -> None:
-    assert cluster.same("rate") == [pytest.approx(0.01), 8]
-
-
 def test_moving_statistics_are_the_same_everywhere(cluster: Cluster) -> None:
     import mlp
 
@@ -145,9 +134,3 @@ def test_moving_statistics_are_the_same_everywhere(cluster: Cluster) -> None:
     for start in range(0, mlp.ROWS, mlp.BATCH):  # the mean of equal parts' means
         expected = 0.99 * expected + 0.01 * x[start : start + mlp.BATCH].mean(axis=0)
     np.testing.assert_allclose(cluster.same("moving_mean"), expected, atol=1e-6)
-
-
-def test_random_numbers_without_a_seed(cluster: Cluster) -> None:
-    noise = cluster.same("noise")
-    assert len(noise) == len({tuple(numbers) for numbers in noise}) == 16
-    cluster.same("noisy_bits")

@@ -69,6 +69,15 @@ def compiled(
     return model
 
 
+def small_model() -> keras.Model:
+    """With the same weights each time, and its optimizer built."""
+    keras.utils.set_random_seed(1)
+    model = stack(keras.layers.Dense(4, "tanh"), keras.layers.Dense(1))
+    compiled(model, keras.optimizers.Adam(0.02), metrics=["mae"])
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
 CLASSIFIER = classifier()  # `distributed_fit` has one model of it for all tests
 
 

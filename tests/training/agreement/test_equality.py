@@ -15,18 +15,13 @@ ERRORS = {
     "activation": ["activation of layer 2 ('dense')", "got relu on worker 0 and tanh on worker 1"],
     "optimizer": ["momentum of optimizer", "got 0.0 on worker 0 and 0.5 on worker 1"],
     "deferred size": ["units of layer 1 ('dense') must be", "got 8 on worker 0 and 9 on worker 1"],
-    "variables of no layer": [
-        "new variables must be the same on all workers, got ['float32 (4, 4)"
-    ],
     "vocabulary": ["vocabulary of layer 2 ('string_lookup')", "got ['[UNK]', 'a', 'c', 'b']"],
-    "normalization": ["mean of layer 2 ('normalization') must be the same on all workers"],
     "batches": ["batch size must be the same on all workers, got 8 on worker 0 and 9 on worker 1"],
     "steps": ["batches in the data must be the same on all workers, got 6 on worker 0 and 5 on"],
     "validation": ["validation_data must be", "got none on worker 0 and given on worker 1"],
     "x": ["x must be the same on all workers, got [0.12573", "[1.12573", "from_dataset_fn"],
     "one row of x": ["x must be the same on all workers, got other values on worker 1"],
     "unseeded shuffle": ["the first batch differs: ", "y must be", "a seed for shuffle()"],
-    "shuffled validation": ["the first batch differs: validation x must be the same"],
     "recompiled": ["loss must be the same on all workers, got mse on worker 0 and mae on worker"],
 }
 NOTHING = ["harmless", "read by the chief"]
@@ -68,8 +63,6 @@ def test_new_variables_start_from_the_values_of_the_chief(workers: list[dict[str
 def test_a_seeded_shuffle_has_the_order_of_one_process(workers: list[dict[str, Any]]) -> None:
     import shuffled_training
 
-    one = shuffled_training.losses(None, ["shuffled, batched"])  # Keras's own fit
+    one = shuffled_training.losses(None)  # Keras's own fit
     for worker in workers:
-        assert len(worker["orders"]) == 2
-        for name, losses in worker["orders"].items():
-            assert losses == pytest.approx(one[name], rel=1e-5), name
+        assert worker["order"] == pytest.approx(one, rel=1e-5)

@@ -14,9 +14,9 @@ from training_cases import (
     assert_same_history,
     assert_same_weights,
     classifier,
-    distributed_fit,
     mirrored,
     plain_fit,
+    stack,
     steps_taken,
     weights_of,
 )
@@ -172,20 +172,6 @@ def test_a_model_that_is_not_compiled_predicts() -> None:
             call(X, Y)
 
 
-def test_optimizer_and_metrics_made_outside_the_scope() -> None:
-    def build_with(optimizer, metric) -> Callable[[], keras.Model]:
-        return lambda: compiled(WithoutConfig(), optimizer, metrics=[metric])
-
-    def objects():
-        return keras.optimizers.Adam(0.02), keras.metrics.MeanAbsoluteError(name="m")
-
-    plain, expected = plain_fit(build_with(*objects()), X, Y, batch_size=16)
-    build = build_with(*objects())
-    ours, history = distributed_fit(build, X, Y, batch_size=16)
-    assert_same_weights(plain, ours)
-    assert_same_history(expected, history)
-
-
 def test_frozen_after_training_and_not_compiled_again() -> None:
     """The optimizer keeps what it was built for, in its order."""
     original, _ = plain_fit(lambda: compiled(WithoutConfig()), X, Y, batch_size=16)
@@ -200,14 +186,6 @@ def test_frozen_after_training_and_not_compiled_again() -> None:
     optimizers = original.optimizer, ours.keras_model.optimizer
     for a, b in zip(*(optimizer.variables for optimizer in optimizers), strict=True):
         np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-6, err_msg=a.path)
-
-
-def test_an_optimizer_of_other_variables_is_named() -> None:
-    other = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-    model = compiled(keras.models.clone_model(other))
-    model.optimizer.build(other.weights + model.weights)
-    with pytest.raises(tfd.TrainingError, match="must be built for the model's weights"):
-        tfd.distribute(model, mirrored())
 
 
 def test_a_model_that_cannot_be_copied_needs_a_builder() -> None:
@@ -349,18 +327,16 @@ def test_a_compile_that_cannot_be_repeated_names_the_argument() -> None:
 
 def test_lora_and_single_frozen_weights_come_along() -> None:
     keras.utils.set_random_seed(1)
-    plain = keras.Sequential(
-        [keras.Input((5,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
-    )
+    plain = stack(keras.layers.Dense(4, "tanh"), keras.layers.Dense(1))
     plain.layers[0].enable_lora(2)
     plain.layers[1].bias.trainable = False
     compiled(plain)
     plain.run_eagerly = True
-    before = [variable.numpy() for variable in plain.weights]
     ours = tfd.distribute(plain, mirrored())
     ours.keras_model.run_eagerly = False
+    before = weights_of(plain)
     plain.fit(X, Y, **FIT)
     ours.fit(X, Y, **FIT)
     assert_same_weights(plain, ours)
-    trained = [bool((a != v.numpy()).any()) for a, v in zip(before, plain.weights, strict=True)]
+    trained = [(a != b).any() for a, b in zip(before, weights_of(plain), strict=True)]
     assert sum(trained) == 4  # not the kernel of the first, nor the bias of the second

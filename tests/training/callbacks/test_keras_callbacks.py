@@ -13,7 +13,6 @@ from training_cases import (
     Y,
     assert_same_history,
     assert_same_weights,
-    assert_trains_as_keras,
     classifier,
     distributed_fit,
     mirrored,
@@ -158,22 +157,6 @@ def test_stop_training_stops_right_there(hook: str, steps: int) -> None:
     assert_same_history(expected, history)
 
 
-def test_evaluating_and_predicting_stop_too() -> None:
-    class StopSecond(keras.callbacks.Callback):
-        def on_test_batch_end(self, batch, logs=None):
-            self.model.stop_evaluating = batch == 1
-
-        def on_predict_batch_end(self, batch, logs=None):
-            self.model.stop_predicting = batch == 1
-
-    plain, ours = assert_trains_as_keras(CLASSIFIER, X, Y, batch_size=16)
-    arguments = {"batch_size": 16, "callbacks": [StopSecond()], "verbose": 0}
-    np.testing.assert_allclose(
-        ours.evaluate(X, Y, **arguments), plain.evaluate(X, Y, **arguments), rtol=1e-6
-    )
-    assert ours.predict(X, **arguments).shape == (32, 1)
-
-
 def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = {"batch_size": 16, "epochs": 2, "validation_data": (X, Y)}
     ours, _ = distributed_fit(CLASSIFIER, X, Y, **arguments)
@@ -188,8 +171,6 @@ def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert out.count("Epoch 2/2") == 1
     assert "4/4" in out
-    ours.evaluate(X, Y, verbose=2)
-    assert "accuracy" in capsys.readouterr().out
 
 
 def test_a_callback_evaluates_and_predicts_on_the_strategy() -> None:

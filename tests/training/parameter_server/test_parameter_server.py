@@ -67,13 +67,6 @@ def test_ordered_data_is_gone_on_with_in_the_middle_of_an_epoch(result: dict[str
     assert found["place"] == [2, 0]
 
 
-def test_damaged_records_are_left_out(result: dict[str, Any]) -> None:
-    found = result["damaged"]
-    assert (found["steps"], found["applied"], found["place"]) == (16, 16, [2, 0])
-    assert found["labels"] == pytest.approx([(36 - 4) / 8] * 2, rel=1e-6)
-    assert found["predicted"] == [0, 1, 2, 3, 5, 6, 7, 8]
-
-
 def test_evaluate_and_predict(result: dict[str, Any]) -> None:
     assert result["evaluate"] == pytest.approx(LABELS, rel=1e-6)
     assert result["predict in order"]
@@ -93,12 +86,11 @@ def test_callbacks_see_each_step(result: dict[str, Any]) -> None:
 
 
 def test_logs_of_metrics_under_other_names(result: dict[str, Any]) -> None:
-    arrays, own_data, evaluated = result["renamed"]
-    expected = {"shown": 151.0, "square root": 151.0**0.5, "own": 1.0}
+    arrays, evaluated = result["renamed"]
+    expected = {"shown": 151.0, "own": 1.0}
     assert evaluated == pytest.approx(expected)
     for name, value in expected.items():
         assert arrays[name] == pytest.approx([value] * 2)
-        assert own_data[name] == pytest.approx([value])
 
 
 def test_a_callback_reads_and_sets_the_learning_rate(result: dict[str, Any]) -> None:

@@ -25,13 +25,7 @@ from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._keras_private import REPLACED, Replaced
 from tfdist_ext.training.callbacks.in_cluster import TRAINER_METHODS
 from tfdist_ext.training.steps.context import StepContext
-from tfdist_ext.training.steps.replaced import (
-    StepRecord,
-    check_lookups,
-    functions_in_place,
-    step_targets,
-    substitutes,
-)
+from tfdist_ext.training.steps.replaced import StepRecord, check_lookups, step_targets
 
 FIT = {"batch_size": 16, "verbose": 0}
 
@@ -161,22 +155,6 @@ def test_fits_in_two_threads_do_not_see_each_other() -> None:
     for other in (plain, ours, waiting):
         for one, two in zip(expected.get_weights(), other.get_weights(), strict=True):
             np.testing.assert_allclose(two, one, rtol=0, atol=1e-6)
-
-
-def test_only_threads_in_a_step_and_only_there() -> None:
-    targets = [target for target in step_targets() if target.key == "replicas"]
-    strategy = mirrored(2)
-    of_thread: list[int] = []
-    with functions_in_place(targets), functions_in_place(targets):
-        with substitutes({"replicas": lambda original, self: 10 * original(self)}):
-            assert strategy.num_replicas_in_sync == 20
-            other = threading.Thread(target=lambda: of_thread.append(strategy.num_replicas_in_sync))
-            other.start()
-            other.join()
-            with substitutes(None):
-                assert strategy.num_replicas_in_sync == 2
-        assert strategy.num_replicas_in_sync == 2
-    assert of_thread == [2]
 
 
 # What a new release of Keras might do; each is past one function, and else as Keras does it.
