@@ -4,10 +4,9 @@ A step that sums over replicas cannot be one function that each replica calls. I
 sum, a sync point. Each replica runs a stage by itself; then the replicas sum, and each runs the
 next stage with the sums.
 
-A node belongs to the first stage in which its inputs are known, so few values are passed from
-stage to stage. Keras, for example, updates metrics after the weights, but from values of the
-forward pass. A node with effects stays between the sync points where it was made. A constant is
-copied into each stage that uses it.
+A node stays between the sync points where it was made, or goes to the first stage that uses it.
+What leaves a replica is computed in the first stage that knows its inputs, so few values are passed
+from stage to stage: Keras updates metrics after the weights, but from values of the forward pass.
 """
 
 from __future__ import annotations
@@ -69,38 +68,42 @@ def cut(
     for node in nodes:
         current = made_in[node.name] = results.get(node.name, current)
 
+    order = _in_order(by_name, [*stateful, *results, *leaving_nodes])
     known = {**dict.fromkeys(given, 0), **results}  # the stage from which on a node is known
+    outside = set(known)
+    for name in order:
+        if name not in known:
+            sources = [known[source] for source in _sources(by_name[name])]
+            known[name] = max([made_in[name] if name in stateful else 0, *sources])
+    stage_of: dict[str, int] = {}
+    needed: dict[str, int] = {}  # the first stage that uses a node
+    for name in reversed(order):
+        if name not in outside:
+            stage = max(known[name], made_in[name])
+            stage = known[name] if name in leaving_nodes else min(stage, needed.get(name, stage))
+            stage_of[name] = stage
+            for source in _sources(by_name[name]):
+                needed[source] = min(needed.get(source, stage), stage)
+
     stages = [Stage(set(), {}, {}) for _ in range(len(sync_points) + 1)]
-    for name in _in_order(by_name, [*stateful, *results, *leaving_nodes]):
-        if name in known:
-            continue
-        node = by_name[name]
-        if _is_constant(node) and name not in leaving_nodes:
-            known[name] = 0
-            continue
-        first = made_in[name] if name in stateful else 0
-        known[name] = number = max([first, *(known[source] for source in _sources(node))])
+    for name, number in stage_of.items():
         stages[number].nodes.add(name)
-        for tensor in map(tensor_name, node.input):
+        for tensor in map(tensor_name, by_name[name].input):
             source = _node_of(tensor)
-            if tensor.startswith("^") or source in stages[number].nodes:
-                continue
-            if _is_constant(by_name[source]) and source not in leaving_nodes:
-                stages[number].nodes.add(source)
-                continue
-            stages[number].inputs[tensor] = None
-            if source in stages[known[source]].nodes:
-                stages[known[source]].outputs[tensor] = None
+            if not tensor.startswith("^") and stage_of.get(source) != number:
+                stages[number].inputs[tensor] = None
+                if source in stage_of:
+                    stages[stage_of[source]].outputs[tensor] = None
     for tensor, number in leaving:
         source = _node_of(tensor)
         if known[source] > number:
             raise NotSharedError(f"{tensor} is needed for the sum over replicas that it depends on")
-        if source in stages[known[source]].nodes:
-            stages[known[source]].outputs[tensor] = None
+        if source in stage_of:
+            stages[stage_of[source]].outputs[tensor] = None
     return stages
 
 
-def _in_order(by_name: Mapping[str, tf.compat.v1.NodeDef], names: Iterable[str]) -> Iterable[str]:
+def _in_order(by_name: Mapping[str, tf.compat.v1.NodeDef], names: Iterable[str]) -> list[str]:
     """These nodes and all nodes that they depend on, each after its inputs."""
     sources: dict[str, list[str]] = {}
     todo = list(names)
@@ -108,7 +111,7 @@ def _in_order(by_name: Mapping[str, tf.compat.v1.NodeDef], names: Iterable[str])
         if (name := todo.pop()) not in sources:
             sources[name] = _sources(by_name[name])
             todo += sources[name]
-    return TopologicalSorter(sources).static_order()
+    return list(TopologicalSorter(sources).static_order())
 
 
 def source_of(tensor: str, nodes: Mapping[str, tf.compat.v1.NodeDef]) -> str:
@@ -121,10 +124,6 @@ def source_of(tensor: str, nodes: Mapping[str, tf.compat.v1.NodeDef]) -> str:
 def tensor_name(name: str) -> str:
     """An input of a node as "name:number"; a control input "^name" is returned as "^name:0"."""
     return name if ":" in name else f"{name}:0"
-
-
-def _is_constant(node: tf.compat.v1.NodeDef) -> bool:
-    return node.op == "Const" and not node.input
 
 
 def _sources(node: tf.compat.v1.NodeDef) -> list[str]:
