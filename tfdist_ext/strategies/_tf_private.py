@@ -33,6 +33,7 @@ NAMES = PrivateNames(
     {
         "distribute.cross_device_ops.get_devices_from": "the destinations of reductions",
         "distribute.cross_device_ops.validate_destinations": "the destinations of reductions",
+        "distribute.device_util.canonicalize": "names of devices",
         "distribute.distribute_lib.UpdateContext": "updates of variables",
         "distribute.distribute_utils.regroup": "values per replica",
         "distribute.distribute_utils.select_replica": "values per replica",
@@ -376,12 +377,11 @@ def validate_colocated(variable: tf.Variable, extended: tf.distribute.StrategyEx
 
 
 def full_name(device: str) -> str:
-    """ "/job:localhost/replica:0/task:0/device:CPU:0" of "CPU:0"; tensors have such names."""
-    # Of a process that is a task of a cluster, a list of its devices names job and task.
-    here = tf.DeviceSpec.from_string(tf.config.list_logical_devices("CPU")[0].name)
-    local = tf.DeviceSpec("localhost", 0, 0, "CPU", 0)
-    full = local.make_merged_spec(here).make_merged_spec(tf.DeviceSpec.from_string(device))
-    return str(full.to_string())
+    """ "/job:localhost/replica:0/task:0/device:CPU:0" of "CPU:0", as in `tensor.device`.
+
+    Private because the public names of devices lack the job and the task of this process.
+    """
+    return str(NAMES("distribute.device_util.canonicalize")(device))
 
 
 def devices_of(destinations: Any) -> tuple[str, ...]:

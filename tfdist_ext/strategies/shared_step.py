@@ -1,9 +1,10 @@
 """One step for all replicas of a worker: traced once, and called on the variables of each.
 
 With a trace for each replica, the time of the first step and the size of its graph grow with the
-number of replicas. The steps of replicas differ only in their variables and in their inputs. So a
-step is traced once and becomes functions that take both as arguments and are not inlined. The sums
-over replicas are in the graph around these functions.
+number of replicas. The steps of the replicas differ only in their variables and in their inputs.
+So a step is traced once. The trace is cut at the sums over replicas (`stages`), and each stage
+becomes a function that takes variables and inputs as arguments. The graph calls the function of a
+stage for each replica, without inlining, and then sums.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies import _tf_private as tp
-from tfdist_ext.strategies.stages import MeetingPoint, Stage, cut, source_of, tensor_name
-from tfdist_ext.strategies.traced_replica import Meeting, NotSharedError, TracedReplica
+from tfdist_ext.strategies.stages import NotSharedError, Stage, cut, source_of, tensor_name
+from tfdist_ext.strategies.traced_replica import SyncPoint, TracedReplica
 
 __all__ = ["SharedStep", "kind_of"]
 
@@ -33,15 +34,14 @@ class SharedStep:
 
     Args:
         devices: of the local replicas.
-        first: the number of the first of them, in the order of all.
+        first: the index of the first of them, over all workers.
         step: called once, with the arguments of a replica, in the context of a `TracedReplica`.
         args: for each local replica, its arguments: of one structure, with tensors of any shapes.
         copies: after the trace, the copies of each variable that it may use, one for each replica.
-        jit_compile: XLA compiles its functions where it can; never the sums between them.
+        jit_compile: XLA compiles the functions if it can; never the sums between them.
 
     Attributes:
-        compiled: how many of its functions XLA compiles.
-        not_compiled: why it does not compile the others.
+        not_compiled: why XLA cannot compile the functions; None if it can, or is not asked to.
 
     Raises:
         NotSharedError: it needs a trace for each replica.
@@ -60,8 +60,7 @@ class SharedStep:
     ):
         self._strategy = strategy
         self._devices = devices
-        self.compiled, self.not_compiled = 0, list[str]()
-        with tf.init_scope():  # constants in the graph would make the calls unlike
+        with tf.init_scope():  # constants in the graph would make the calls differ
             self._numbers = [tf.constant(first + local) for local in range(len(devices))]
         specs = _specs(args)
         self._trace = self._traced(step, args[0], first, specs, jit_compile)
@@ -73,19 +72,30 @@ class SharedStep:
         self._sources = dict(zip(captured, self._trace.captured_inputs, strict=True))
         self._returned = [source_of(tensor.name, nodes) for tensor in self._trace.outputs]
         points = [
-            MeetingPoint(
-                [tensor.name for tensor in _leaves(meeting.values)],
-                [tensor.op.name for tensor in _leaves(meeting.results)],
+            (
+                [tensor.name for tensor in _leaves(point.values)],
+                [tensor.op.name for tensor in _leaves(point.results)],
             )
-            for meeting in self._replica.meetings
+            for point in self._replica.sync_points
         ]
-        outside = {tensor.op.name for tensor in graph.inputs}
-        ordered = {op.name for op in graph.get_operations() if op.op_def.is_stateful}
-        stages = cut(definition.node, points, outside, self._returned, ordered - outside)
+        given = {tensor.op.name for tensor in graph.inputs}
+        stateful = {op.name for op in graph.get_operations() if op.op_def.is_stateful}
+        stages = cut(definition.node, points, given, self._returned, stateful - given)
         self._handles = _handles([*self._read_copies(), *copies()])
-        self._check_known()
+        self._check_captures()
         self._check_devices()
-        self._functions = self._functions_of(stages, definition, jit_compile)
+        self.not_compiled = self._why_no_xla(stages) if jit_compile else None
+        jit_compile = jit_compile and self.not_compiled is None
+
+        def function(stage: Stage) -> tf.compat.v1.GraphDef | None:
+            return _optimized(stage, graph, definition, devices[0], jit_compile)
+
+        with ThreadPoolExecutor() as pool:  # TensorFlow's optimizer releases the GIL
+            optimized = list(pool.map(function, stages))
+        self._functions = [
+            None if made is None else _StageFunction(stage, made, graph, self._sources, jit_compile)
+            for stage, made in zip(stages, optimized, strict=True)
+        ]
 
     def _traced(
         self,
@@ -95,7 +105,7 @@ class SharedStep:
         specs: list[tf.TensorSpec],
         jit_compile: bool,
     ) -> tf.types.experimental.ConcreteFunction:
-        """The trace of the step. The functions in Python that the step calls live in its graph."""
+        """The trace of the step. It keeps the Python functions alive that the step calls."""
 
         def run(number: tf.Tensor, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
             self._replica = TracedReplica(self._strategy, first, number)
@@ -103,7 +113,7 @@ class SharedStep:
                 self._result = step(*_packed(args, tensors))
             return _leaves(self._result)
 
-        # XLA has gradients of loops that it can compile.
+        # For XLA, TensorFlow traces other gradients of loops.
         trace = tf.function(run, autograph=False, jit_compile=jit_compile or None)
         try:
             return trace.get_concrete_function(tf.TensorSpec([], tf.int32), specs)
@@ -112,63 +122,38 @@ class SharedStep:
                 raise
             raise NotSharedError(self._replica.refused) from None
 
-    def _functions_of(
-        self, stages: Sequence[Stage], definition: tf.compat.v1.GraphDef, jit_compile: bool
-    ) -> list[_StageFunction]:
-        """The functions of the stages, optimized for the device of the first replica."""
-        graph, device = self._trace.graph, self._devices[0]
-        if jit_compile and not self._variables_are_near():
-            jit_compile = False
-            self.not_compiled = ["replicas use a variable that is on another device"]
-        reasons = [self._why_no_xla(stage) if jit_compile else None for stage in stages]
-        by_xla = [jit_compile and why is None for why in reasons]
-
-        def optimized(stage: Stage, compiled: bool) -> tf.compat.v1.GraphDef:
-            return _optimized(stage, graph, definition, device, compiled)
-
-        with ThreadPoolExecutor() as pool:  # TensorFlow's optimizer releases the GIL
-            graphs = list(pool.map(optimized, stages, by_xla))
-        functions = []
-        for stage, nodes, compiled, why in zip(stages, graphs, by_xla, reasons, strict=True):
-            function = _StageFunction(stage, nodes, graph, self._sources, compiled)
-            functions.append(function)
-            if function.computes:
-                self.compiled += compiled
-                self.not_compiled += [] if why is None else [why]
-        return functions
-
     def __call__(self, args: Sequence[Sequence[Any]]) -> list[Any]:
         """The results of each local replica, in cross-replica context."""
         known: list[Tensors] = []
         for number, mine in zip(self._numbers, args, strict=True):
             given = dict(zip(self._given, [number, *_leaves(mine)], strict=True))
             known.append({**self._sources, **given})
-        meetings = [None, *self._replica.meetings]
-        for meeting, function in zip(meetings, self._functions, strict=True):
-            if meeting is not None:
-                self._hold(meeting, known)
-            if not function.computes:
-                continue
-            for replica, tensors in enumerate(known):
-                with tf.device(self._devices[replica]):
-                    tensors.update(function(tensors, replica, self._handles))
+        points = [None, *self._replica.sync_points]
+        for point, function in zip(points, self._functions, strict=True):
+            if point is not None:
+                self._synchronize(point, known)
+            if function is not None:
+                for replica, tensors in enumerate(known):
+                    with tf.device(self._devices[replica]):
+                        tensors.update(function(tensors, replica, self._handles))
         return [
             _packed(self._result, [tensors[name] for name in self._returned]) for tensors in known
         ]
 
-    def _hold(self, meeting: Meeting, known: Sequence[Tensors]) -> None:
-        brought = [leaf.name for leaf in _leaves(meeting.values)]
+    def _synchronize(self, point: SyncPoint, known: Sequence[Tensors]) -> None:
+        """Sum what the replicas bring to a sync point, and note the results."""
+        brought = [leaf.name for leaf in _leaves(point.values)]
         of_all = []
         for device, mine in zip(self._devices, known, strict=True):
             leaves = [_on(device, mine[name]) for name in brought]
-            values = _packed(meeting.values, leaves)
-            of_all.append(tf.nest.map_structure(_of_known_shape, values, meeting.values))
+            values = _packed(point.values, leaves)
+            of_all.append(tf.nest.map_structure(_of_known_shape, values, point.values))
         local = self._strategy.experimental_local_results
-        results = [local(each) for each in meeting.hold(tp.per_replica(of_all, always=True))]
-        marks = [leaf.name for leaf in _leaves(meeting.results)]
+        results = [local(each) for each in point.reduce(tp.per_replica(of_all, always=True))]
+        names = [leaf.name for leaf in _leaves(point.results)]
         for replica, tensors in enumerate(known):
             got = _leaves([each[replica % len(each)] for each in results])
-            tensors.update(zip(marks, got, strict=True))
+            tensors.update(zip(names, got, strict=True))
 
     def _read_copies(self) -> Iterable[Sequence[tf.Variable]]:
         """The copies of each variable that the step has read."""
@@ -176,29 +161,25 @@ class SharedStep:
             container = self._strategy.extended.value_container(variable)
             yield self._strategy.experimental_local_results(container)
 
-    def _why_no_xla(self, stage: Stage) -> str | None:
-        """Why XLA cannot compile a stage; None where nothing is known against it."""
-        passed = [name for name in (*stage.inputs, *stage.outputs) if name not in self._sources]
-        kinds = [self._trace.graph.get_tensor_by_name(name).dtype for name in passed]
-        if tf.variant in kinds:
+    def _why_no_xla(self, stages: Sequence[Stage]) -> str | None:
+        """Why XLA cannot compile the stages; None if no reason is known."""
+        for source in self._sources.values():
+            copies = self._handles.get(id(source), [])
+            if copies and len({copy.device for copy in copies}) < len(self._devices):
+                return "replicas use a variable that is on another device"
+        passed = [self._trace.graph.get_tensor_by_name(x) for each in stages for x in each.outputs]
+        if any(tensor.dtype == tf.variant for tensor in passed):
             return "a sum over replicas is between the turns of a loop and their gradients"
         return None
 
-    def _variables_are_near(self) -> bool:
-        """Each replica has a copy of each variable that the step uses."""
-        used = [self._handles.get(id(source), []) for source in self._sources.values()]
-        apart = [len({copy.device for copy in copies}) for copies in used if copies]
-        return all(count == len(self._devices) for count in apart)
-
-    def _check_known(self) -> None:
+    def _check_captures(self) -> None:
+        """Check that each replica's copy of everything that the step uses is known."""
         for name, source in self._sources.items():
             if source.dtype == tf.resource and id(source) not in self._handles:
                 users = self._trace.graph.get_tensor_by_name(name).consumers()
                 if not all(user.type.startswith("LookupTable") for user in users):
                     kinds = ", ".join(sorted({user.type for user in users}))
-                    raise NotSharedError(
-                        f"it uses something that is in no variable known ({kinds})"
-                    )
+                    raise NotSharedError(f"it uses a resource that is no known variable ({kinds})")
 
     def _check_devices(self) -> None:
         """TensorFlow puts an operation, a loop too, where all variables are that it takes."""
@@ -216,13 +197,10 @@ class _StageFunction:
     """A stage of a step as a function that each replica calls.
 
     Args:
-        nodes: of the stage, optimized.
+        nodes: from `_optimized`.
         graph: of the trace.
         sources: what the trace has captured, by the name that it has there.
-        jit_compile: XLA compiles it.
-
-    Attributes:
-        computes: whether there is anything to do.
+        jit_compile: XLA compiles the function.
     """
 
     def __init__(
@@ -233,24 +211,22 @@ class _StageFunction:
         sources: Tensors,
         jit_compile: bool,
     ):
-        self.computes = bool(nodes.node)
-        if not self.computes:
-            return
         taken = [graph.get_tensor_by_name(name) for name in stage.inputs if name not in sources]
         self._taken = [tensor.name for tensor in taken]
-        self._outputs = stage.outputs
+        self._outputs = list(stage.outputs)
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in taken]
         self._shapes = [graph.get_tensor_by_name(name).shape for name in stage.outputs]
         used = {tensor_name(name) for node in nodes.node for name in node.input}
 
         def run(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
             inner = tf.compat.v1.get_default_graph()
-            inputs = dict(zip(self._taken, tensors, strict=True))
-            for name in stage.inputs:
-                if name in sources and name in used:
-                    inputs[name] = inner.capture(sources[name])
-            mine = {name: tensor for name, tensor in inputs.items() if name in used}
-            return tf.graph_util.import_graph_def(nodes, mine, list(stage.outputs), name="")
+            args = dict(zip(self._taken, tensors, strict=True))
+            inputs = {
+                mark: args[name] if name in args else inner.capture(sources[name])
+                for name, mark in _marks(stage).items()
+                if mark in used
+            }
+            return tf.graph_util.import_graph_def(nodes, inputs, self._outputs, name="")
 
         # TensorFlow would optimize an inlined function again for each replica.
         traced = tf.function(
@@ -275,81 +251,59 @@ class _StageFunction:
         return dict(zip(self._outputs, call.outputs, strict=True))
 
 
+def _marks(stage: Stage) -> dict[str, str]:
+    """The tensors that stand for the inputs of a stage, by the names of the inputs in the trace."""
+    return {name: f"input_of_stage_{number}:0" for number, name in enumerate(stage.inputs)}
+
+
 def _optimized(
     stage: Stage,
     graph: tf.Graph,
     definition: tf.compat.v1.GraphDef,
     device: str,
     jit_compile: bool,
-) -> tf.compat.v1.GraphDef:
-    """A stage's nodes as a graph of their own, optimized for a device, and bound to none.
+) -> tf.compat.v1.GraphDef | None:
+    """The nodes of a stage, optimized for a device but bound to none; None if it does nothing.
 
-    Its inputs have their names in the trace. XLA takes them as they are, and optimizes itself.
+    The stage's inputs are named as in `_marks`. XLA gets the nodes as they are, and optimizes them
+    itself.
 
     Raises:
-        NotSharedError: TensorFlow cannot optimize it alone.
+        NotSharedError: TensorFlow cannot optimize the stage by itself.
     """
-    marks = {name: f"input_of_stage_{number}" for number, name in enumerate(stage.inputs)}
-    nodes = _nodes_of(stage, definition, marks, device)
-    names = {node.name for node in nodes.node}
-    effects = [op.name for op in graph.control_outputs if op.name in names]
+    effects = [op.name for op in graph.control_outputs if op.name in stage.nodes]
     if not stage.outputs and not effects:
-        return tf.compat.v1.GraphDef()
-    for name, mark in marks.items():
-        tensor = graph.get_tensor_by_name(name)
-        node = nodes.node.add(name=mark, op="Placeholder", device=device)
-        node.attr["dtype"].type = tensor.dtype.as_datatype_enum
-        node.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
-    wanted = [*stage.outputs, *effects, *marks.values()]
-    try:
-        made = nodes if jit_compile else tp.optimized(nodes, wanted, device)
-    except ValueError as error:
-        if isinstance(error, StrategyError):
-            raise
-        raise NotSharedError(f"TensorFlow cannot optimize a part of it: {error}") from error
-    inputs = {tensor_name(mark): name for name, mark in marks.items()}
-    found = tf.compat.v1.GraphDef(versions=made.versions, library=made.library)
-    for node in made.node:
-        if tensor_name(node.name) not in inputs:
-            copy = found.node.add()
-            copy.CopyFrom(node)
-            copy.device = "" if node.device == device else node.device
-            del copy.input[:]
-            for name in node.input:
-                if not (name.startswith("^") and tensor_name(name[1:]) in inputs):
-                    copy.input.append(inputs.get(tensor_name(name), name))
-    return found
-
-
-def _nodes_of(
-    stage: Stage,
-    definition: tf.compat.v1.GraphDef,
-    marks: dict[str, str],
-    device: str,
-) -> tf.compat.v1.GraphDef:
-    """A stage's nodes as a graph of their own, each on a device.
-
-    Args:
-        marks: nodes for its inputs.
-    """
-    mine = set(stage.nodes)
+        return None
+    marks = _marks(stage)
     found = tf.compat.v1.GraphDef(versions=definition.versions, library=definition.library)
     for node in definition.node:
-        if node.name not in mine:
-            continue
-        copy = found.node.add()
-        copy.CopyFrom(node)
-        copy.device = node.device or device
-        copy.attr.pop("_class", None)  # a device beside a node that may be in another stage
-        del copy.input[:]
-        for name in node.input:
-            if name.startswith("^"):
-                # What it waits for outside of the stage is done before the stage.
-                if name[1:] in mine:
-                    copy.input.append(name)
-            else:
-                copy.input.append(marks.get(tensor_name(name), name))
-    return found
+        if node.name in stage.nodes:
+            copy = found.node.add()
+            copy.CopyFrom(node)
+            copy.device = node.device or device
+            copy.attr.pop("_class", None)  # a device beside a node that may be in another stage
+            # A node of an earlier stage is done before this stage, so nothing waits for it.
+            waits = [name for name in node.input if name.startswith("^")]
+            taken = [marks.get(tensor_name(name), name) for name in node.input if name not in waits]
+            copy.input[:] = [*taken, *(name for name in waits if name[1:] in stage.nodes)]
+    placeholders = {mark.removesuffix(":0"): name for name, mark in marks.items()}
+    for mark, name in placeholders.items():
+        tensor = graph.get_tensor_by_name(name)
+        node = found.node.add(name=mark, op="Placeholder", device=device)
+        node.attr["dtype"].type = tensor.dtype.as_datatype_enum
+        node.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
+    if not jit_compile:
+        try:
+            found = tp.optimized(found, [*stage.outputs, *effects, *placeholders], device)
+        except StrategyError:
+            raise
+        except ValueError as error:
+            raise NotSharedError(f"TensorFlow cannot optimize a part of it: {error}") from error
+    kept = [node for node in found.node if node.name not in placeholders]
+    for node in kept:
+        node.device = "" if node.device == device else node.device
+        node.input[:] = [name for name in node.input if name[1:] not in placeholders]
+    return tf.compat.v1.GraphDef(node=kept, versions=found.versions, library=found.library)
 
 
 def _handles(copies: Iterable[Sequence[tf.Variable]]) -> Handles:

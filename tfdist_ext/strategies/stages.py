@@ -1,228 +1,133 @@
-"""A traced step, cut where replicas meet: pure arithmetic on the nodes of a graph.
+"""Cuts a traced step into stages, between which replicas sum their values.
 
-A step that sums over replicas in its middle cannot be one function for each replica. It is cut
-into stages. The nodes of a stage were made after one meeting and before the next; replicas run a
-stage each by itself, then meet, and run the next one with what they have agreed on.
+A step that sums over replicas cannot be one function that each replica calls. It is cut at each
+sum, a sync point. Each replica runs a stage by itself; then the replicas sum, and each runs the
+next stage with the sums.
 
-What a step returns, or brings to a meeting, is computed as soon as it can be. Keras updates metrics
-after the weights, from what was there before the gradients were summed: all of that would be passed
-on through the meeting.
+A node stays between the sync points where it was made, or goes to the first stage that uses it.
+What leaves a replica is computed in the first stage that knows its inputs, so few values are passed
+from stage to stage: Keras updates metrics after the weights, but from values of the forward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from graphlib import TopologicalSorter
+from typing import NamedTuple
 
-__all__ = [
-    "MeetingPoint",
-    "Node",
-    "Stage",
-    "cut",
-    "source_of",
-    "tensor_name",
-]
+import tensorflow as tf
+
+__all__ = ["NotSharedError", "Stage", "cut", "source_of", "tensor_name"]
 
 
-class Node(Protocol):
-    """A node of a GraphDef.
-
-    Attributes:
-        name: its name, once in a graph.
-        op: its type.
-        input: "name" or "name:number" of each tensor that it takes, "^name" of nodes to wait for.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def op(self) -> str: ...
-    @property
-    def input(self) -> Sequence[str]: ...
+class NotSharedError(Exception):
+    """The step cannot be traced once for all replicas; the message says why."""
 
 
-class MeetingPoint(NamedTuple):
-    """A point of a step at which replicas meet.
+class Stage(NamedTuple):
+    """A part of a step between two sync points.
 
     Attributes:
-        brought: the tensors that a replica brings, as "name:number".
-        results: names of the nodes that stand for what it gets.
+        nodes: names of its nodes.
+        inputs: tensors from outside of the stage, as "name:number", in order.
+        outputs: its tensors that are used outside of the stage, in order.
     """
 
-    brought: Sequence[str]
-    results: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A part of a step between two meetings.
-
-    Attributes:
-        nodes: names, in the order of the graph.
-        inputs: tensors from outside of it, as "name:number".
-        outputs: its tensors that are used outside of it.
-    """
-
-    nodes: tuple[str, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    nodes: set[str]
+    inputs: dict[str, None]
+    outputs: dict[str, None]
 
 
 def cut(
-    nodes: Sequence[Node],
-    meetings: Sequence[MeetingPoint],
-    given: Set[str],
+    nodes: Sequence[tf.compat.v1.NodeDef],
+    sync_points: Sequence[tuple[Sequence[str], Sequence[str]]],
+    given: Iterable[str],
     wanted: Sequence[str],
-    ordered: Set[str] = frozenset(),
+    stateful: Set[str] = frozenset(),
 ) -> list[Stage]:
-    """The stages of a step: one more than meetings.
+    """The stages of a step: one more than sync points.
 
     Args:
-        nodes: in the order in which they were made; a node's inputs may be made after it.
-        meetings: in order.
+        nodes: in the order in which they were made. Inputs of a node may be made after it.
+        sync_points: in order, (tensors that a replica brings, names of the nodes that stand for
+            what it gets).
         given: names of nodes whose outputs come from outside of the step.
         wanted: the tensors that the step returns, as "name:number".
-        ordered: names of nodes that do more than compute; they stay where they were made.
+        stateful: names of nodes that have effects.
 
     Raises:
-        ValueError: a node that is needed before a meeting depends on its results.
+        NotSharedError: a sync point needs a tensor that depends on its own results.
     """
-    results = {name: number for number, each in enumerate(meetings) for name in each.results}
-    stage_of = _stages_of_nodes(nodes, meetings, results, given, wanted, ordered)
-    inputs, outputs = _passed_on(nodes, meetings, results, stage_of, wanted)
-    names = [
-        tuple(node.name for node in nodes if stage_of.get(node.name) == number)
-        for number in range(len(inputs))
-    ]
-    return [
-        Stage(mine, tuple(taken), tuple(given_on))
-        for mine, taken, given_on in zip(names, inputs, outputs, strict=True)
-    ]
-
-
-def _stages_of_nodes(
-    nodes: Sequence[Node],
-    meetings: Sequence[MeetingPoint],
-    results: Mapping[str, int],
-    given: Set[str],
-    wanted: Sequence[str],
-    ordered: Set[str],
-) -> dict[str, int]:
-    """The number of the stage in which each needed node is computed."""
     by_name = {node.name: node for node in nodes}
-    brought = [tensor for each in meetings for tensor in each.brought]
-    needed = _with_inputs(by_name, [*map(_node_of, [*wanted, *brought]), *ordered, *results])
-    stage_of: dict[str, int] = {}
+    results = {name: i for i, (_, got) in enumerate(sync_points, 1) for name in got}
+    leaving = [(tensor, i) for i, (brought, _) in enumerate(sync_points) for tensor in brought]
+    leaving += [(tensor, len(sync_points)) for tensor in wanted]
+    leaving_nodes = {_node_of(tensor) for tensor, _ in leaving}
+    made_in: dict[str, int] = {}
     current = 0
     for node in nodes:
-        if node.name in results:
-            current = results[node.name] + 1
-        elif node.name in needed and node.name not in given:
-            stage_of[node.name] = current
-    for node in reversed(nodes):  # made later, and needed earlier
-        _needed_by(stage_of, by_name, node.name)
-    earliest = _earliest(nodes, stage_of, results, ordered)
-    for name in map(_node_of, [*brought, *wanted]):
-        if name in stage_of:
-            stage_of[name] = min(stage_of[name], earliest[name])
-            _needed_by(stage_of, by_name, name)
-    return stage_of
+        current = made_in[node.name] = results.get(node.name, current)
 
+    order = _in_order(by_name, [*stateful, *results, *leaving_nodes])
+    known = {**dict.fromkeys(given, 0), **results}  # the stage from which on a node is known
+    outside = set(known)
+    for name in order:
+        if name not in known:
+            sources = [known[source] for source in _sources(by_name[name])]
+            known[name] = max([made_in[name] if name in stateful else 0, *sources])
+    stage_of: dict[str, int] = {}
+    needed: dict[str, int] = {}  # the first stage that uses a node
+    for name in reversed(order):
+        if name not in outside:
+            stage = max(known[name], made_in[name])
+            stage = known[name] if name in leaving_nodes else min(stage, needed.get(name, stage))
+            stage_of[name] = stage
+            for source in _sources(by_name[name]):
+                needed[source] = min(needed.get(source, stage), stage)
 
-def _passed_on(
-    nodes: Sequence[Node],
-    meetings: Sequence[MeetingPoint],
-    results: Mapping[str, int],
-    stage_of: Mapping[str, int],
-    wanted: Sequence[str],
-) -> tuple[list[dict[str, None]], list[dict[str, None]]]:
-    """(inputs, outputs) of each stage, as ordered sets of tensors."""
-    inputs: list[dict[str, None]] = [{} for _ in range(len(meetings) + 1)]
-    outputs: list[dict[str, None]] = [{} for _ in inputs]
-
-    def leaves(tensor: str, stage: int) -> bool:
-        """Whether a tensor comes into a stage from outside; noted where it leaves its own."""
+    stages = [Stage(set(), {}, {}) for _ in range(len(sync_points) + 1)]
+    for name, number in stage_of.items():
+        stages[number].nodes.add(name)
+        for tensor in map(tensor_name, by_name[name].input):
+            source = _node_of(tensor)
+            if not tensor.startswith("^") and stage_of.get(source) != number:
+                stages[number].inputs[tensor] = None
+                if source in stage_of:
+                    stages[stage_of[source]].outputs[tensor] = None
+    for tensor, number in leaving:
         source = _node_of(tensor)
-        if max(stage_of.get(source, 0), results.get(source, -1) + 1) > stage:
-            raise ValueError(f"{tensor} must be there before the meeting that it depends on")
-        if stage_of.get(source) == stage:
-            return False
+        if known[source] > number:
+            raise NotSharedError(f"{tensor} is needed for the sum over replicas that it depends on")
         if source in stage_of:
-            outputs[stage_of[source]][tensor] = None
-        return True
-
-    for node in nodes:
-        if (stage := stage_of.get(node.name)) is not None:
-            for name in node.input:
-                if not name.startswith("^") and leaves(tensor_name(name), stage):
-                    inputs[stage][tensor_name(name)] = None
-    for number, meeting in enumerate(meetings):
-        for tensor in meeting.brought:
-            if not leaves(tensor, number):  # at the end of this stage
-                outputs[number][tensor] = None
-    for tensor in wanted:
-        leaves(tensor, len(inputs))
-    return inputs, outputs
+            stages[stage_of[source]].outputs[tensor] = None
+    return stages
 
 
-def _with_inputs(by_name: Mapping[str, Node], names: Iterable[str]) -> set[str]:
-    """Nodes, and all that they depend on."""
-    found: set[str] = set()
+def _in_order(by_name: Mapping[str, tf.compat.v1.NodeDef], names: Iterable[str]) -> list[str]:
+    """These nodes and all nodes that they depend on, each after its inputs."""
+    sources: dict[str, list[str]] = {}
     todo = list(names)
     while todo:
-        if (name := todo.pop()) not in found:
-            found.add(name)
-            todo += _needs(by_name[name])
-    return found
+        if (name := todo.pop()) not in sources:
+            sources[name] = _sources(by_name[name])
+            todo += sources[name]
+    return list(TopologicalSorter(sources).static_order())
 
 
-def _earliest(
-    nodes: Sequence[Node],
-    stage_of: Mapping[str, int],
-    results: Mapping[str, int],
-    ordered: Set[str],
-) -> dict[str, int]:
-    """The first stage in which what a node takes is there, for each node."""
-    earliest = {name: number + 1 for name, number in results.items()}
-    for node in nodes:
-        if node.name in ordered:
-            earliest[node.name] = stage_of[node.name]
-        elif node.name in stage_of:
-            # What was made later stays where it is, and what is given is always there.
-            stages = (earliest.get(name, stage_of.get(name, 0)) for name in _needs(node))
-            earliest[node.name] = max(stages, default=0)
-    return earliest
-
-
-def source_of(tensor: str, nodes: Mapping[str, Node]) -> str:
+def source_of(tensor: str, nodes: Mapping[str, tf.compat.v1.NodeDef]) -> str:
     """The tensor that an identity of identities is."""
     while (node := nodes[_node_of(tensor)]).op == "Identity":
         tensor = tensor_name(next(name for name in node.input if not name.startswith("^")))
     return tensor
 
 
-def _needed_by(stage_of: dict[str, int], by_name: Mapping[str, Node], name: str) -> None:
-    """Move what a node needs to its stage, or an earlier one."""
-    todo = [name]
-    while todo:
-        name = todo.pop()
-        stage = stage_of.get(name)
-        if stage is None:
-            continue
-        for source in _needs(by_name[name]):
-            if stage_of.get(source, -1) > stage:
-                stage_of[source] = stage
-                todo.append(source)
-
-
 def tensor_name(name: str) -> str:
-    """An input of a node as "name:number"; what it waits for has a name of its own."""
+    """An input of a node as "name:number"; a control input "^name" is returned as "^name:0"."""
     return name if ":" in name else f"{name}:0"
 
 
-def _needs(node: Node) -> list[str]:
-    """Names of the nodes that a node takes tensors of, or waits for."""
+def _sources(node: tf.compat.v1.NodeDef) -> list[str]:
+    """Names of the nodes that a node takes tensors from or waits for."""
     return [_node_of(name.removeprefix("^")) for name in node.input]
 
 

@@ -1,8 +1,8 @@
-"""The replica that runs a step: its number, whose copies it uses, and how it meets the others.
+"""The replica that runs a step: its number, its copies of variables, and its sums over replicas.
 
-Under `strategy.run` each replica runs the step in a thread of its own. A `TracedReplica` stands
-for all replicas of this worker while their step is traced once: the replica's number is an input
-of the trace, and where replicas meet the trace has marks, which `SharedStep` replaces.
+Under `strategy.run` each replica runs the step in its own thread. A `TracedReplica` stands for all
+replicas of this worker while their step is traced once. The replica's number is an input of the
+trace. In place of a sum over replicas the trace has placeholders, which `SharedStep` replaces.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tfdist_ext.strategies.reductions import (
     reduce_parts,
     tells_what_it_reduces,
 )
+from tfdist_ext.strategies.stages import NotSharedError
 
 __all__ = [
-    "Meeting",
-    "NotSharedError",
+    "SyncPoint",
     "TracedReplica",
     "copy_number",
     "is_traced_once",
@@ -34,38 +34,34 @@ __all__ = [
 ]
 
 
-# Elements of a tensor that is copied sooner than it is sent by itself.
+# Elements of a tensor that is faster to copy than to send by itself.
 _SMALL = 4096
 
 
-class NotSharedError(Exception):
-    """The step cannot be traced once for all replicas; the message says why."""
-
-
-class Meeting(NamedTuple):
-    """A point of a traced step at which replicas meet.
+class SyncPoint(NamedTuple):
+    """A point of a traced step at which replicas wait for each other.
 
     Attributes:
         values: what a replica brings, tensors of the trace in a structure.
-        results: marks that stand for what it gets, in the rest of the trace.
-        hold: called once with values per replica, in cross-replica context; it gives the results,
-            each per replica or one for all.
+        results: placeholders for what the replica gets, in the rest of the trace.
+        reduce: called once with values per replica, in cross-replica context. It returns the
+            results, each per replica or one for all.
     """
 
     values: Any
     results: list[Value]
-    hold: Callable[[Any], list[Any]]
+    reduce: Callable[[Any], list[Any]]
 
 
 class TracedReplica(tf.distribute.ReplicaContext):
     """The context of a step that is traced once.
 
     Args:
-        first: the number of this worker's first replica, on whose variables it is traced.
-        number: of the replica that runs it, in the order of all; a tensor of the trace.
+        first: the index of this worker's first replica, on whose variables the step is traced.
+        number: the index of the replica that runs, over all workers; a tensor of the trace.
 
     Attributes:
-        meetings: in the order of the trace.
+        sync_points: in the order of the trace.
         refused: why the step cannot be traced once; None as long as it can.
     """
 
@@ -73,7 +69,7 @@ class TracedReplica(tf.distribute.ReplicaContext):
         super().__init__(strategy, first)
         self.first = first
         self.number = number
-        self.meetings: list[Meeting] = []
+        self.sync_points: list[SyncPoint] = []
         self.refused: str | None = None
 
     @property
@@ -89,25 +85,14 @@ class TracedReplica(tf.distribute.ReplicaContext):
     def all_gather(self, value: Any, axis: Any, options: Any = None) -> NoReturn:
         self.refuse("it calls all_gather of its replica context")
 
-    def meet(
-        self, values: Any, marks: list[Value], hold: Callable[[Any], list[Any]]
-    ) -> list[Value]:
-        """Note a meeting; the marks, which the rest of the step takes for its results."""
-        self.meetings.append(Meeting(values, marks, hold))
-        return marks
-
     def refuse(self, why: str) -> NoReturn:
-        """End the trace.
-
-        Raises:
-            NotSharedError: always.
-        """
+        """End the trace with a NotSharedError."""
         self.refused = why
         raise NotSharedError(why)
 
 
 def replica_number() -> tf.Tensor:
-    """The number of the running replica in the order of all."""
+    """The index of the running replica over all workers."""
     context = tf.distribute.get_replica_context()
     if isinstance(context, TracedReplica):
         return context.number
@@ -115,7 +100,7 @@ def replica_number() -> tf.Tensor:
 
 
 def copy_number() -> int:
-    """The number of the replica whose copies of variables are used. A TPU does not tell it."""
+    """The index of the replica whose copies of variables are used. Not available on a TPU."""
     context = tf.distribute.get_replica_context()
     if isinstance(context, TracedReplica):
         return context.first
@@ -136,48 +121,44 @@ def sum_up(
 
     Args:
         what: what each value is, for a StrategyTemplate.
-        padding: of a single vector, which may have another size in another step.
+        padding: of a single vector whose size may change from step to step.
     """
-
     op = tf.distribute.ReduceOp.SUM
     context = tf.distribute.get_replica_context()
     if not isinstance(context, TracedReplica):
         return list(all_reduce(op, values, what, padding))
     values = [v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v) for v in values]
-    # The hook of a StrategyTemplate is told what each value is.
-    together = [] if tells_what_it_reduces(context.strategy) else _small_ones(values)
+    # The hook of a StrategyTemplate gets a description of each value.
+    together = [] if tells_what_it_reduces(context.strategy) else _small_values(values)
     alone = sorted(set(range(len(values))).difference(*together))
     flat = [tf.concat([tf.reshape(values[i], [-1]) for i in each], 0) for each in together]
-    brought = [*(values[place] for place in alone), *flat]
-    kinds = [*(what[place] for place in alone), *(OTHER for _ in flat)]
+    brought = [*(values[i] for i in alone), *flat]
+    kinds = [*(what[i] for i in alone), *(OTHER for _ in flat)]
 
-    def hold(of_all: Sequence[Any]) -> list[Any]:
+    def reduce(of_all: Sequence[Any]) -> list[Any]:
         return reduce_parts(context.strategy, op, of_all, kinds, padding)
 
     if padding is None:
-        marks = [_mark_of_sum(value) for value in brought]
+        summed = [_sum_placeholder(value) for value in brought]
     else:
-        marks = [_mark(value, [None]) for value in brought]
-    summed = context.meet(brought, marks, hold)
+        summed = [_placeholder(value, [None]) for value in brought]
+    context.sync_points.append(SyncPoint(brought, summed, reduce))
     found = dict(zip(alone, summed, strict=False))
     for places, total in zip(together, summed[len(alone) :], strict=True):
-        shapes = [values[place].shape for place in places]
+        shapes = [values[i].shape for i in places]
         pieces = tf.split(total, [shape.num_elements() for shape in shapes])
-        for place, piece, shape in zip(places, pieces, shapes, strict=True):
-            found[place] = tf.reshape(piece, shape)
-    return [found[place] for place in range(len(values))]
+        for i, piece, shape in zip(places, pieces, shapes, strict=True):
+            found[i] = tf.reshape(piece, shape)
+    return [found[i] for i in range(len(values))]
 
 
-def _small_ones(values: Sequence[Value]) -> list[list[int]]:
-    """The places of small values, those of one dtype together, where they are several.
-
-    Sending a small value takes longer than copying it several times.
-    """
+def _small_values(values: Sequence[Value]) -> list[list[int]]:
+    """The indices of small values, grouped by dtype; groups of one value are left out."""
     small: dict[tf.DType, list[int]] = {}
-    for place, value in enumerate(values):
+    for i, value in enumerate(values):
         elements = None if isinstance(value, tf.IndexedSlices) else value.shape.num_elements()
         if elements is not None and elements <= _SMALL:
-            small.setdefault(value.dtype, []).append(place)
+            small.setdefault(value.dtype, []).append(i)
     return [places for places in small.values() if len(places) > 1]
 
 
@@ -187,31 +168,32 @@ def once_for_all(
     """Call `function(the values of each replica)` once, in cross-replica context.
 
     Args:
-        function: returns something, and the time at which the values of all were there.
+        function: returns something, and the time at which the values of all replicas were there.
 
     Returns:
-        What the function does; None in the place of what it returns while a trace is made.
+        The result of `function`. Its first part is None if the step is traced once.
     """
     context = tf.distribute.get_replica_context()
     if not isinstance(context, TracedReplica):
         return context.merge_call(lambda _, each: function(each), args=(values,))
-    mark = _mark(tf.constant(0.0, tf.float64))
+    time = _placeholder(tf.constant(0.0, tf.float64))
 
-    def time_of(of_all: Any) -> list[Any]:
+    def reduce(of_all: Any) -> list[Any]:
         return [tf.cast(function(of_all)[1], tf.float64)]
 
-    return None, context.meet(values, [mark], time_of)[0]
+    context.sync_points.append(SyncPoint(values, [time], reduce))
+    return None, time
 
 
-def _mark_of_sum(value: Value) -> Value:
+def _sum_placeholder(value: Value) -> Value:
     if not isinstance(value, tf.IndexedSlices):
-        return _mark(value)
+        return _placeholder(value)
     # The slices of all replicas, one after another.
-    rows = [_mark(part, [None, *part.shape[1:]]) for part in (value.values, value.indices)]
-    shape = None if value.dense_shape is None else _mark(value.dense_shape)
+    rows = [_placeholder(part, [None, *part.shape[1:]]) for part in (value.values, value.indices)]
+    shape = None if value.dense_shape is None else _placeholder(value.dense_shape)
     return tf.IndexedSlices(*rows, shape)
 
 
-def _mark(value: tf.Tensor, shape: Sequence[int | None] | None = None) -> tf.Tensor:
+def _placeholder(value: tf.Tensor, shape: Sequence[int | None] | None = None) -> tf.Tensor:
     shape = value.shape if shape is None else tf.TensorShape(shape)
     return tf.raw_ops.PlaceholderWithDefault(input=value, shape=shape)

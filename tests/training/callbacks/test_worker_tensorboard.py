@@ -72,7 +72,7 @@ def test_one_process(tmp_path: Path) -> None:
     plain, _ = fit(strategy)
     for one, other in zip(model.keras_model.weights, plain.keras_model.weights, strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-    assert not plain._engine.program(plain.keras_model, "train", NullStepTimer()).timer.records
+    assert not plain._engine.program(plain.keras_model, "train", NullStepTimer())._timer.records
 
 
 def test_means_of_steps_and_a_second_fit(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist_ext as tfd
-from tfdist_ext.training.synchronous import program as progress
+from tfdist_ext.training.synchronous import model_step as progress
 
 
 def test_the_first_step_says_that_it_is_compiled_and_the_second_does_not(

@@ -13,8 +13,9 @@ from tfdist_ext.training.inputs import GlobalBatches, Parts
 from tfdist_ext.training.programs import Engine, PredictProgram, StepProgram, step_of
 from tfdist_ext.training.steps.random_numbers import Seeds
 from tfdist_ext.training.steps.step_timer import NullStepTimer, StepTimer
+from tfdist_ext.training.synchronous.model_step import trace_for_each
 from tfdist_ext.training.synchronous.program import Predictor, SynchronousProgram
-from tfdist_ext.training.synchronous.reduction import SynchronousReduction, trace_for_each
+from tfdist_ext.training.synchronous.reduction import SynchronousReduction
 from tfdist_ext.user_frames import warn
 
 __all__ = ["SynchronousEngine"]
@@ -36,7 +37,6 @@ class SynchronousEngine(Engine[SynchronousReduction]):
             [] if on_tpu else on.devices, on.from_chief if on.multi_worker else None
         )
         self._timer: StepTimer | None = None
-        self._warned_of_xla = False
 
     def _read_sharded(self, data: ShardedDataset, *, from_position: bool) -> GlobalBatches:
         check_equal_positions(self.reduction, data)
@@ -57,7 +57,7 @@ class SynchronousEngine(Engine[SynchronousReduction]):
         if not model.jit_compile or self._strategy.num_replicas_in_sync == 1:
             return
         if why := trace_for_each(self.reduction, jit_compile=True):
-            self._warn_of_xla(f"{why}.")
+            warn(f"jit_compile=True is off: {why}.")
             model.jit_compile = False
 
     def step_timer(self) -> StepTimer:
@@ -70,18 +70,9 @@ class SynchronousEngine(Engine[SynchronousReduction]):
         with self.reduction.peers.barrier("averaged weights"), self._strategy.scope():
             model.optimizer.finalize_variable_values(model.trainable_weights)
 
-    def program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram:
-        if timer.records and model.jit_compile and not model.run_eagerly:
-            self._warn_of_xla("XLA cannot note the times that a WorkerTensorBoard writes.")
-        return super().program(model, kind, timer)
-
-    def _warn_of_xla(self, why: str) -> None:
-        """Say once that `jit_compile=True` is off; to be called by what `fit` calls in a helper."""
-        if not self._warned_of_xla:
-            warn(f"jit_compile=True is off: {why}")
-            self._warned_of_xla = True
-
     def _make_program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram:
+        if timer.records and model.jit_compile and not model.run_eagerly:
+            warn("jit_compile=True is off: XLA cannot note the times of a WorkerTensorBoard.")
         step = step_of(model, kind)
         return SynchronousProgram(model, self.reduction, kind, step, timer, self._seeds)
 

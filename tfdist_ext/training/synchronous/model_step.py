@@ -1,0 +1,386 @@
+"""One step of a model on all replicas of this task, from a global batch to outputs.
+
+`ModelStep` runs the model's own step on each replica, in a scope in which it computes what one
+device would. The step is traced once for all replicas if that is possible, else once for each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.cluster.liveness.reports import FIRST_AFTER, LONGEST_PAUSE, say
+from tfdist_ext.errors import StrategyError, TrainingError
+from tfdist_ext.strategies._tf_private import lightly_optimized
+from tfdist_ext.strategies.shared_step import SharedStep, kind_of
+from tfdist_ext.strategies.stages import NotSharedError
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.inputs import Part, Parts
+from tfdist_ext.training.protocols import StepFunction, Structure
+from tfdist_ext.training.steps import exact
+from tfdist_ext.training.steps.context import StepContext, running_step
+from tfdist_ext.training.steps.logs import has_own_outputs, metrics_of, recorded_results
+from tfdist_ext.training.steps.random_numbers import Seeds
+from tfdist_ext.training.steps.replaced import (
+    check_activity_regularizers,
+    check_lookups,
+    check_passed,
+    functions_in_place,
+    has_own_apply,
+    step_targets,
+    uses_keras_step,
+)
+from tfdist_ext.training.steps.scope import (
+    LocalVariables,
+    ReplicaScope,
+    assign_written,
+    metrics_and_others,
+    resetting_metrics,
+    rows_of_shared,
+)
+from tfdist_ext.training.steps.step_timer import NullStepTimer
+from tfdist_ext.training.synchronous.reduction import (
+    StackedStates,
+    States,
+    SynchronousReduction,
+)
+from tfdist_ext.training.variables import copies_of_model
+from tfdist_ext.user_frames import warn
+
+__all__ = ["ModelStep", "trace_for_each"]
+
+# Turns what a replica's step returned into tensors that leave the replica. Called in the scope of
+# the step, with the metric states before the step; the context is None in plain Keras.
+CollectOutputs: TypeAlias = Callable[
+    [Structure, ReplicaScope, Sequence[tf.Tensor], StepContext | None], Structure
+]
+
+
+class ReplicaResult(NamedTuple):
+    """The result of a step on one replica.
+
+    Attributes:
+        states: the metrics' states after the step, stacked.
+        written: new values of other variables, for `assign_written`.
+        outputs: from `collect`.
+        notes: from the timer.
+    """
+
+    states: list[tf.Tensor]
+    written: dict[str, tf.Tensor]
+    outputs: Any
+    notes: tuple[tf.Tensor, ...]
+
+
+class ModelStep:
+    """A "train", "test" or "predict" step of a model, run by all replicas of this task.
+
+    Args:
+        step: the model's step.
+        seeds: the random generators of the replicas.
+        timer: records the times of steps.
+        collect: see `CollectOutputs`.
+
+    Attributes:
+        metrics: the variables of the model's metrics.
+        stacked: stacks the states of these variables.
+        updated: ids of the metric variables that the step writes.
+        batch_size: rows of a whole global batch; None if not known. To be set before a trace.
+        asked_batch_size: whether a trace depends on `batch_size`.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        reduction: SynchronousReduction,
+        kind: str,
+        step: StepFunction,
+        seeds: Seeds,
+        timer: NullStepTimer,
+        collect: CollectOutputs,
+    ):
+        self._model = model
+        self._reduction = reduction
+        self._kind = kind
+        self._step = step
+        self._seeds = seeds
+        self._timer = timer
+        self._collect = collect
+        self.metrics, self._others = metrics_and_others(model)
+        self.stacked = StackedStates(self.metrics)
+        self.updated: set[int] = set()
+        self.batch_size: int | None = None
+        # An optimizer whose instance has its own `apply` gets gradients that are summed already.
+        own_apply = kind != "predict" and has_own_apply(model.optimizer)
+        self._keras_step = uses_keras_step(model, kind) and not own_apply
+        self._replaced = [*step_targets(), *exact.own_applies(model)]
+        self._metric_objects = metrics_of(model)
+        self._own = LocalVariables(reduction.strategy, reduction.local_replicas)
+        self._rows = rows_of_shared(reduction.strategy, reduction.local_replicas)
+        self._weight_shapes = frozenset(tuple(variable.shape) for variable in self._others)
+        self._checked = False
+        self.forget_traces()
+
+    def forget_traces(self) -> None:
+        """Trace the step again when it is called next."""
+        model, kind = self._model, self._kind
+        # XLA knows no time of day.
+        in_function = kind != "predict" and not model.run_eagerly and not self._timer.records
+        self._jit_compile = in_function and model.jit_compile
+        # As a function the step is traced once, although the loop must know in advance what the
+        # step returns.
+        in_function &= self._reduction.replicas == 1
+        if in_function and (self._jit_compile or has_own_outputs(model, kind)):
+            self._run_once = tf.function(
+                self._run_replica, jit_compile=self._jit_compile or None, autograph=False
+            )
+        else:
+            self._run_once = self._run_replica
+        self._not_shared = trace_for_each(self._reduction, jit_compile=self._jit_compile)
+        self._shared: dict[Any, SharedStep] = {}  # by the kind of arguments
+        self.asked_batch_size = False
+
+    @property
+    def traces(self) -> str:
+        """How the step is traced, in words."""
+        replicas = self._reduction.local_replicas
+        if self._model.run_eagerly:
+            return "none: run_eagerly=True"
+        if self._not_shared is not None and replicas > 1:
+            return f"a trace for each of {replicas} replicas: {self._not_shared}"
+        by_xla = ", compiled by XLA" if self._jit_compile else ""
+        if replicas == 1:
+            return f"a trace for the one replica of this task{by_xla}"
+        return f"one trace for the {replicas} replicas of this task{by_xla}"
+
+    def split_states(self) -> States:
+        """The stacked metric states from which the local replicas start."""
+        states = self._reduction.split_states(self.metrics)
+        return [self.stacked.stack(of_replica) for of_replica in states]
+
+    def unstack(self, states: States) -> States:
+        """The state of each metric variable on each local replica."""
+        return [self.stacked.unstack(of_replica) for of_replica in states]
+
+    def in_graph(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, which calls this step, as a tf.function; as it is under `run_eagerly`."""
+        if self._model.run_eagerly:
+            return run
+        return tf.function(run, autograph=False, reduce_retracing=True)
+
+    def call(self, function: Any, *args: Any) -> Any:
+        """Call a function that `in_graph` made."""
+        if self._model.run_eagerly:
+            with self._drawing(eager=True):
+                return function(*args)
+        if not function.experimental_get_tracing_count():
+            with self._reporting_compilation():
+                function.get_concrete_function(*args)
+        is_shared = self._not_shared is None
+        # A shared step is optimized already, and the graph around it has little to gain.
+        optimization = lightly_optimized() if is_shared else contextlib.nullcontext()
+        try:
+            with self._drawing(), optimization:
+                return function(*args)
+        except tf.errors.CancelledError as error:
+            if not is_shared:
+                raise
+            raise self._error_of_replica(function, args) from error
+
+    def __call__(
+        self, batch: Parts, states: States, rows: tf.Tensor | None = None
+    ) -> tuple[States, list[Any]]:
+        """Run the step on one global batch, in cross-replica context.
+
+        Args:
+            batch: the parts of the local replicas.
+            states: the metrics' states of the local replicas, stacked.
+            rows: of the global batch, where a part itself does not know.
+
+        Returns:
+            For each local replica the new states, and what `collect` returned.
+        """
+        with (
+            functions_in_place(self._replaced),
+            resetting_metrics(self._metric_objects),
+            recorded_results(self._metric_objects),
+        ):
+            results = self._results(batch, states, rows)
+        assign_written(self._reduction.strategy, self._others, results[0].written)
+        self._timer.step_is_done([result.notes for result in results])
+        return [result.states for result in results], [result.outputs for result in results]
+
+    def _results(self, batch: Parts, states: States, rows: tf.Tensor | None) -> list[ReplicaResult]:
+        """The results of the local replicas: one trace for all replicas, or one for each."""
+        on = self._reduction
+        if self._not_shared is None and not tf.executing_eagerly():
+            args = [(part, mine, rows) for part, mine in zip(on.parts(batch), states, strict=True)]
+            try:
+                return self._shared_step(args)(args)
+            except (NotSharedError, StrategyError) as why:
+                self._not_shared = str(why)
+                self._turn_off_xla(self._not_shared)
+        return on.run(self._run_once, batch, states, rows)
+
+    def _shared_step(self, args: Sequence[Sequence[Any]]) -> SharedStep:
+        on, kind = self._reduction, kind_of(args)
+        if kind not in self._shared:
+            self._shared[kind] = step = SharedStep(
+                on.strategy,
+                on.devices,
+                on.first_replica,
+                self._run_once,
+                args,
+                self._copies,
+                jit_compile=self._jit_compile,
+            )
+            if step.not_compiled is not None:
+                self._turn_off_xla(step.not_compiled)
+        return self._shared[kind]
+
+    def _turn_off_xla(self, why: str) -> None:
+        if self._jit_compile:
+            self._jit_compile = False
+            warn(f"jit_compile=True is off: {why}")
+
+    def _error_of_replica(self, function: Any, args: Sequence[Any]) -> Exception:
+        """Raise or return the error of the replica because of which the others were cancelled.
+
+        Where replicas call functions, TensorFlow reports an error in one of them as a cancellation
+        of the others. So the steps run again, on the next batches, with a trace for each replica.
+        """
+        self._not_shared = "it has failed"
+        with contextlib.suppress(tf.errors.OutOfRangeError):
+            tf.function(function.python_function, autograph=False)(*args)
+        return TrainingError(
+            "a step failed on one replica, and TensorFlow reports only that it cancelled the other"
+            " replicas. TensorFlow's log has the error, in the line"
+            ' "Local rendezvous is aborting with status". compile(run_eagerly=True) shows where it'
+            " comes from."
+        )
+
+    def _run_replica(
+        self, part: Part, states: list[tf.Tensor], rows_of_all: tf.Tensor | None
+    ) -> ReplicaResult:
+        """Run the step on one replica's part of a global batch, in that replica's context."""
+        before = self.stacked.unstack(states)
+        timer = self._timer.replica_timer()
+        context = None
+        if tf.distribute.has_strategy() or timer is not None:
+            context = self._context(part, rows_of_all, timer)
+        with (
+            tf.name_scope(""),  # a summary's tag would begin with "while/"
+            running_step(context),
+            ReplicaScope(zip(self.metrics, before, strict=True), self._others, self._own) as scope,
+        ):
+            returned = self._step(part[-1] if context is None else context.batch)
+            outputs = self._collect(returned, scope, before, context)
+        if context is not None:
+            self._check(scope, context)
+            self.asked_batch_size |= context.asked_batch_size
+        scope.forget_losses(self._model)
+        self.updated |= scope.updated
+        new = self.stacked.after_step(scope, context, states)
+        notes = () if timer is None else timer.notes(new)
+        return ReplicaResult(new, scope.written(context), outputs, notes)
+
+    def _context(self, part: Part, rows_of_all: tf.Tensor | None, timer: Any) -> StepContext:
+        """The context of the running replica."""
+        rows, of, batch = part
+        context = StepContext(
+            rows,
+            of if rows_of_all is None else rows_of_all,
+            self._reduction.replicas,
+            self._reduction.local_replicas,
+            batch,
+            keras_step=self._keras_step,
+            between_workers=self._reduction.between_workers,
+            timer=timer,
+            cut_evenly=rows_of_all is None,
+            batch_size=self.batch_size,
+            weight_shapes=self._weight_shapes,
+        )
+        context.substitutes = {
+            **exact.substitutes_of(context, self._rows),
+            "seed_generator": self._seeds.of_replica,
+        }
+        return context
+
+    def _check(self, scope: ReplicaScope, context: StepContext) -> None:
+        """Check that the step has called the functions that are replaced."""
+        # Later eager steps do not call what their inner graphs called while they were traced.
+        if self._checked and tf.executing_eagerly():
+            return
+        record = scope.record(context.called)
+        check_lookups(self._model, record)
+        if self._kind != "predict":
+            check_passed(self._model, self._kind, record)
+            if context.replicas > 1:
+                check_activity_regularizers(self._model)
+        self._checked = True
+
+    def _copies(self) -> Iterator[Sequence[tf.Variable]]:
+        """The variables that a step may use: of each, the copies of all local replicas."""
+        on = self._reduction
+        yield from copies_of_model(self._model, on.strategy, on.local_replicas)
+        yield from self._own.copies()
+        if self._seeds.generators:
+            yield [kp.raw_value(generator.state) for generator in self._seeds.generators]
+
+    @contextlib.contextmanager
+    def _drawing(self, *, eager: bool = False) -> Iterator[None]:
+        """Scope of steps that may draw without a seed. Only a trace tells whether they do."""
+        draws = eager or bool(self._seeds.generators)
+        if draws:
+            self._seeds.begin()
+        yield
+        if draws:
+            self._seeds.end()
+
+    @contextlib.contextmanager
+    def _reporting_compilation(self) -> Iterator[None]:
+        """Scope of a trace, which may take minutes: the chief reports after 10 s, then less often.
+
+        A thread reports: the trace stays in the main thread, where Ctrl-C reaches it.
+        """
+        done = threading.Event()
+
+        def report() -> None:
+            waited, pause = 0.0, FIRST_AFTER
+            while not done.wait(pause):
+                waited += pause
+                replicas = self._reduction.replicas
+                say(f"compiling the first step ({replicas} replicas), for {waited:.0f} s ...")
+                pause = min(waited, LONGEST_PAUSE)
+
+        thread = threading.Thread(target=report, name="tfdist-progress", daemon=True)
+        if self._reduction.is_chief:
+            thread.start()
+        collects = gc.isenabled()
+        gc.disable()  # a trace makes very many objects, and hardly any garbage
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
+            done.set()
+            if self._reduction.is_chief:
+                thread.join()
+
+
+def trace_for_each(on: SynchronousReduction, *, jit_compile: bool) -> str | None:
+    """Why each replica of a task has its own trace; None where the step decides it."""
+    if isinstance(on.strategy, tf.distribute.TPUStrategy):
+        return "a TPU compiles the step"
+    if on.multi_worker and on.local_replicas > 1:  # several GPUs on each: untested
+        return "other workers have replicas, too"
+    # XLA cannot compile the sums over tasks. A shared step is compiled between the sums.
+    if on.local_replicas == 1 and not (on.multi_worker and jit_compile):
+        return "there is one replica"
+    return None
