@@ -230,30 +230,3 @@ def trained_with(gathered: Callable[[Any], Any]) -> None:
 def test_what_cannot_be_gathered(gathered: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         trained_with(gathered)
-
-
-def test_in_batch_negatives_of_a_part_are_warned_of() -> None:
-    def loss(candidates: Callable[[Any], Any]) -> Callable[..., Any]:
-        def of_rows(y: Any, x: Any) -> Any:
-            logits = tf.matmul(x, candidates(x), transpose_b=True)
-            return tf.reduce_mean(tf.nn.log_softmax(logits))
-
-        return of_rows
-
-    def train(loss: Any) -> None:
-        inputs = keras.Input((None, 5))  # a sequence of any length: attention compares its places
-        hidden = keras.layers.MultiHeadAttention(1, 2)(inputs, inputs)
-        hidden = keras.layers.Dense(3)(keras.layers.GlobalAveragePooling1D()(hidden))
-        gram = ops.matmul(hidden[:, :, None], hidden[:, None, :])
-        outputs = keras.layers.Dense(2)(keras.layers.Flatten()(gram))
-        ours = tfd.distribute(
-            compiled(keras.Model(inputs, outputs), "sgd", loss), strategy_of("mirrored")
-        )
-        ours.fit(VIEWS[:8], VIEWS[:8, 0, :1], batch_size=8, verbose=0)
-
-    with pytest.warns(
-        UserWarning, match="loss compares rows of the batch.*On 2 replicas.*all_rows"
-    ):
-        train(loss(lambda x: x))
-    train(loss(tfd.all_rows))  # warnings are errors
-    train("mse")

@@ -27,7 +27,7 @@ from tfdist_ext.strategies.collective_sizes import (
     padded,
 )
 from tfdist_ext.strategies.reductions import OTHER, STATISTIC, Kind, Reduced
-from tfdist_ext.strategies.traced_replica import copy_number, replica_number, sum_up
+from tfdist_ext.strategies.traced_replica import replica_number, sum_up
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import gathered_values, is_recording
 from tfdist_ext.training.protocols import Structure
@@ -37,19 +37,16 @@ from tfdist_ext.training.steps.rows import (
     Gradient,
     Lookup,
     blocks_of_rows,
-    compares_rows,
     first_size,
     has_rows_of,
     joined,
     lookups_of,
     merged,
-    operations_before,
     places_rows,
-    sums_in_loss,
     with_unknown_rows,
 )
 from tfdist_ext.training.steps.step_timer import ReplicaTimer
-from tfdist_ext.user_frames import filter_traceback, warn
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = [
     "StepContext",
@@ -177,7 +174,9 @@ class StepContext:
 
         A metric may add them to its rows, because it is summed over replicas.
         """
-        if not self._is_traced_first() or not tf.is_symbolic_tensor(value):
+        if self.replicas == 1 or self._graph is None or _on_tpu():
+            return
+        if not tf.is_symbolic_tensor(value):
             return
         if (how := places_rows(value, self._equal, is_metric=is_metric)) is not None:
             raise self._rows_written(variable, how)
@@ -216,47 +215,6 @@ class StepContext:
                 " their values. Assign it directly in the body of train_step or call, or create it"
                 " with self.add_weight(..., trainable=False)."
             )
-
-    def _is_traced_first(self) -> bool:
-        """Whether this is the worker's first replica, in a graph: what it does, all do."""
-        if self.replicas == 1 or self._graph is None or _on_tpu():
-            return False
-        return copy_number() % self.local_replicas == 0
-
-    def warn_of_rows_compared(self, targets: Sequence[tf.Tensor]) -> None:
-        """Warn if a loss compares this part's rows with each other."""
-        tensors = [target for target in targets if tf.is_symbolic_tensor(target)]
-        operations = operations_before(tensors) if self._is_traced_first() else ()
-        op = next((each for each in operations if compares_rows(each, self._equal)), None)
-        if op is not None:
-            warn(
-                "the loss compares rows of the batch with each other (in-batch negatives:"
-                f" {op.type} {op.name!r}). On {self.replicas} replicas each compares the rows of"
-                " its own part only, which is another loss than on one device. Take one side from"
-                " tfd.all_rows: logits = tf.matmul(queries, tfd.all_rows(candidates),"
-                " transpose_b=True)."
-            )
-
-    def warn_of_sums(self, targets: Sequence[tf.Tensor]) -> None:
-        """Warn if a loss of one number is a sum over this part's rows, or a ratio of two."""
-        if self._size is not None or not self._is_traced_first():
-            return
-        numbers = [each for each in targets if tf.is_symbolic_tensor(each) and not each.shape.rank]
-        for is_ratio in (found for each in numbers for found in sums_in_loss(each, self._equal)):
-            what = (
-                "divides one sum over rows by another, as a masked mean does. Each of"
-                f" {self.replicas} replicas divides by the sum of its own rows, which is another"
-                " loss than on one device. Sum over the rows of all replicas:"
-                " losses, mask = tfd.all_rows((losses, mask))."
-                if is_ratio
-                else "is a sum over rows that is not divided by the rows at hand. A loss of one"
-                f" number counts as a mean over rows: on {self.replicas} replicas this one is too"
-                " small by that number. Use tf.reduce_mean(losses), or"
-                " tf.nn.compute_average_loss(losses, global_batch_size=...) for a constant size,"
-                " or leave one number for each row."
-            )
-            warn(f"the loss {what} See docs/exactness.md.")
-            return
 
     def may_have_rows(self, value: tf.Tensor) -> bool:
         """Whether the first dimension of known size may hold several numbers for each row."""

@@ -555,8 +555,6 @@ def _gradient(
     if (scope := _scope()) is not None:
         sources = tf.nest.map_structure(scope.source_of, sources)
     targets = tf.nest.flatten(target)
-    here.warn_of_rows_compared(targets)
-    here.warn_of_sums(targets)
     output_gradients = _of_sums(here, targets, output_gradients)
     # What a model's own tape gives is taken while the step's tape still records.
     of_step = here.keras_step and not is_recording()
