@@ -92,7 +92,6 @@ class StepContext:
         gradients_are_weighted: those that Keras's own step has now are, with the share, and are not
             summed yet.
         computes_gradients: a tape does, now.
-        reduced_losses: how many losses were reduced.
         synchronized_moments: how many statistics were taken over all replicas.
     """
 
@@ -113,7 +112,6 @@ class StepContext:
         self.called: set[str] = set()
         self.gradients_are_weighted = False
         self.computes_gradients = False
-        self.reduced_losses = 0
         self.synchronized_moments = 0
         self._batch_fraction = tf.cast(self.rows, tf.float64) / tf.cast(self.of, tf.float64)
         self.rows = tf.cast(self.rows, tf.int64)

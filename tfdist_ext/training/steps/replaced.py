@@ -17,10 +17,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -29,18 +28,14 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.variables import optimizers_of
 
 __all__ = [
-    "StepRecord",
     "Target",
     "check_activity_regularizers",
-    "check_lookups",
-    "check_passed",
+    "check_called",
     "functions_in_place",
     "has_own_apply",
     "not_called",
-    "own_targets",
     "redirect_methods",
     "step_targets",
     "substitute_of",
@@ -133,19 +128,9 @@ def functions_in_place(targets: Sequence[Target]) -> Iterator[None]:
         _restore(targets, user)
 
 
-def own_targets(kinds: Sequence[type], bases: Sequence[type], names: Sequence[str]) -> list[Target]:
-    """The methods of some names that classes, and their bases above `bases`, define.
-
-    What is called first in a step must be replaced, and calls that of Keras only then.
-    """
-    mros = [itertools.takewhile(lambda owner: owner not in bases, kind.__mro__) for kind in kinds]
-    owners = dict.fromkeys(itertools.chain(*mros))
-    return [Target(name, owner, name) for owner in owners for name in names if name in vars(owner)]
-
-
 @functools.cache
 def step_targets() -> list[Target]:
-    """The targets of a step: those of `REPLACED` that exist; see `check_passed`."""
+    """The targets of a step: the functions of `REPLACED` that exist in this release."""
     found = []
     for replaced in kp.REPLACED:
         with contextlib.suppress(ImportError, AttributeError):
@@ -208,9 +193,6 @@ def _function_asking(key: str, original: Any) -> Callable[..., Any]:
     return chosen
 
 
-_APPLIES = ("apply", "apply_gradients")
-
-
 def uses_keras_step(model: keras.Model, kind: str) -> bool:
     """Whether a "train", "test" or "predict" step is the one that Keras's own models have."""
     step = getattr(model, f"{kind}_step")
@@ -219,51 +201,43 @@ def uses_keras_step(model: keras.Model, kind: str) -> bool:
 
 def has_own_apply(optimizer: object) -> bool:
     """Whether an optimizer has an `apply` of the object alone, which may do anything."""
-    return not vars(optimizer).keys().isdisjoint(_APPLIES)
+    return not vars(optimizer).keys().isdisjoint(("apply", "apply_gradients"))
 
 
-class StepRecord(NamedTuple):
-    """A record of one replica's step, to check that it has called what it must.
+def check_called(model: keras.Model, kind: str, called: Set[str], written: Container[int]) -> None:
+    """Check that a "train", "test" or "predict" step has called what its model must call.
 
-    Attributes:
-        called: keys of `REPLACED`.
-        written: ids of the Keras variables that it wrote, other than those of metrics, and other
-            than what an optimizer's `apply` wrote.
-        metrics: ids of the metrics' variables that it wrote.
-        read_whole: ids of the raw values in shards that it read as one tensor.
-        has_losses: layers gave something to add_loss, or have weights that are regularized.
-    """
-
-    called: Set[str]
-    written: Set[int] = frozenset()
-    metrics: Set[int] = frozenset()
-    read_whole: Set[int] = frozenset()
-    has_losses: bool = False
-
-
-def check_passed(model: keras.Model, kind: str, step: StepRecord) -> None:
-    """Check what one replica's "train", "test" or "predict" step has called.
+    Args:
+        called: keys of `REPLACED` that the step has called.
+        written: ids of the variables that the step has written.
 
     Raises:
-        TrainingError: a function that is replaced for it was not called.
+        TrainingError: a function that is replaced in steps was not called.
     """
-    for keys in _expected(model, kind, step):
-        if not step.called & set(keys):
-            raise not_called(keys[0])
-
-
-def check_lookups(model: keras.Model, step: StepRecord) -> None:
-    """Check that rows of tables in shards were gathered where they are.
-
-    Raises:
-        TrainingError: a whole table was read instead.
-    """
-    if "take" in step.called or not step.read_whole:
-        return
+    expected = ["reduce_loss"] if "loss" in called else []
+    if kind != "predict" and uses_keras_step(model, kind):
+        expected += ["clear_losses", "update_mean"]
+        if model.loss is not None and type(model).compute_loss is keras.Model.compute_loss:
+            reduced = any(map(_is_reduced, keras.tree.flatten(model.loss)))
+            expected += ["replicas", "loss"] if reduced else ["replicas"]
+        if kind == "train" and model.trainable_variables:
+            expected += ["gradient", "apply"]
     for layer in kp.flat_layers(model):
-        table = layer.embeddings if isinstance(layer, keras.layers.Embedding) else None
-        if isinstance(table, keras.Variable) and id(kp.raw_value(table)) in step.read_whole:
-            raise not_called("take")
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
+            expected += ["moments_of_layer"] if id(layer.moving_mean) in written else []
+        if isinstance(layer, keras.layers.Dropout) and layer.rate:
+            expected += ["draw_uniform"] if id(layer.seed_generator.state) in written else []
+    called = called | {"apply"} if "apply_gradients" in called else called
+    for key in expected:
+        if key not in called:
+            raise not_called(key)
+
+
+def _is_reduced(loss: object) -> bool:
+    """Whether one of the losses given to `compile` is called as Keras's own are."""
+    if isinstance(loss, keras.losses.Loss):
+        return type(loss).__call__ is keras.losses.Loss.__call__
+    return loss is not None
 
 
 def check_activity_regularizers(model: keras.Model) -> None:
@@ -294,61 +268,6 @@ def not_called(key: str) -> TrainingError:
         " not. This release takes another way, and the training would be wrong: install versions"
         " that docs/compatibility.md lists as tested, or a newer tfdist_ext."
     )
-
-
-def _expected(model: keras.Model, kind: str, step: StepRecord) -> Iterator[tuple[str, ...]]:
-    """Keys of which the step must have called one at least."""
-    if kind != "predict" and uses_keras_step(model, kind):
-        yield from _of_keras_step(model, kind, step)
-    if kind == "train":
-        yield from _of_optimizers(model, step)
-    for metric in model.metrics:
-        inherits = type(metric).update_state is keras.metrics.Mean.update_state
-        if inherits and any(id(variable) in step.metrics for variable in metric.variables):
-            yield ("update_mean",)
-    for layer in kp.flat_layers(model):
-        is_normal = isinstance(layer, keras.layers.BatchNormalization)
-        if is_normal and layer.synchronized and id(layer.moving_mean) in step.written:
-            yield ("moments_of_layer",)
-        drops = isinstance(layer, keras.layers.Dropout) and layer.rate
-        if drops and id(layer.seed_generator.state) in step.written:
-            yield ("draw_uniform",)
-
-
-def _of_keras_step(model: keras.Model, kind: str, step: StepRecord) -> Iterator[tuple[str, ...]]:
-    yield ("clear_losses",)
-    yield ("update_mean",)  # of the tracker of the loss
-    if type(model).compute_loss is keras.Model.compute_loss:
-        if model.loss is not None:
-            yield ("replicas",)
-            if any(map(_is_reduced, keras.tree.flatten(model.loss))):
-                yield ("loss",)
-                yield ("reduce_loss",)
-        if step.has_losses:
-            yield ("added_loss",)
-    if kind == "train" and model.trainable_variables:
-        yield ("gradient",)
-        yield _APPLIES
-
-
-def _is_reduced(loss: object) -> bool:
-    """Whether one of the losses given to `compile` is called as Keras's own are."""
-    if isinstance(loss, keras.losses.Loss):
-        return type(loss).__call__ is keras.losses.Loss.__call__
-    return loss is not None
-
-
-def _of_optimizers(model: keras.Model, step: StepRecord) -> Iterator[tuple[str, ...]]:
-    """An optimizer that counted a step has applied gradients.
-
-    A step that assigns weights by hand may count by hand, too.
-    """
-    by_hand = any(id(weight) in step.written for weight in model.trainable_weights)
-    if "gradient" not in step.called or by_hand:
-        return
-    for optimizer in optimizers_of(model).values():
-        if id(kp.step_variables(optimizer)[0]) in step.written:
-            yield _APPLIES
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -36,7 +36,7 @@ from tfdist_ext.training.steps.context import (
     outside_of_inner_graphs,
 )
 from tfdist_ext.training.steps.logs import StepScope, metric_variables, metrics_of
-from tfdist_ext.training.steps.replaced import StepRecord, redirect_methods, substitutes
+from tfdist_ext.training.steps.replaced import redirect_methods, substitutes
 from tfdist_ext.training.variables import (
     ShardedRead,
     copies_per_worker,
@@ -94,7 +94,6 @@ class ReplicaScope(StepScope):
         self._apart: set[int] = set()  # watched variables whose value is in a variable beside them
         self._graph = current_graph()
         self._reads: dict[int, ShardedRead] = {}
-        self.written_apart: set[int] = set()  # ids of others that were written, in no inner graph
         self.updated: set[int] = set()  # ids of the metrics' variables that were written
         for variable in self.own.written.values():
             # Not only when one is met: inner graphs of eager steps are traced in the first alone.
@@ -118,7 +117,6 @@ class ReplicaScope(StepScope):
             self._move_to_own(variable)
             self.own.write(variable, value)
             return
-        self.written_apart.add(key)
         if key in self._watched and not variable.trainable:
             super().add_update(update)
             return
@@ -142,12 +140,6 @@ class ReplicaScope(StepScope):
         # Not in a loop of a layer's, whose gradient has the shape of its inputs.
         with outside_of_inner_graphs(self._graph):
             return read.whole()
-
-    def record(self, called: Set[str]) -> StepRecord:
-        """The record of the step so far; `called` are keys of `REPLACED`."""
-        read_whole = {raw for raw, read in self._reads.items() if read.read_whole}
-        has_losses = bool(self.losses)
-        return StepRecord(called, self.written_apart, self.updated, read_whole, has_losses)
 
     def forget_losses(self, layer: keras.Layer) -> None:
         """Drop the losses that a layer and its sublayers gave to add_loss in this step."""

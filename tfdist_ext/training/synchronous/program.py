@@ -41,8 +41,7 @@ from tfdist_ext.training.steps.logs import (
 from tfdist_ext.training.steps.random_numbers import Seeds
 from tfdist_ext.training.steps.replaced import (
     check_activity_regularizers,
-    check_lookups,
-    check_passed,
+    check_called,
     functions_in_place,
     has_own_apply,
     step_targets,
@@ -343,9 +342,7 @@ class SynchronousProgram(StepProgram):
             if here is not None:
                 outputs = {name: here.contribution(value) for name, value in outputs.items()}
         if here is not None and not (self._passed and tf.executing_eagerly()):
-            record = scope.record(here.called)
-            check_passed(self._model, self._kind, record)
-            check_lookups(self._model, record)
+            check_called(self._model, self._kind, here.called, scope.state_mapping)
             if here.replicas > 1 and self._kind != "predict":
                 check_activity_regularizers(self._model)
             self._passed = True
@@ -537,8 +534,6 @@ class Predictor:
             ) as scope,
         ):
             outputs = self._step(part[-1] if here is None else here.batch)
-        if here is not None:
-            check_lookups(self._model, scope.record(here.called))
         scope.forget_losses(self._model)
         self._updated |= scope.updated
         outputs = keras.tree.map_structure(lambda value: _if_any(part[0], value), outputs)
