@@ -150,7 +150,7 @@ def test_what_may_or_may_not_be_rows_is_refused_with_a_sentence() -> None:
     def build() -> keras.Model:
         return compiled(Flat(), run_eagerly=True)
 
-    with pytest.raises(tfd.TrainingError, match=r"shape \(40,\), .* Sum it up first"):
+    with pytest.raises(tfd.TrainingError, match=r"shape \(40,\) .* Sum it up first"):
         distributed_fit(build, X[:16], Y[:16], batch_size=16)
 
 

@@ -17,10 +17,10 @@ import tensorflow as tf
 
 from tfdist_ext.placement.live._tf_private import piece_number
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.steps.context import current_graph
-from tfdist_ext.training.steps.logs import StepScope, metrics_of, recorded_results
+from tfdist_ext.training.steps.logs import StepScope, metrics_of, observed_metrics
 from tfdist_ext.training.steps.replaced import functions_in_place, step_targets, substitutes
 from tfdist_ext.training.steps.scope import Ids, metric_in_inner_graph, taken_by
+from tfdist_ext.training.steps.sums import current_graph
 from tfdist_ext.training.variables import (
     UpdatesInPlace,
     optimizers_of,
@@ -122,7 +122,7 @@ def step_on_worker(scope: WorkerScope, model: keras.Model) -> Iterator[None]:
     """The scope of a step that reads rows and updates variables on their servers."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(scope)
-        stack.enter_context(recorded_results(metrics_of(model)))
+        stack.enter_context(observed_metrics(metrics_of(model)))
         stack.enter_context(functions_in_place(step_targets()))
         take = functools.partial(taken_by, scope.rows)
         stack.enter_context(substitutes({"take": take}))

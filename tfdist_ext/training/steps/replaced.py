@@ -1,15 +1,12 @@
-"""Functions of Keras and TensorFlow that do something else in the threads of a running step.
+"""Replaces functions of Keras and TensorFlow in the threads of a running step.
 
-They are replaced because there is no other way in: Keras's losses, layers and optimizers call
-each other, and the steps of users call them directly. `_keras_private.REPLACED` lists them, each
-with its reason. They are in place only while a step is traced, or runs eagerly; other threads,
-and nested code that is not to be changed, get the original then, too. (`callbacks/in_cluster.py`
-does the same while a model's own `fit` runs, for the `fit` that its `super()` reaches.)
+Keras's losses, layers and optimizers call each other, and user code calls them directly, so there
+is no other way to change what they do. `_keras_private.REPLACED` lists the functions, each with its
+reason. They are replaced only while a step is traced, or runs eagerly. Other threads get the
+original. (`callbacks/in_cluster.py` replaces `keras.Model.fit` in the same way.)
 
-A release of Keras may compute something in another way, past one of them. The step would then
-silently train on other numbers. So what was called is noted, and what a step must have
-called is looked at when it is traced, or first runs eagerly: what follows from the model where
-the step is Keras's own, and what follows from what the step wrote where it is a user's.
+A new release of Keras may compute something without calling one of them. The step would then train
+on wrong numbers. `check_called` finds this when a step is traced, or first runs eagerly.
 """
 
 from __future__ import annotations
@@ -92,12 +89,12 @@ _in_place: dict[tuple[type | types.ModuleType, str], _InPlace] = {}  # by owner 
 def substitutes(
     functions: Mapping[str, Callable[..., Any]] | None, called: set[str] | None = None
 ) -> Iterator[None]:
-    """Scope in which, in this thread, originals are replaced by the functions of their keys.
+    """Scope in which, in this thread, substitutes are called in place of the originals.
 
     Args:
-        functions: called with the original and its arguments, beside those of the scope around
-            this one; None: every original is itself.
-        called: the keys of those that were called are added to it.
+        functions: by key, functions that get the original and its arguments. They are added to
+            those of the scope around this one. None removes all substitutes.
+        called: receives the keys of the substitutes that are called.
     """
     before = _step.substitutes, _step.called
     _step.substitutes = {} if functions is None else {**_step.substitutes, **functions}
@@ -148,12 +145,14 @@ def _put_in_place(target: Target, user: object) -> None:
             original = inspect.getattr_static(owner, name)
             inherited = name not in vars(owner)
             replaced = _in_place[owner, name] = _InPlace(original, inherited, set())
-            setattr(owner, name, _asking(key, original))
+            is_property = isinstance(original, property)
+            asking = _asking(key, original.fget if is_property else original)
+            setattr(owner, name, property(asking) if is_property else asking)
         replaced.users.add(user)
 
 
 def _restore(targets: Sequence[Target], user: object) -> None:
-    """Leave everything as it was, unless others need it; may be called again, after Ctrl-C."""
+    """Restore originals that no other scope replaces. After Ctrl-C, it is called again."""
     try:
         for _, owner, name in targets:
             with _lock:
@@ -173,14 +172,9 @@ def _restore(targets: Sequence[Target], user: object) -> None:
         raise
 
 
-def _asking(key: str, original: Callable[..., Any] | property) -> Callable[..., Any] | property:
-    """The wrapper of an original: it looks up the function that this thread is to call."""
-    if isinstance(original, property):
-        return property(_function_asking(key, original.fget), doc=original.__doc__)
-    return _function_asking(key, original)
+def _asking(key: str, original: Any) -> Callable[..., Any]:
+    """Returns a wrapper of an original that calls the substitute of this thread."""
 
-
-def _function_asking(key: str, original: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def chosen(*args: Any, **kwargs: Any) -> Any:
         substitute = _step.substitutes.get(key)
@@ -226,8 +220,7 @@ def check_called(model: keras.Model, kind: str, called: Set[str], written: Conta
         if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
             expected += ["moments_of_layer"] if id(layer.moving_mean) in written else []
         if isinstance(layer, keras.layers.Dropout) and layer.rate:
-            expected += ["draw_uniform"] if id(layer.seed_generator.state) in written else []
-    called = called | {"apply"} if "apply_gradients" in called else called
+            expected += ["draw"] if id(layer.seed_generator.state) in written else []
     for key in expected:
         if key not in called:
             raise not_called(key)
@@ -241,31 +234,27 @@ def _is_reduced(loss: object) -> bool:
 
 
 def check_activity_regularizers(model: keras.Model) -> None:
-    """Check that what layers add for their activities is a mean over examples, as other losses are.
-
-    Raises:
-        TrainingError: this release of Keras adds the sum over examples.
-    """
+    """Raise TrainingError if this release of Keras sums the losses of activities over rows."""
     if tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14):
         return
     for layer in kp.flat_layers(model):
         if layer.activity_regularizer is not None:
             raise TrainingError(
-                f"the activity_regularizer of layer {layer.name!r} must give a mean over examples"
-                f" where several replicas train, got Keras {keras.__version__}, which adds the sum"
-                " over the examples of a replica: install Keras 3.14 or newer, or give one number"
-                " for each example to add_loss in a layer of your own."
+                f"The activity_regularizer of layer {layer.name!r} is not supported on several"
+                f" replicas with Keras {keras.__version__}, which adds the sum over the examples of"
+                " a replica. Install Keras 3.14 or newer, or call add_loss with one number per"
+                " example in a layer of your own."
             )
 
 
 def not_called(key: str) -> TrainingError:
-    """The error of a step that did not call a function which is replaced for it."""
+    """Returns the error of a step that did not call the functions of a key."""
     functions = [replaced for replaced in kp.REPLACED if replaced.key == key]
     names = " or ".join(str(replaced) for replaced in functions)
     return TrainingError(
         f"the step must call {names}, where its numbers become those of the global batch"
         f" ({functions[0].why}), and Keras {keras.__version__} with TensorFlow {tf.__version__} did"
-        " not. This release takes another way, and the training would be wrong: install versions"
+        " not. The training would be wrong with this release: install versions"
         " that docs/compatibility.md lists as tested, or a newer tfdist_ext."
     )
 

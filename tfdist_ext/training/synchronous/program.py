@@ -34,7 +34,7 @@ from tfdist_ext.training.steps.context import StepContext, running_step
 from tfdist_ext.training.steps.logs import (
     metrics_of,
     names_of_updated,
-    recorded_results,
+    observed_metrics,
     results,
     results_of,
 )
@@ -53,7 +53,6 @@ from tfdist_ext.training.steps.scope import (
     assign_each,
     assign_written,
     metrics_and_others,
-    resetting_metrics,
     rows_of_shared,
 )
 from tfdist_ext.training.steps.step_timer import NullStepTimer
@@ -146,7 +145,6 @@ class SynchronousProgram(StepProgram):
         )
         # By how they come to a batch.
         self._executions: dict[str, tf.types.experimental.PolymorphicFunction] = {}
-        self._knows_batch_size = False  # what was traced
         self._compiles = True  # the next execution does
 
     @property
@@ -162,8 +160,6 @@ class SynchronousProgram(StepProgram):
 
     def run(self, data: Epoch, n: int, seconds: float, *, told: bool = False) -> Execution:
         """Run `n` steps of an epoch, or fewer where its data may end and does."""
-        if self._knows_batch_size and data.batch_size != self._batch_size:
-            self._forget_traces()
         self._batch_size = data.batch_size
         if self._read is not None:
             self.reduction.peers.reads_batches(self._read.numpy)
@@ -295,8 +291,7 @@ class SynchronousProgram(StepProgram):
         """One global batch, in cross-replica context."""
         with (
             functions_in_place(self._replaced),
-            resetting_metrics(self._metric_objects),
-            recorded_results(self._metric_objects),
+            observed_metrics(self._metric_objects),
         ):
             each = self._replicas(batch, states, rows)
         assign_written(self._strategy, self._others, each[0][1])
@@ -346,7 +341,6 @@ class SynchronousProgram(StepProgram):
             if here.replicas > 1 and self._kind != "predict":
                 check_activity_regularizers(self._model)
             self._passed = True
-        self._knows_batch_size |= here is not None and here.asked_batch_size
         scope.forget_losses(self._model)
         self._updated |= scope.updated
         new = self._stacked.after_step(scope, here, states)
