@@ -117,11 +117,11 @@ def test_a_step_moves_rows() -> None:
     def step() -> Any:
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
         ids = tf.constant([[4, 4, 59]]) - number
-        here = StepContext(tf.constant(1), tf.constant(2), 2, 2, ids)
-        here.substitutes = exact.substitutes_of(here, rows_of_shared(strategy, 2))
-        with running_step(here), ReplicaScope([]):
+        context = StepContext(tf.constant(1), tf.constant(2), 2, 2, ids)
+        context.substitutes = exact.substitutes_of(context, rows_of_shared(strategy, 2))
+        with running_step(context), ReplicaScope([]):
             with tf.GradientTape() as tape:
-                taken = layer(ids)
+                taken = layer(context.batch)
             (gradient,) = tape.gradient(taken, [layer.embeddings])
             optimizer.apply([gradient], [layer.embeddings])
         return taken, gradient.values, gradient.indices
