@@ -113,10 +113,6 @@ REPLACED = (
         "gets the gradients of the global batch, before it clips, accumulates or applies them",
         "keras:optimizers.Optimizer.apply",
         "keras:optimizers.LossScaleOptimizer.apply",
-    ),
-    *_replaced(
-        "apply_gradients",
-        "the same: an optimizer object may have an `apply` of its own, which it calls",
         "keras:optimizers.Optimizer.apply_gradients",
     ),
     *_replaced(
@@ -184,25 +180,28 @@ REPLACED = (
         "keras.src.backend.tensorflow.numpy:take",
     ),
     *_replaced(
-        "draw_uniform",
+        "draw",
         "draws the rows of one replica's part. All ways of drawing call these operations, which get"
         " the counter from which rows are drawn",
-        f"{_STATELESS}_v2:stateless_random_uniform_v2",
+        *(
+            f"{_STATELESS}_v2:stateless_{name}_v2"
+            for name in (
+                *("random_uniform", "random_uniform_int", "random_uniform_full_int"),
+                *("random_normal", "truncated_normal"),
+            )
+        ),
     ),
-    *_replaced("draw_integers", "the same", f"{_STATELESS}_v2:stateless_random_uniform_int_v2"),
-    *_replaced("draw_bits", "the same", f"{_STATELESS}_v2:stateless_random_uniform_full_int_v2"),
-    *_replaced("draw_normal", "the same", f"{_STATELESS}_v2:stateless_random_normal_v2"),
     *_replaced(
-        "draw_truncated_normal", "the same", f"{_STATELESS}_v2:stateless_truncated_normal_v2"
-    ),
-    *_replaced(
-        "draw_uniform_with_state",
+        "draw_with_state",
         "draws a seed, of which each replica has its rows: what shares a trace would draw the same",
-        f"{_STATEFUL}:random_uniform",
+        *(
+            f"{_STATEFUL}:{name}"
+            for name in (
+                *("random_uniform", "random_uniform_int"),
+                *("random_standard_normal", "truncated_normal"),
+            )
+        ),
     ),
-    *_replaced("draw_normal_with_state", "the same", f"{_STATEFUL}:random_standard_normal"),
-    *_replaced("draw_truncated_normal_with_state", "the same", f"{_STATEFUL}:truncated_normal"),
-    *_replaced("draw_integers_with_state", "the same", f"{_STATEFUL}:random_uniform_int"),
     *_replaced(
         "draw_by_parameters",
         "the same, for distributions that draw all values of one parameter before the next",
@@ -211,13 +210,6 @@ REPLACED = (
         f"{_STATELESS}:stateless_random_poisson",
     ),
     *_replaced("draw_categories", "the same, of categories", f"{_STATELESS}:stateless_multinomial"),
-    *_replaced(
-        "draw_numbered",
-        "the shape may have the rows of the global batch as a number",
-        "tensorflow:random.stateless_uniform",
-        "tensorflow:random.stateless_normal",
-        "tensorflow:random.stateless_truncated_normal",
-    ),
     *_replaced(
         "seed_generator",
         "each replica has one, which is made outside of the step",

@@ -289,11 +289,9 @@ class ShardedRead:
     def __init__(self, raw: tf.Variable):
         self._raw = raw
         self.handle = tf.zeros([], raw.dtype)
-        self.read_whole = False
 
     def whole(self) -> tf.Tensor:
         """All pieces in one tensor, which has the source as its `handle`, as variables have."""
-        self.read_whole = True
 
         def read() -> tf.Tensor:
             values = []

@@ -142,9 +142,8 @@ def test_trainable_variables_that_a_step_assigns(name: str, what: str) -> None:
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_one_copy_of_a_trainable_variable_cannot_be_written_by_all() -> None:
     central = strategy_of("central_storage", 3)
-    with pytest.raises(Exception, match=r"trainable variable '.*kernel' must .* cond") as told:
+    with pytest.raises(Exception, match=r"variable '.*kernel.*' .* 3 replicas .* share one copy"):
         distributed_fit(lambda: compiled(Follows("in a cond")), X[:16], Y[:16], strategy=central)
-    assert "CentralStorageStrategy" in str(told.value)
 
 
 NONE, FIRST = tf.VariableAggregation.NONE, tf.VariableAggregation.ONLY_FIRST_REPLICA

@@ -122,32 +122,17 @@ def tokens(y: Any, p: Any) -> tuple[tf.Tensor, tf.Tensor]:
     return losses, tf.cast(y > 0, losses.dtype)
 
 
-def masked_mean(y: Any, p: Any) -> tf.Tensor:
-    """That of the transformer tutorials."""
-    losses, mask = tokens(y, p)
-    return tf.reduce_sum(losses * mask) / tf.reduce_sum(mask)
-
-
 def masked_mean_of_all_rows(y: Any, p: Any) -> tf.Tensor:
     losses, mask = tfd.all_rows(tokens(y, p))
     return tf.reduce_sum(losses * mask) / tf.reduce_sum(mask)
 
 
-def tagger(loss: Any, own_step: bool = False) -> Callable[[], keras.Model]:
-    class Tagger(keras.Sequential):
-        def train_step(self, data: Any) -> Any:
-            if not own_step:
-                return super().train_step(data)
-            x, y = data
-            with tf.GradientTape() as tape:
-                value = loss(y, self(x, training=True))
-            weights = self.trainable_weights
-            self.optimizer.apply(tape.gradient(value, weights), weights)
-            return {"own": value}
-
+def tagger(loss: Any) -> Callable[[], keras.Model]:
     layers = keras.layers
     return lambda: compiled(
-        Tagger([keras.Input([6]), layers.Embedding(8, 4), layers.Dense(3, "softmax")]), 0.5, loss
+        keras.Sequential([keras.Input([6]), layers.Embedding(8, 4), layers.Dense(3, "softmax")]),
+        0.5,
+        loss,
     )
 
 
@@ -158,31 +143,4 @@ def test_a_masked_mean_over_all_rows() -> None:
 
 def test_a_masked_mean_by_an_ignored_class() -> None:
     build = tagger(keras.losses.SparseCategoricalCrossentropy(ignore_class=0))
-    assert_trains_as_keras(build, WORDS, NEXT, strategy=mirrored(3), **FIT)
-
-
-@pytest.mark.parametrize(
-    ("loss", "message", "own_step"),
-    [
-        (masked_mean, r"divides one sum over rows by another.*mask = tfd\.all_rows", False),
-        (lambda y, p: tf.reduce_sum(tokens(y, p)[0]) / 16, "is a sum over rows.*3 replicas", True),
-    ],
-    ids=["masked mean", "over the batch size"],
-)
-def test_a_warning_of_a_sum_that_is_no_mean(loss: Any, message: str, own_step: bool) -> None:
-    with pytest.warns(UserWarning, match=message) as caught:
-        distributed_fit(tagger(loss, own_step), WORDS, NEXT, strategy=mirrored(3), batch_size=16)
-    assert len(caught) == 1
-
-
-def test_no_warning_of_sums_that_are_means() -> None:
-    """Of a row's words, of weights, of all rows, and of a mean over rows for each word."""
-
-    def loss(y: Any, p: Any) -> tf.Tensor:
-        losses, mask = tokens(y, p)
-        by_row = tf.reduce_sum(losses * mask, 1) / (1 + tf.reduce_sum(mask, 1))
-        by_word = tf.reduce_sum(tf.reduce_mean(losses, 0))
-        return tf.reduce_mean(by_row) + by_word + tf.reduce_sum(tfd.all_rows(losses)) / 16
-
-    build = tagger(loss, own_step=True)
     assert_trains_as_keras(build, WORDS, NEXT, strategy=mirrored(3), **FIT)

@@ -143,26 +143,3 @@ HAVE_OTHERS = {
 def test_has_rows_of(name: str) -> None:
     function = {**HAVE_ROWS, **HAVE_OTHERS}[name]
     assert traced(lambda x: rows.has_rows_of(function(x), x), (None, 6)) == (name in HAVE_ROWS)
-
-
-COMPARE = {
-    "products": lambda x: tf.matmul(x, x, transpose_b=True),
-    "differences": lambda x: x[:, None] - x[None],
-    "labels": lambda x: tf.equal(x[:, 0][:, None], x[:, 0][None]),
-}
-COMPARE_NOTHING = {
-    "columns": lambda x: tf.matmul(x, x, transpose_a=True),
-    "mask of lengths": lambda x: tf.sequence_mask(x[:, 0]),
-    "rows and positions": lambda x: x[:, :1] - tf.range(tf.shape(x)[1])[None],
-}
-
-
-@pytest.mark.parametrize("name", {**COMPARE, **COMPARE_NOTHING})
-def test_compares_rows(name: str) -> None:
-    function = {**COMPARE, **COMPARE_NOTHING}[name]
-
-    def found(x: Any) -> bool:
-        ops = rows.operations_before([function(x)])
-        return any(rows.compares_rows(op, EqualTensors(x)) for op in ops)
-
-    assert traced(found, (None, None) if "positions" in name else (None, 6)) == (name in COMPARE)

@@ -100,6 +100,6 @@ def recording_updates(
     ) -> Structure:
         return tf.nest.map_structure(zeros, sources)
 
-    targets = [target for target in step_targets() if target.key in ("apply", "gradient")]
+    targets = [target for target in step_targets() if target.name in ("apply", "gradient")]
     with functions_in_place(targets), substitutes({"apply": apply, "gradient": gradient}):
         yield

@@ -34,7 +34,6 @@ from tfdist_ext.training.protocols import (
     Structure,
 )
 from tfdist_ext.training.steps.logs import results
-from tfdist_ext.training.steps.replaced import StepRecord, check_lookups
 from tfdist_ext.training.steps.scope import metrics_and_others
 from tfdist_ext.training.variables import optimizers_of
 
@@ -156,9 +155,8 @@ class ParameterServerProgram(StepProgram):
         if self._rate is not None:
             values.append((self._rate, rate))
         scope = WorkerScope(values, self._watched, self._counter)
-        with step_on_worker(scope, self._model) as called:
+        with step_on_worker(scope, self._model):
             outputs = self._other_outputs(self._step(batch), scope, [states], warns=True)
-        check_lookups(self._model, StepRecord(called, read_whole=scope.read_whole))
         self._output_specs = {n: tf.TensorSpec(v.shape, v.dtype) for n, v in outputs.items()}
         scope.write_watched()
         self._counted = scope.counted

@@ -16,12 +16,11 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.placement.live._tf_private import piece_number
-from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.steps.context import current_graph
-from tfdist_ext.training.steps.logs import StepScope, metrics_of, recorded_results
+from tfdist_ext.training.steps.logs import StepScope, metrics_of, observed_metrics
 from tfdist_ext.training.steps.replaced import functions_in_place, step_targets, substitutes
 from tfdist_ext.training.steps.scope import Ids, metric_in_inner_graph, taken_by
+from tfdist_ext.training.steps.sums import current_graph
 from tfdist_ext.training.variables import (
     UpdatesInPlace,
     optimizers_of,
@@ -43,7 +42,6 @@ class WorkerScope(StepScope):
 
     Attributes:
         updated: ids of the given values that were written.
-        read_whole: ids of the raw values in shards that were read as one tensor.
     """
 
     def __init__(
@@ -60,7 +58,6 @@ class WorkerScope(StepScope):
         self._before: dict[int, tf.Tensor] = {}  # of watched variables that were read
         self._graph = current_graph()
         self.updated: set[int] = set()
-        self.read_whole: set[int] = set()
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         key = id(variable)
@@ -73,8 +70,6 @@ class WorkerScope(StepScope):
             # A tensor, because `write_watched` subtracts what was read from what was written.
             self._before[key] = self.state_mapping[key] = tf.convert_to_tensor(raw)
             return self.state_mapping[key]
-        if is_partitioned(raw):
-            self.read_whole.add(id(raw))
         return raw
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
@@ -123,25 +118,20 @@ class WorkerScope(StepScope):
 
 
 @contextlib.contextmanager
-def step_on_worker(scope: WorkerScope, model: keras.Model) -> Iterator[set[str]]:
-    """The scope of a step that reads rows and updates variables on their servers.
-
-    Yields:
-        The keys of the replaced functions that are called.
-    """
-    called: set[str] = set()
+def step_on_worker(scope: WorkerScope, model: keras.Model) -> Iterator[None]:
+    """The scope of a step that reads rows and updates variables on their servers."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(scope)
-        stack.enter_context(recorded_results(metrics_of(model)))
+        stack.enter_context(observed_metrics(metrics_of(model)))
         stack.enter_context(functions_in_place(step_targets()))
         take = functools.partial(taken_by, scope.rows)
-        stack.enter_context(substitutes({"take": take}, called))
+        stack.enter_context(substitutes({"take": take}))
         for optimizer in optimizers_of(model).values():
             updates = UpdatesInPlace(optimizer)
             stack.enter_context(
                 kp.distribution_strategy_of(with_inner_optimizers(optimizer), updates)
             )
-        yield called
+        yield
 
 
 def _add_difference(raw: tf.Variable, after: tf.Tensor, before: tf.Tensor) -> None:

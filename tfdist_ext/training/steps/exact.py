@@ -1,26 +1,14 @@
-"""Keras in a replica's step: as on one device with the whole batch.
+"""What the replaced functions of Keras and TensorFlow do in a replica's step.
 
-Inside the step of a `DistributedModel` on several replicas
-
-- code sees one replica (`num_replicas_in_sync` is 1): every loss is the mean over the examples at
-  hand, and nothing is to be divided by the number of replicas, nor is it when it is;
-- a replica's loss counts with its fraction of the rows, as a mean over its part does. What is no
-  plain mean is corrected for the fraction of what it sums or divides by, and what is not reduced
-  at all counts as the sum over all rows;
-- an optimizer gets the gradient of the global batch, the sum over replicas, each weighted by its
-  fraction of the examples, before it clips, accumulates or applies it, and works on this
-  replica's copies as if there were no strategy. So does an `apply` or `apply_gradients` of its
-  own;
-- in a step of the user's, a tape's gradients of variables are those of the global batch already;
-- statistics that are synchronized over replicas count each example once.
-
-Elsewhere nothing is changed.
+A step on several replicas gives the losses, gradients, updates and metrics of one device with the
+whole batch. docs/exactness.md states the rules; each function here is a part of one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -34,17 +22,24 @@ from tfdist_ext.strategies.traced_replica import copy_number, once_for_all
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import is_recording
 from tfdist_ext.training.protocols import Structure
-from tfdist_ext.training.steps.context import StepContext, reduced_for, running_step
-from tfdist_ext.training.steps.random_numbers import RANDOM
+from tfdist_ext.training.steps.context import StepContext, running_step
+from tfdist_ext.training.steps.random_numbers import RANDOM, rows_at
 from tfdist_ext.training.steps.replaced import (
     Target,
     not_called,
-    own_targets,
     substitutes,
 )
-from tfdist_ext.training.steps.rows import Gradient
-from tfdist_ext.training.steps.scope import ReplicaScope, shared_by_replicas
+from tfdist_ext.training.steps.rows import Gradient, compared_rows
+from tfdist_ext.training.steps.scope import (
+    ReplicaScope,
+    check_aggregated,
+    check_equal,
+    check_indices,
+    check_value,
+    shared_by_replicas,
+)
 from tfdist_ext.training.steps.step_timer import timestamp_after
+from tfdist_ext.training.steps.sums import current_graph, reduced_for
 from tfdist_ext.training.variables import (
     LocalCopies,
     UpdatesInPlace,
@@ -57,6 +52,7 @@ from tfdist_ext.training.variables import (
     owner_copy,
     with_inner_optimizers,
 )
+from tfdist_ext.user_frames import warn
 
 __all__ = ["own_applies", "substitutes_of"]
 
@@ -66,16 +62,15 @@ Moments: TypeAlias = tuple[tf.Tensor, tf.Tensor]
 
 
 def substitutes_of(
-    here: StepContext, take: Callable[..., tf.Tensor]
+    context: StepContext, take: Callable[..., tf.Tensor]
 ) -> Mapping[str, Callable[..., Any]]:
-    """The replacements of Keras's and TensorFlow's functions in a replica's step, by key.
+    """Returns the functions that replace those of Keras and TensorFlow in a step, by key.
 
     Args:
-        take: of rows of a table, which the variables know.
+        take: gathers rows of a table.
     """
     functions: dict[str, Callable[..., Any]] = {
         "apply": _apply,
-        "apply_gradients": _apply_gradients,
         "reduce_loss": _reduce_loss,
         "loss": _loss_of_batch,
         "average_loss": _average_loss,
@@ -85,195 +80,181 @@ def substitutes_of(
         "update_mean": _update_mean,
         "moments": _moments,
         "moments_of_layer": _moments_of_layer,
-        "gather": _gather,
         **RANDOM,
     }
-    on_tpu = isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy)
-    if here.replicas > 1 and not on_tpu:  # copies cannot be had one by one there
+    if context.replicas > 1 and not context.on_tpu:
         functions.update(write_variable=_write_variable, update_variable=_update_variable)
-    bound = {key: functools.partial(function, here) for key, function in functions.items()}
-    taking = functools.partial(_take, here, take)
+    bound = {key: functools.partial(function, context) for key, function in functions.items()}
+    taking = functools.partial(_take, context, take)
     return {**bound, "replicas": lambda original, strategy: 1, "take": taking}
 
 
 def _take(
-    here: StepContext,
+    context: StepContext,
     take: Callable[..., tf.Tensor],
     original: Callable[..., tf.Tensor],
     x: Any,
     indices: Any,
     axis: int | None = None,
 ) -> tf.Tensor:
-    x = x if axis is None else here.rows_at(x, indices, axis)
+    x = x if axis is None else rows_at(context, x, indices, axis)
     return take(original, x, indices, axis=axis)
 
 
-def _gather(
-    here: StepContext,
-    original: Callable[..., tf.Tensor],
-    params: Any,
-    indices: Any,
-    validate_indices: Any = None,
-    axis: int | None = None,
-    **named: Any,
-) -> tf.Tensor:
-    """`tf.gather`; of the rows of all replicas, where these are shuffled."""
-    params = here.rows_at(params, indices, axis)
-    return original(params, indices, validate_indices, axis, **named)
-
-
 def _write_variable(
-    here: StepContext,
+    context: StepContext,
     original: Callable[..., Any],
     variable: tf.Variable,
     *args: Any,
     **named: Any,
 ) -> Any:
-    """A method of a tf.Variable that writes one copy; Keras's variables do not come here."""
+    """A method of a tf.Variable of the user's that writes one copy."""
     scope = kp.stateless_scope()
     if isinstance(scope, ReplicaScope):
         given, how = [*args, *named.values()], original.__name__
         if isinstance(given[0], tf.IndexedSlices):
             given[:1] = [given[0].indices, given[0].values]
         if "scatter" in how or "slice" in how:
-            here.check_places(variable, given[0], how)
+            check_indices(context, variable, given[0], how)
         for value in given:
-            here.check_written(variable, value)
-        here.check_equal(variable, given)
+            check_value(context, variable, value)
+        check_equal(context, variable, given)
         scope.own.note_write(variable)
     return original(variable, *args, **named)
 
 
 def _update_variable(
-    here: StepContext,
+    context: StepContext,
     original: Callable[..., Any],
     variable: tf.Variable,
     *args: Any,
     **named: Any,
 ) -> Any:
-    """What a replica does to a tf.Variable that the strategy has made.
+    """Writes a tf.Variable of the user's that the strategy has made.
 
-    Where each replica has a copy, it writes that one. Where replicas share one they meet, as
-    TensorFlow does, if that gives the sum or the mean over all rows, or a counter.
+    A replica writes its own copy. If replicas share one copy, TensorFlow combines their values, if
+    the result is a sum, a mean over all rows, or a counter.
     """
     aggregation, is_shared = variable.aggregation, hasattr(variable, "get")
     sums = aggregation == tf.VariableAggregation.SUM
     averages = aggregation == tf.VariableAggregation.MEAN
     counts = not variable.dtype.is_floating and aggregation != tf.VariableAggregation.NONE
     if sums or (is_shared and (averages or counts)):
-        here.check_aggregated(variable)
-        if averages:  # TensorFlow's is that of the replicas
-            value = here.contribution(tf.convert_to_tensor(args[0], variable.dtype))
-            args = (value * here.replicas, *args[1:])
+        check_aggregated(context, variable)
+        if averages:  # TensorFlow averages over replicas, not over rows
+            value = context.contribution(tf.convert_to_tensor(args[0], variable.dtype))
+            args = (value * context.replicas, *args[1:])
         return original(variable, *args, **named)
     if is_shared:
-        raise shared_by_replicas(variable, here.local_replicas)
+        raise shared_by_replicas(variable, context.local_replicas)
     update, value = args
     copies = tf.distribute.get_strategy().experimental_local_results(variable)
     return update(copies[copy_number() % len(copies)], value, **named)
 
 
 def own_applies(model: keras.Model) -> list[Target]:
-    """The methods that the classes of the model's optimizers override."""
-    kinds = [type(optimizer) for optimizer in optimizers_of(model).values()]
+    """Returns the `apply` methods that the classes of the model's optimizers override.
+
+    An override is replaced, because it may use the gradients before it calls Keras's method.
+    """
     of_keras = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
-    return own_targets(kinds, of_keras, ("apply", "apply_gradients"))
+    owners = dict.fromkeys(
+        owner
+        for optimizer in optimizers_of(model).values()
+        for owner in itertools.takewhile(lambda base: base not in of_keras, type(optimizer).mro())
+    )
+    names = ("apply", "apply_gradients")
+    return [
+        Target("apply", owner, name) for owner in owners for name in names if name in vars(owner)
+    ]
 
 
 def _apply(
-    here: StepContext,
+    context: StepContext,
     original: Callable[..., Any],
     optimizer: keras.optimizers.Optimizer,
-    grads: Iterable[Gradient | None],
+    grads: Iterable[Any],
     *more: Any,
     **named: Any,
 ) -> Any:
-    """`optimizer.apply(grads, variables)` in a replica's context, with this replica's gradients."""
-    given = [*more, *named.values()]
-    variables = next((list(each) for each in given if isinstance(each, list | tuple)), None)
+    """`optimizer.apply(grads, variables)` or `optimizer.apply_gradients(zip(grads, variables))`.
 
-    def apply(summed: list[Gradient | None]) -> Any:
-        return original(optimizer, summed, *more, **named)
+    `grads` are the replica's gradients, or pairs of gradients and variables.
+    """
+    grads = list(grads)
+    has_pairs = bool(grads) and isinstance(grads[0], tuple | list)
+    if has_pairs:
+        grads, variables = map(list, zip(*grads, strict=True))
+    else:
+        given = [each for each in [*more, *named.values()] if isinstance(each, list | tuple)]
+        variables = list(given[0]) if given else kp.trained_by(optimizer)
 
-    return _with_sums(here, optimizer, list(grads), variables, apply)
+    def apply(new: list[Gradient | None]) -> Any:
+        if not has_pairs:
+            return original(optimizer, new, *more, **named)
+        result = original(optimizer, list(zip(new, variables, strict=True)), *more, **named)
+        return optimizer.iterations if result is None else result
 
-
-def _apply_gradients(
-    here: StepContext,
-    original: Callable[..., Any],
-    optimizer: keras.optimizers.Optimizer,
-    pairs: Iterable[tuple[Gradient | None, keras.Variable]],
-    *more: Any,
-    **named: Any,
-) -> Any:
-    """`optimizer.apply_gradients(zip(grads, variables))`, the same."""
-    pairs = list(pairs)
-
-    def apply(summed: list[Gradient | None]) -> Any:
-        of_all = [(g, variable) for g, (_, variable) in zip(summed, pairs, strict=True)]
-        return original(optimizer, of_all, *more, **named)
-
-    result = _with_sums(here, optimizer, [g for g, _ in pairs], [v for _, v in pairs], apply)
-    return optimizer.iterations if result is None else result
+    return _with_global_gradients(context, optimizer, grads, variables, apply)
 
 
-def _with_sums(
-    here: StepContext,
+def _with_global_gradients(
+    context: StepContext,
     optimizer: keras.optimizers.Optimizer,
     grads: list[Gradient | None],
-    variables: list[keras.Variable] | None,
+    variables: list[keras.Variable],
     apply: Callable[[list[Gradient | None]], Any],
 ) -> Any:
-    """Call `apply` with the gradients of the global batch; nothing in it sums once more.
+    """Call `apply` with the gradients of the global batch; nothing in it sums them again.
 
-    It may be an optimizer's own, which is not linear, or keeps a state of its own.
+    It may be a method of the optimizer's own, which is not linear, or has a state of its own.
     """
-    variables = kp.trained_by(optimizer) if variables is None else variables
-    # Where the numbers of gradients and variables differ, Keras says what is wrong.
-    places = [i for i, g in enumerate(grads[: len(variables)]) if g is not None]
-    # Where the step has summed them already they are the same on every replica, whatever it has
-    # made of them since.
-    apart = [i for i in places if not here.is_equal(grads[i])]
-    equal = [i for i in places if i not in apart]
-    weighted = [grads[i] for i in apart]
-    if here.gradients_are_weighted:
-        # Keras's own step applies them at once. What another optimizer then gets is the user's.
-        here.gradients_are_weighted = False
+    # If the numbers of gradients and variables differ, Keras raises an error.
+    present = [i for i, g in enumerate(grads[: len(variables)]) if g is not None]
+    # Gradients that the step has summed are equal on all replicas, whatever the step did to them.
+    summed = [i for i in present if context.replicas > 1 and context.equal.has(grads[i])]
+    local = [i for i in present if i not in summed]
+    weighted, known = [grads[i] for i in local], [grads[i] for i in summed]
+    if context.gradients_are_weighted:
+        # Keras's own step applies them at once. The next gradients are those of user code.
+        context.gradients_are_weighted = False
     else:
-        weighted = here.weighted(weighted)
-
-    if here.timer is not None:
-        by_place = dict(zip(apart, weighted, strict=True))
-        own = [by_place[i] if i in by_place else here.own_gradient(grads[i]) for i in places]
+        weighted = context.weighted(weighted)
+    if context.timer is not None:
+        own = [*weighted, *(_own_gradient(context, gradient) for gradient in known)]
         with running_step(None):
-            loss_scale = optimizer.scale_loss(tf.constant(1.0))
-        here.timer.gradients(own, here.batch_fraction(tf.float64) * tf.cast(loss_scale, tf.float64))
+            loss_scale = tf.cast(optimizer.scale_loss(tf.constant(1.0)), tf.float64)
+        context.timer.gradients(own, context.batch_fraction(tf.float64) * loss_scale)
 
-    def apply_to(summed: list[Gradient]) -> Any:
-        of_all = dict(zip([*apart, *equal], summed, strict=True))
-        return apply([of_all.get(i, g) for i, g in enumerate(grads)])
+    def apply_to(sums: list[Gradient]) -> Any:
+        by_index = dict(zip([*local, *summed], sums, strict=True))
+        return apply([by_index.get(i, g) for i, g in enumerate(grads)])
 
+    if context.on_tpu:  # Keras sums, after it has clipped
+        with running_step(None):
+            return apply_to([*weighted, *known])
     strategy = tf.distribute.get_strategy()
-    if isinstance(strategy, tf.distribute.TPUStrategy):
-        # A replica's copies cannot be had one by one there: Keras sums, after it has clipped.
-        with running_step(None):
-            return apply_to([*weighted, *(grads[i] for i in equal)])
-
     optimizers = with_inner_optimizers(optimizer)
     touched = [*variables, *(v for each in optimizers for v in each.variables)]
-    if here.local_replicas > 1 and is_updated_once(touched, strategy, here.local_replicas):
-        owned, known = [variables[i] for i in apart], [grads[i] for i in equal]
-        return _update_once(here, optimizer, weighted, known, owned, touched, apply_to)
-    what = [reduced_for("gradient", variables[i]) for i in apart]
-    summed = here.synchronize(lambda gradients: here.all_reduce(gradients, what), weighted)
+    owned = [variables[i] for i in local]
+    if context.local_replicas > 1 and is_updated_once(touched, strategy, context.local_replicas):
+        return _update_once(context, optimizer, weighted, known, owned, touched, apply_to)
+    what = [reduced_for("gradient", variable) for variable in owned]
+    sums = context.sums.all_reduce_timed(weighted, what)
     number = copy_number()
     copies = LocalCopies(lambda variable: local_copy(variable, strategy, number), optimizers)
     with running_step(None), default_strategy_scope(optimizers), copies:
-        return apply_to([*summed, *(grads[i] for i in equal)])
+        return apply_to([*sums, *known])
+
+
+def _own_gradient(context: StepContext, gradient: Gradient) -> Gradient:
+    """Returns this replica's weighted part of a gradient of the global batch."""
+    known = context.own_gradients.get(id(gradient))
+    return context.weighted([gradient])[0] if known is None else known[1]
 
 
 def _update_once(
-    here: StepContext,
+    context: StepContext,
     optimizer: keras.optimizers.Optimizer,
     weighted: Sequence[Gradient],
     known: Sequence[Gradient],
@@ -284,29 +265,29 @@ def _update_once(
     """Update each variable on its owner, for all replicas of this worker.
 
     Args:
-        weighted: this replica's shares in gradients.
+        weighted: this replica's weighted gradients.
         known: gradients that are summed already.
-        variables: those of `weighted`.
+        variables: the variables of `weighted`.
         touched: the variables that the update may write.
-        apply: of the gradients of the global batch, `weighted` and then `known`.
+        apply: called with the global gradients, of `weighted` and then of `known`.
     """
     strategy = tf.distribute.get_strategy()
     optimizers = with_inner_optimizers(optimizer)
-    lookups = list(map(here.lookups, weighted))
+    lookups = list(map(context.sums.lookups, weighted))
 
     def update(values: tuple[list[list[Gradient]], list[Gradient]]) -> tuple[Any, tf.Tensor]:
-        summed = here.merged(lookups, _sums_on_owners(values[0], variables, strategy))
+        summed = context.sums.merged(lookups, _sums_on_owners(values[0], variables, strategy))
         summed += [strategy.experimental_local_results(each)[0] for each in values[1]]
         copies = LocalCopies(lambda variable: owner_copy(variable, strategy), optimizers)
         scope = default_strategy_scope(optimizers, UpdatesInPlace(optimizer))
         with running_step(None), scope, copies:
             result = apply(summed)
         broadcast_from_owner([*touched, *copies.used], strategy)
-        return result, tf.constant(0.0) if here.timer is None else timestamp_after(summed)
+        return result, tf.constant(0.0) if context.timer is None else timestamp_after(summed)
 
-    here.check_graph()
+    context.sums.check_graph()
     mine = [[each.value for each in of_one] for of_one in lookups], list(known)
-    return here.synchronize(functools.partial(once_for_all, update), mine)[0]
+    return context.sums.synchronize(functools.partial(once_for_all, update), mine)[0]
 
 
 def _sums_on_owners(
@@ -314,7 +295,7 @@ def _sums_on_owners(
     variables: Sequence[keras.Variable],
     strategy: tf.distribute.Strategy,
 ) -> list[Gradient]:
-    """The sums over replicas of gradients' lookups, on the devices that compute the updates."""
+    """Returns sums of gradients' lookups, on the devices that compute the updates."""
     devices = [device_of_update(owner_copy(variable, strategy)) for variable in variables]
     of_all = list(zip(values, devices, variables, strict=True))
     pairs = [(value, device) for of_one, device, _ in of_all for value in of_one]
@@ -323,35 +304,35 @@ def _sums_on_owners(
 
 
 def _update_mean(
-    here: StepContext,
+    context: StepContext,
     original: Callable[..., Any],
     metric: keras.metrics.Metric,
     values: npt.ArrayLike | tf.Tensor,
     sample_weight: npt.ArrayLike | tf.Tensor | None = None,
 ) -> Any:
-    """A single number is the part's mean: as on one device it counts once a step."""
-    share = here.batch_fraction(metric.dtype)
+    """Updates a mean. A single number is the mean of the part, and counts once in a step."""
+    share = context.batch_fraction(metric.dtype)
     if sample_weight is None and len(getattr(values, "shape", ())) == 0:
         sample_weight = share
-    elif here.has_all_rows(values):  # each replica has the same ones
+    elif context.has_all_rows(values):  # equal on all replicas
         weights = tf.ones_like(values) if sample_weight is None else sample_weight
         sample_weight = tf.cast(weights, metric.dtype) * share
     return original(metric, values, sample_weight)
 
 
 def _moments(
-    here: StepContext,
+    context: StepContext,
     original: Callable[..., Moments],
     x: tf.Tensor,
     axes: Sequence[int],
     keepdims: bool,
 ) -> Moments:
-    """Mean and variance over the rows of all replicas, by Keras's formula."""
+    """Returns mean and variance over the rows of all replicas, by Keras's formula."""
     del original
-    here.synchronized_moments += 1
-    present = here.is_nonempty(x.dtype)
+    context.synchronized_moments += 1
+    present = context.is_nonempty(x.dtype)
     sums = [tf.reduce_sum(v, axes, keepdims=True) for v in (x, tf.square(x), tf.ones_like(x))]
-    total, squares, count = here.differentiable_all_reduce([value * present for value in sums])
+    total, squares, count = context.differentiable_sum([value * present for value in sums])
     mean = tf.math.divide_no_nan(total, count)
     variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
     if not keepdims:
@@ -360,31 +341,31 @@ def _moments(
 
 
 def _moments_of_layer(
-    here: StepContext,
+    context: StepContext,
     original: Callable[..., Moments],
     layer: keras.layers.BatchNormalization,
     inputs: tf.Tensor,
     mask: tf.Tensor | None,
 ) -> Moments:
-    """Those of a BatchNormalization; over the entries of all replicas that a mask leaves."""
+    """Returns mean and variance of a BatchNormalization; a mask is used on all replicas."""
     if mask is None or not layer.synchronized:
-        before = here.synchronized_moments
+        before = context.synchronized_moments
         moments: Moments = original(layer, inputs, mask)
-        if layer.synchronized and here.synchronized_moments == before:
+        if layer.synchronized and context.synchronized_moments == before:
             raise not_called("moments")
         return moments
     axes = [axis for axis in range(inputs.shape.rank) if axis != layer.axis % inputs.shape.rank]
     mask = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
-    present = here.is_nonempty(inputs.dtype)
+    present = context.is_nonempty(inputs.dtype)
 
     def sum_of(value: tf.Tensor) -> tf.Tensor:
         value = tf.where(mask, value, tf.zeros_like(value))
         return tf.reduce_sum(value, axes, keepdims=True) * present
 
-    total, count = here.differentiable_all_reduce([sum_of(inputs), sum_of(tf.ones_like(inputs))])
+    total, count = context.differentiable_sum([sum_of(inputs), sum_of(tf.ones_like(inputs))])
     epsilon = keras.config.epsilon()
     mean = total / (count + epsilon)
-    (squares,) = here.differentiable_all_reduce([sum_of(tf.square(inputs - mean))])
+    (squares,) = context.differentiable_sum([sum_of(tf.square(inputs - mean))])
     return tf.squeeze(mean), tf.squeeze(squares / (count + epsilon))
 
 
@@ -392,7 +373,7 @@ _RATIOS = (keras.losses.dice, keras.losses.tversky)
 
 
 def _reduce_loss(
-    here: StepContext,
+    context: StepContext,
     original: Callable[..., tf.Tensor],
     values: tf.Tensor,
     sample_weight: tf.Tensor | None = None,
@@ -400,83 +381,69 @@ def _reduce_loss(
     reduction: str | None = "sum_over_batch_size",
     dtype: tf.DType | str | None = None,
 ) -> tf.Tensor:
-    """Keras's reduction of a loss over the part; its weighted mean over parts is the global one."""
-    here.reduced_losses += 1
+    """Reduces a loss over the part, so that the weighted mean over parts is the global loss."""
     reduce = functools.partial(original, sample_weight=sample_weight, reduction=reduction)
     loss = reduce(values, mask=mask, dtype=dtype)
     if loss.shape.rank != 0:
         return loss  # not reduced here
     if values.shape.rank == 0:
-        if sample_weight is None or mask is not None:
+        if sample_weight is None or mask is not None or reduction == "mean_with_sample_weight":
             return loss
+        # The mean over parts, times the weights of all rows.
         weights = reduce(tf.ones_like(values))
-        if reduction == "mean_with_sample_weight":
-            return values * weights  # not a ratio of sums, which would cause a warning
-        return _weighted_number(here, values, weights, reduction)
+        if reduction == "sum":
+            mine = tf.math.multiply_no_nan(weights, context.is_nonempty(weights.dtype))
+        else:
+            mine = context.contribution(weights)
+        return values * context.sums.all_reduce([mine])[0]
     if reduction == "sum":
-        if here.has_all_rows(values):
+        if context.has_all_rows(values):
             return loss
-        return tf.math.divide_no_nan(loss, here.batch_fraction(loss.dtype))
-    # What the mean divides by, where that is not the number of rows.
+        return tf.math.divide_no_nan(loss, context.batch_fraction(loss.dtype))
+    # The divisor of the mean, unless it is the number of rows.
     if reduction == "mean_with_sample_weight":
         divisor = kp.loss_weights(sample_weight, mask, reduction, loss.dtype)
     else:
         divisor = mask
     if divisor is None:
         return loss
-    mine = tf.reduce_sum(tf.cast(divisor, loss.dtype)) * here.is_nonempty(loss.dtype)
-    (whole,) = here.all_reduce([mine])
-    return loss * tf.math.divide_no_nan(mine, whole * here.batch_fraction(loss.dtype))
-
-
-def _weighted_number(
-    here: StepContext, values: tf.Tensor, weights: tf.Tensor, reduction: str | None
-) -> tf.Tensor:
-    """A loss function's one number for the batch: the mean over parts, times the weights of all."""
-    if reduction == "sum":
-        mine = tf.math.multiply_no_nan(weights, here.is_nonempty(weights.dtype))
-    else:
-        mine = here.contribution(weights)
-    return values * here.all_reduce([mine])[0]
+    mine = tf.reduce_sum(tf.cast(divisor, loss.dtype)) * context.is_nonempty(loss.dtype)
+    (whole,) = context.sums.all_reduce([mine])
+    return loss * tf.math.divide_no_nan(mine, whole * context.batch_fraction(loss.dtype))
 
 
 def _loss_of_batch(
-    here: StepContext,
+    context: StepContext,
     original: Callable[..., tf.Tensor],
     loss: keras.losses.Loss,
     *given: Any,
     **named: Any,
 ) -> tf.Tensor:
-    """A loss of Keras's or the user's; Dice and Tversky are ratios of sums over the whole batch."""
-    before = here.reduced_losses
-    is_function = type(loss).call is keras.losses.Dice.call
-    config = loss.get_config() if is_function and loss.fn in _RATIOS else {"axis": "any"}
-    if config.get("axis") is None:
-        loss = _RatioOfSums(here, loss)
-    value = original(loss, *given, **named)
-    if here.reduced_losses == before:
-        raise not_called("reduce_loss")
-    return value
+    """Calls a loss. Without an axis, Dice and Tversky are ratios of sums over the whole batch."""
+    is_ratio = type(loss).call is keras.losses.Dice.call and loss.fn in _RATIOS
+    if is_ratio and loss.get_config().get("axis") is None:
+        loss = _RatioOfSums(context, loss)
+    return original(loss, *given, **named)
 
 
 @contextlib.contextmanager
 def _average_loss(
-    here: StepContext, original: Callable[..., Any], losses: tf.Tensor
+    context: StepContext, original: Callable[..., Any], losses: tf.Tensor
 ) -> Iterator[None]:
-    """Scope of `tf.nn.compute_average_loss`, whose result is a mean over the rows at hand.
+    """Scope of `tf.nn.compute_average_loss`, which makes its result a mean over the part.
 
-    Given a `global_batch_size`, it divides the sum over the part by the rows of all parts.
+    With a `global_batch_size`, TensorFlow divides the sum over the part by the rows of all parts.
     """
-    is_mean = here.has_all_rows(losses)
+    is_mean = context.has_all_rows(losses)
 
     def replicas(*_: Any) -> int:
         nonlocal is_mean
-        is_mean = True  # no size was given: it divides by the rows at hand
+        is_mean = True  # without a size, TensorFlow divides by the rows of the part
         return 1
 
     def divide(original: Callable[..., tf.Tensor], total: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
         loss = original(total, size)
-        return loss if is_mean else original(loss, here.batch_fraction(loss.dtype))
+        return loss if is_mean else original(loss, context.batch_fraction(loss.dtype))
 
     with original(losses), substitutes({"replicas": replicas, "divide_average_loss": divide}):
         yield
@@ -485,31 +452,31 @@ def _average_loss(
 class _RatioOfSums(keras.losses.Loss):
     """Dice or Tversky over the rows of all replicas."""
 
-    def __init__(self, here: StepContext, loss: keras.losses.Loss):
+    def __init__(self, context: StepContext, loss: keras.losses.Loss):
         super().__init__(loss.name, loss.reduction, loss.dtype)
-        self._here = here
+        self._context = context
         self._loss = loss
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-        here = self._here
+        context = self._context
         y_pred = tf.convert_to_tensor(y_pred)
         y_true = tf.cast(y_true, y_pred.dtype)
-        present = here.is_nonempty(y_pred.dtype)
+        present = context.is_nonempty(y_pred.dtype)
         sums = [tf.reduce_sum(value) * present for value in (y_true * y_pred, y_true, y_pred)]
-        both, wanted, found = here.differentiable_all_reduce(sums)
-        # Three numbers with the sums of all, for the formula of whatever release of Keras.
+        both, wanted, found = context.differentiable_sum(sums)
+        # Three numbers that have the global sums, for the formula of any release of Keras.
         one, zero = tf.ones_like(both), tf.zeros_like(both)
         three = tf.stack([one, wanted - one, zero]), tf.stack([both, zero, found - both])
         return self._loss.call(*three)
 
 
-def _clear_losses(here: StepContext, original: Callable[..., None], layer: keras.Layer) -> None:
-    """Forget the losses that this replica's last call of a layer has added.
+def _clear_losses(context: StepContext, original: Callable[..., None], layer: keras.Layer) -> None:
+    """Drops the losses that this replica's last call of a layer has added.
 
-    Keras keeps in the layer which losses are its own, and all replicas share the layer: one that
-    waits for the others in the middle of its step would find its losses forgotten by their calls.
+    A layer keeps the ids of its losses, and all replicas share the layer. While a replica waits for
+    the others in the middle of its step, their calls of the layer would drop its losses.
     """
-    del here
+    del context
     if (scope := _scope()) is None:
         return original(layer)
     scope.forget_losses(layer)
@@ -521,17 +488,17 @@ def _scope() -> ReplicaScope | None:
 
 
 def _added_loss(
-    here: StepContext, original: Callable[..., tf.Tensor], model: keras.Model, loss: tf.Tensor
+    context: StepContext, original: Callable[..., tf.Tensor], model: keras.Model, loss: tf.Tensor
 ) -> tf.Tensor:
-    """A layer's `add_loss`; of one number for each example Keras takes the sum, as of all."""
+    """Adds up what a layer gave to `add_loss`; Keras sums one number per row over all rows."""
     total = original(model, loss)
-    if not here.has_rows(loss):
+    if not context.has_rows(loss):
         return total
-    return tf.math.divide_no_nan(total, here.batch_fraction(total.dtype))
+    return tf.math.divide_no_nan(total, context.batch_fraction(total.dtype))
 
 
 def _gradient(
-    here: StepContext,
+    context: StepContext,
     original: Callable[..., Structure],
     tape: tf.GradientTape,
     target: Structure,
@@ -540,60 +507,93 @@ def _gradient(
     *options: Any,
     **named_options: Any,
 ) -> Structure:
-    """A tape's gradient with respect to variables: that of the global batch.
+    """Returns a tape's gradient with respect to variables: that of the global batch.
 
-    Of a loss for each example it is that of their sum, which is no mean. What belongs to a row
-    stays with it. Keras's own step gives the gradients of its loss to an optimizer, as they are:
-    they are weighted with the part's share here, and summed there.
+    A loss with one number per row is a sum over rows, not a mean. The gradients of Keras's own step
+    are weighted here, and summed when they are applied.
     """
     to_variables = all(
         isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources)
     )
-    if not to_variables or here.replicas == 1 or here.computes_gradients:
+    if not to_variables or context.replicas == 1 or context.computes_gradients:
         return original(tape, target, sources, output_gradients, *options, **named_options)
     variables = sources
     if (scope := _scope()) is not None:
         sources = tf.nest.map_structure(scope.source_of, sources)
     targets = tf.nest.flatten(target)
-    here.warn_of_rows_compared(targets)
-    here.warn_of_sums(targets)
-    output_gradients = _of_sums(here, targets, output_gradients)
+    _warn_of_compared_rows(context, targets)
+    output_gradients = _upstream_of_sums(context, targets, output_gradients)
     # What a model's own tape gives is taken while the step's tape still records.
-    of_step = here.keras_step and not is_recording()
+    of_step = context.keras_step and not is_recording()
     if of_step:
-        output_gradients = here.weighted(_upstream(targets, output_gradients))
-    with here.computing_gradients(weighted=of_step):
+        output_gradients = context.weighted(_upstream(targets, output_gradients))
+    context.computes_gradients, context.gradients_are_weighted = True, of_step
+    try:
         made = original(tape, target, sources, output_gradients, *options, **named_options)
-    if of_step or not here.can_sum_gradients():
+    finally:
+        context.computes_gradients = False
+    # Replicas cannot wait for each other in graphs inside the step's graph. A tape that still
+    # records would want the gradient of the sum. On TPUs Keras's optimizer sums.
+    in_step = current_graph() is context.graph and not is_recording()
+    if of_step or context.on_tpu or not in_step:
         return made
-    return here.of_all_rows(made, variables)
+    return _summed(context, made, variables)
 
 
-def _of_sums(here: StepContext, targets: list[tf.Tensor], output_gradients: Structure) -> Structure:
-    """The upstream gradients of targets, over the part's share for those that have rows.
+def _summed(context: StepContext, gradients: Structure, variables: Structure) -> Structure:
+    """Returns the gradients of the global batch, from those of the part."""
+    flat = tf.nest.flatten(gradients)
+    weighted = context.weighted([each for each in flat if each is not None])
+    pairs = zip(flat, tf.nest.flatten(variables), strict=True)
+    what = [reduced_for("gradient", v) for each, v in pairs if each is not None]
+    summed = context.sums.all_reduce_timed(weighted, what)
+    for own, gradient in zip(weighted, summed, strict=True):
+        context.own_gradients[id(gradient)] = gradient, own
+    rest = iter(summed)
+    return tf.nest.pack_sequence_as(
+        gradients, [None if each is None else next(rest) for each in flat]
+    )
+
+
+def _upstream_of_sums(
+    context: StepContext, targets: list[tf.Tensor], output_gradients: Structure
+) -> Structure:
+    """Returns upstream gradients; those of targets with rows are divided by `batch_fraction`.
 
     Raises:
-        TrainingError: it cannot be told of one.
+        TrainingError: a target may or may not have rows.
     """
     for target in targets:
-        if here.may_have_rows(target):
+        if context.may_have_rows(target):
             raise TrainingError(
-                "a loss whose gradient is taken must be one number, or one for each row, got shape"
-                f" {target.shape}, which may have several for each row of this replica's part of"
-                " the batch. Sum it up first, which leaves the gradient as it is on one device: to"
-                " one number for each row with tf.reduce_sum(loss, axis=...) if it has rows, with"
-                " tf.reduce_sum(loss) if not."
+                f"The gradient of a loss of shape {target.shape} is not supported in an eager step:"
+                " the loss may have several numbers for each row of this replica. Sum it up first:"
+                " with tf.reduce_sum(loss, axis=...) to one number per row, or with"
+                " tf.reduce_sum(loss) if it has no rows."
             )
-    if not any(map(here.has_rows, targets)):
+    if not any(map(context.has_rows, targets)):
         return output_gradients
     return [
-        upstream * tf.math.reciprocal_no_nan(here.batch_fraction(upstream.dtype))
-        if here.has_rows(target)
+        upstream * tf.math.reciprocal_no_nan(context.batch_fraction(upstream.dtype))
+        if context.has_rows(target)
         else upstream
         for target, upstream in zip(targets, _upstream(targets, output_gradients), strict=True)
     ]
 
 
+def _warn_of_compared_rows(context: StepContext, targets: list[tf.Tensor]) -> None:
+    """Warns once, while the first replica is traced, of a loss such as in-batch negatives."""
+    if context.replicas == 1 or context.graph is None or copy_number() % context.local_replicas:
+        return
+    if name := compared_rows(targets, context.equal):
+        warn(
+            f"The loss compares rows of the batch with each other, in {name!r}. Each of"
+            f" {context.replicas} replicas compares only its own rows, so the loss differs from one"
+            " device. Take one side from tfd.all_rows: logits = tf.matmul(queries,"
+            " tfd.all_rows(candidates), transpose_b=True)."
+        )
+
+
 def _upstream(targets: list[tf.Tensor], given: Structure) -> list[tf.Tensor]:
-    """The upstream gradient of each target, ones where none is given."""
+    """Returns the upstream gradient of each target; ones if none are given."""
     return [tf.ones_like(t) for t in targets] if given is None else tf.nest.flatten(given)

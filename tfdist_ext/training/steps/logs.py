@@ -10,7 +10,7 @@ names a number that is computed from a metric and is not its `result()`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
@@ -31,8 +31,8 @@ __all__ = [
     "metric_variables",
     "metrics_of",
     "names_of_updated",
+    "observed_metrics",
     "own_outputs",
-    "recorded_results",
     "results",
     "results_of",
 ]
@@ -60,11 +60,13 @@ class StepScope(keras.StatelessScope):
 
     Attributes:
         results: the calls of metrics' `result()` in this step.
+        resetting: True while a metric's `reset_state()` runs.
     """
 
     def __init__(self, values: Iterable[tuple[keras.Variable, tf.Tensor]]):
         super().__init__(values, collect_losses=True, initialize_variables=False)
         self.results: list[_Result] = []
+        self.resetting = False
 
     def state_of(self, metric: keras.metrics.Metric) -> list[Any]:
         """The current values of a metric's variables."""
@@ -72,23 +74,40 @@ class StepScope(keras.StatelessScope):
 
 
 @contextlib.contextmanager
-def recorded_results(metrics: Iterable[keras.metrics.Metric]) -> Iterator[None]:
-    """Scope in which a StepScope records what metrics' `result()` returns."""
-
-    def recording(metric: keras.metrics.Metric, original: Any) -> Any:
-        def result(*args: Any, **kwargs: Any) -> Structure:
-            value, scope = original(*args, **kwargs), kp.stateless_scope()
-            if isinstance(scope, StepScope):
-                values = keras.tree.flatten(value)
-                scope.results.append(_Result(metric, values, scope.state_of(metric)))
-            return value
-
-        return result
-
+def observed_metrics(metrics: Iterable[keras.metrics.Metric]) -> Iterator[None]:
+    """Scope in which a StepScope learns of the calls of metrics' `result` and `reset_state`."""
     with contextlib.ExitStack() as stack:
         for metric in metrics:
-            stack.enter_context(redirect_methods(metric, result=recording(metric, metric.result)))
+            methods = {"result": _recording(metric), "reset_state": _resetting(metric.reset_state)}
+            stack.enter_context(redirect_methods(metric, **methods))
         yield
+
+
+def _recording(metric: keras.metrics.Metric) -> Callable[..., Structure]:
+    original = metric.result
+
+    def result(*args: Any, **kwargs: Any) -> Structure:
+        value, scope = original(*args, **kwargs), kp.stateless_scope()
+        if isinstance(scope, StepScope):
+            values = keras.tree.flatten(value)
+            scope.results.append(_Result(metric, values, scope.state_of(metric)))
+        return value
+
+    return result
+
+
+def _resetting(original: Callable[..., None]) -> Callable[..., None]:
+    def reset_state(*args: Any, **kwargs: Any) -> None:
+        scope = kp.stateless_scope()
+        if not isinstance(scope, StepScope):
+            return original(*args, **kwargs)
+        before, scope.resetting = scope.resetting, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            scope.resetting = before
+
+    return reset_state
 
 
 def metric_logs(logs: Mapping[str, Any], scope: StepScope) -> MetricLogs:

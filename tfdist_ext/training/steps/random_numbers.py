@@ -5,12 +5,10 @@ stateless generators count, so a replica can draw its rows of that tensor withou
 them: it begins at a later counter. `keras.random`, Keras's layers and `tf.random.stateless_...`
 all draw by a few functions, which are replaced (`_drawn`).
 
-The first dimension of a tensor that is drawn is the batch
-
-- if it is unknown while the step is traced, follows from the size of what the step got, and is a
-  multiple of the part's rows when the step runs. The entries of a row are one after another. If
-  tensors of rows were concatenated, such as generated and real images, each of them has its rows;
-- if it is the number of rows of the global batch, and no weight of the model has the shape.
+The first dimension of a tensor that is drawn is the batch if its size is unknown while the step is
+traced, follows from the size of the batch, and is a multiple of the part's rows when the step runs.
+The entries of a row are one after another. If tensors of rows were concatenated, such as generated
+and real images, each of them has its rows. The batch size as a number is an error.
 
 In an eager step all sizes are numbers. There the first dimension is the batch if it is the number
 of the part's rows or a multiple of that number. Any other tensor is the same on all replicas.
@@ -22,7 +20,6 @@ calling thread is, and leaves it where one device would have (`Seeds`).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -30,32 +27,24 @@ from typing import Any
 
 import keras
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
+from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.initial_values import counter_at, group_size
 from tfdist_ext.strategies.traced_replica import copy_number
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.steps.context import StepContext
+from tfdist_ext.training.steps.context import StepContext, gather_rows
+from tfdist_ext.training.steps.rows import blocks_of_rows, first_size, has_rows_of
 
-__all__ = ["RANDOM", "Seeds"]
+__all__ = ["RANDOM", "Seeds", "rows_at"]
 
 
-# Key of a function that is replaced -> the operation that it adds.
-_DRAWS = {
-    "draw_uniform": "StatelessRandomUniformV2",
-    "draw_integers": "StatelessRandomUniformIntV2",
-    "draw_bits": "StatelessRandomUniformFullIntV2",
-    "draw_normal": "StatelessRandomNormalV2",
-    "draw_truncated_normal": "StatelessTruncatedNormalV2",
-}
-
-# Key of a function that keeps a state -> that of tf.random which keeps none.
+# Name of a function that keeps a state -> that of tf.random which keeps none.
 _STATELESS = {
-    "draw_uniform_with_state": "stateless_uniform",
-    "draw_integers_with_state": "stateless_uniform",
-    "draw_normal_with_state": "stateless_normal",
-    "draw_truncated_normal_with_state": "stateless_truncated_normal",
+    "random_standard_normal": "stateless_normal",
+    "random_uniform": "stateless_uniform",
+    "random_uniform_int": "stateless_uniform",
+    "truncated_normal": "stateless_truncated_normal",
 }
 
 # Arguments of a distribution, which may have numbers for each row.
@@ -75,7 +64,7 @@ class Seeds:
     devices: Sequence[str]
     from_chief: Callable[[Any], Any] | None = None
     generators: list[keras.random.SeedGenerator] = field(default_factory=list)
-    _last: tuple[keras.random.SeedGenerator, npt.NDArray[Any]] | None = None
+    _has_begun: bool = False
 
     def of_replica(
         self, original: Callable[[], keras.random.SeedGenerator]
@@ -88,31 +77,24 @@ class Seeds:
 
     def begin(self) -> None:
         """Begin where the calling thread's generator is; every worker must call."""
-        if not self.devices:
+        if not self.devices or (self.from_chief and self._has_begun):
             return
+        self._has_begun = True
         self.generators = self.generators or self._new()
-        of_thread = kp.global_seed_generator()
-        state = of_thread.state.numpy()
-        if self._last is not None:
-            before, last = self._last
-            if self.from_chief or (before is of_thread and np.array_equal(last, state)):
-                return
+        state = kp.global_seed_generator().state.numpy()
         if self.from_chief:
             state = self.from_chief(state)
         for generator in self.generators:
             generator.state.assign(state)
-        self._last = of_thread, state
 
     def forget(self) -> None:
         """Begin anew where the calling thread's generator is; every worker must call."""
-        self._last = None
+        self._has_begun = False
 
     def end(self) -> None:
-        """Leave the calling thread's generator where the replicas' are."""
-        if self._last is not None:
-            of_thread, state = self._last[0], self.generators[0].state.numpy()
-            of_thread.state.assign(state)
-            self._last = of_thread, state
+        """Leave the calling thread's generator where the replicas' generators are."""
+        if self.generators:
+            kp.global_seed_generator().state.assign(self.generators[0].state.numpy())
 
     def _new(self) -> list[keras.random.SeedGenerator]:
         def generator(device: str) -> keras.random.SeedGenerator:
@@ -124,9 +106,33 @@ class Seeds:
             return list(thread.map(generator, self.devices))
 
 
-def _drawn_by(
-    op: str,
-    here: StepContext,
+def _blocks_of_rows(context: StepContext, shape: tf.Tensor, known: tf.TensorShape) -> int:
+    """Returns how many tensors of this part's rows, one after another, a shape begins with, or 0.
+
+    Args:
+        known: what is known of the shape while the step is traced.
+    """
+    if context.replicas == 1 or known.rank == 0:
+        return 0
+    if tf.is_symbolic_tensor(shape) and (known.rank is None or known[0] is None):
+        return 0 if context.equal.has(first_size(shape)) else blocks_of_rows(shape)
+    if tuple(known) in context.weight_shapes:
+        return 0
+    if context.graph is not None and known[0] == context.batch_size and known[0] > 1:
+        raise TrainingError(
+            f"A step draws random numbers of shape {known}, which begins with the batch size as a"
+            " number, but a replica has fewer rows. Write keras.ops.shape(x)[0] in place of"
+            f" {known[0]}. If the numbers do not belong to rows, draw them with a first dimension"
+            " of 1, and reshape them."
+        )
+    # In an eager step all sizes are numbers. A multiple is several entries of each row.
+    if context.size is None or known[0] % context.size:
+        return 0
+    return 1 if context.size > 1 or known[0] == 1 else 0
+
+
+def _drawn(
+    context: StepContext,
     original: Callable[..., tf.Tensor],
     shape: tf.Tensor,
     *,
@@ -136,20 +142,21 @@ def _drawn_by(
     """What one device would draw: this part's rows of it, or all where it has no rows."""
     whole = original(shape, counter=counter, **named)
     named.pop("name", None)
-    if not (blocks := here.blocks_of_rows(shape, whole.shape)):
+    if not (blocks := _blocks_of_rows(context, shape, whole.shape)):
         return whole
+    op = "".join(word.title() for word in original.__name__.split("_"))
     sizes = tf.cast(shape, tf.int64)
     width = whole.shape[1:].num_elements()  # None where it is not known
     size = tf.reduce_prod(sizes) if width is None else sizes[0] * width
     length = -(-size // blocks)
-    entries = length // here.rows_read  # of a row in a block
-    before, of_all = here.place()
-    is_batch = here.is_batch_size(sizes[0], blocks)
+    entries = length // context.rows_read  # of a row in a block
+    before, global_rows = context.position()
+    is_batch = sizes[0] % (blocks * context.rows_read) == 0
     group = group_size(whole.dtype)
     aligned = blocks == 1 and width is not None and width % group == 0
     pieces = []
     for block in range(blocks):
-        first = tf.where(is_batch, (block * of_all + before) * entries, block * length)
+        first = tf.where(is_batch, (block * global_rows + before) * entries, block * length)
         skipped = 0 if aligned else first % group
         values = original(
             [length if aligned else length + group - 1],
@@ -164,7 +171,7 @@ def _drawn_by(
 
 
 def _drawn_by_parameters(
-    here: StepContext, original: Callable[..., tf.Tensor], shape: tf.Tensor, **named: Any
+    context: StepContext, original: Callable[..., tf.Tensor], shape: tf.Tensor, **named: Any
 ) -> tf.Tensor:
     """The same for distributions that draw all values of one parameter before those of the next.
 
@@ -172,15 +179,15 @@ def _drawn_by_parameters(
     """
     whole = original(shape, **named)
     named.pop("name", None)
-    if not here.blocks_of_rows(shape, whole.shape):
+    if not _blocks_of_rows(context, shape, whole.shape):
         return whole
     sizes = tf.cast(shape, tf.int64)
     count = sizes[0]
-    before, of_all = here.place()
-    is_batch = here.is_batch_size(count)
-    entries = count // here.rows_read
+    before, global_rows = context.position()
+    is_batch = count % context.rows_read == 0
+    entries = count // context.rows_read
     first = tf.where(is_batch, before * entries, 0)
-    after = tf.where(is_batch, of_all * entries, count) - first - count
+    after = tf.where(is_batch, global_rows * entries, count) - first - count
     for name in _PARAMETERS & named.keys():
         value = tf.convert_to_tensor(named[name])
         known = value.shape
@@ -194,7 +201,7 @@ def _drawn_by_parameters(
 
 
 def _drawn_categories(
-    here: StepContext,
+    context: StepContext,
     original: Callable[..., tf.Tensor],
     logits: tf.Tensor,
     *more: Any,
@@ -202,19 +209,19 @@ def _drawn_categories(
 ) -> tf.Tensor:
     """The same of categories, drawn row by row."""
     whole = original(logits, *more, **named)
-    if not here.blocks_of_rows(tf.shape(logits), logits.shape):
+    if not _blocks_of_rows(context, tf.shape(logits), logits.shape):
         return whole
     count = tf.shape(logits, tf.int64)[0]
-    before, _ = here.place()
-    first = tf.where(here.is_batch_size(count), before * (count // here.rows_read), 0)
+    before, _ = context.position()
+    is_batch = count % context.rows_read == 0
+    first = tf.where(is_batch, before * (count // context.rows_read), 0)
     drawn = original(tf.pad(logits, [[first, 0], [0, 0]]), *more, **named)[first:]
     drawn.set_shape(whole.shape)
     return drawn
 
 
 def _drawn_with_state(
-    stateless: str,
-    here: StepContext,
+    context: StepContext,
     original: Callable[..., tf.Tensor],
     shape: tf.Tensor,
     *dtype_or_bounds: Any,
@@ -227,27 +234,22 @@ def _drawn_with_state(
     With `tf.random.set_seed`, replicas that share a trace would all draw the same. So the operation
     draws a seed, and each replica its rows of what follows from that.
     """
-    if not here.blocks_of_rows(shape, tf.broadcast_to(False, shape).shape):
+    if not _blocks_of_rows(context, shape, tf.broadcast_to(False, shape).shape):
         return original(shape, *dtype_or_bounds, seed=seed, seed2=seed2, **named)
     most = tf.int32.max
     drawn = tf.raw_ops.RandomUniformInt(shape=[2], minval=0, maxval=most, seed=seed, seed2=seed2)
-    draw = getattr(tf.random, stateless)
+    draw = getattr(tf.random, _STATELESS[original.__name__])
     if len(dtype_or_bounds) == 1:
         return draw(shape, drawn, dtype=dtype_or_bounds[0])
     return draw(shape, drawn, *dtype_or_bounds, dtype=dtype_or_bounds[0].dtype)
 
 
-def _of_numbered_shape(
-    here: StepContext, original: Callable[..., tf.Tensor], *args: Any, **named: Any
-) -> tf.Tensor:
-    """`tf.random.stateless_normal(shape, ...)`, where the shape may have the batch as a number."""
-    shape, *more = [named.pop("shape"), *args] if "shape" in named else args
-    with here.shape_of_part(shape) as shape_of_part:
-        return original(shape_of_part, *more, **named)
-
-
 def _shuffled(
-    here: StepContext, original: Callable[..., tf.Tensor], x: Any, axis: int = 0, seed: Any = None
+    context: StepContext,
+    original: Callable[..., tf.Tensor],
+    x: Any,
+    axis: int = 0,
+    seed: Any = None,
 ) -> tf.Tensor:
     """`keras.random.shuffle` of rows, which come from all replicas.
 
@@ -255,15 +257,18 @@ def _shuffled(
     finds these rows.
     """
     x = keras.ops.convert_to_tensor(x)
-    if axis != 0 or here.replicas == 1 or not here.has_all_own_rows(x):
+    if axis != 0 or context.replicas == 1:
         return original(x, axis, seed)
-    before, of_all = here.place()
+    has_rows = has_rows_of(x, context.batch) if x.shape[0] is None else x.shape[0] == context.size
+    if not has_rows:
+        return original(x, axis, seed)
+    before, global_rows = context.position()
     numbers = _are_row_numbers(x)
-    whole = tf.range(tf.cast(of_all, x.dtype)) if numbers else here.all_rows([x])[0]
-    mine = original(whole, 0, seed)[before : before + here.rows_read]
+    whole = tf.range(tf.cast(global_rows, x.dtype)) if numbers else gather_rows(context, [x])[0]
+    mine = original(whole, 0, seed)[before : before + context.rows_read]
     mine.set_shape(x.shape)
     if numbers:
-        here.note_row_numbers(mine)
+        context.row_numbers.append(mine)
     return mine
 
 
@@ -275,13 +280,34 @@ def _are_row_numbers(x: tf.Tensor) -> bool:
     return x.op.type == "Range" and tf.get_static_value(x.op.inputs[0]) == 0
 
 
+def rows_at(context: StepContext, x: Any, indices: Any, axis: int | None) -> Any:
+    """Returns the tensor in which `indices` are looked up: `x`, or the rows of all replicas."""
+    if axis not in (0, None) or not any(indices is each for each in context.row_numbers):
+        return x
+    return gather_rows(context, [keras.ops.convert_to_tensor(x)])[0]
+
+
+def _gather(
+    context: StepContext,
+    original: Callable[..., tf.Tensor],
+    params: Any,
+    indices: Any,
+    validate_indices: Any = None,
+    axis: int | None = None,
+    **named: Any,
+) -> tf.Tensor:
+    """`tf.gather`; of the rows of all replicas, where these are shuffled."""
+    params = rows_at(context, params, indices, axis)
+    return original(params, indices, validate_indices, axis, **named)
+
+
 # The replacements of functions that draw random numbers, by key, each to be called with the step's
 # context first.
 RANDOM: dict[str, Callable[..., Any]] = {
-    "draw_numbered": _of_numbered_shape,
+    "draw": _drawn,
     "draw_by_parameters": _drawn_by_parameters,
     "draw_categories": _drawn_categories,
+    "draw_with_state": _drawn_with_state,
+    "gather": _gather,
     "shuffle": _shuffled,
-    **{key: functools.partial(_drawn_by, op) for key, op in _DRAWS.items()},
-    **{key: functools.partial(_drawn_with_state, name) for key, name in _STATELESS.items()},
 }

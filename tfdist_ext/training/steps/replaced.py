@@ -1,15 +1,12 @@
-"""Functions of Keras and TensorFlow that do something else in the threads of a running step.
+"""Replaces functions of Keras and TensorFlow in the threads of a running step.
 
-They are replaced because there is no other way in: Keras's losses, layers and optimizers call
-each other, and the steps of users call them directly. `_keras_private.REPLACED` lists them, each
-with its reason. They are in place only while a step is traced, or runs eagerly; other threads,
-and nested code that is not to be changed, get the original then, too. (`callbacks/in_cluster.py`
-does the same while a model's own `fit` runs, for the `fit` that its `super()` reaches.)
+Keras's losses, layers and optimizers call each other, and user code calls them directly, so there
+is no other way to change what they do. `_keras_private.REPLACED` lists the functions, each with its
+reason. They are replaced only while a step is traced, or runs eagerly. Other threads get the
+original. (`callbacks/in_cluster.py` replaces `keras.Model.fit` in the same way.)
 
-A release of Keras may compute something in another way, past one of them. The step would then
-silently train on other numbers. So what was called is noted, and what a step must have
-called is looked at when it is traced, or first runs eagerly: what follows from the model where
-the step is Keras's own, and what follows from what the step wrote where it is a user's.
+A new release of Keras may compute something without calling one of them. The step would then train
+on wrong numbers. `check_called` finds this when a step is traced, or first runs eagerly.
 """
 
 from __future__ import annotations
@@ -17,10 +14,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -29,18 +25,14 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.variables import optimizers_of
 
 __all__ = [
-    "StepRecord",
     "Target",
     "check_activity_regularizers",
-    "check_lookups",
-    "check_passed",
+    "check_called",
     "functions_in_place",
     "has_own_apply",
     "not_called",
-    "own_targets",
     "redirect_methods",
     "step_targets",
     "substitute_of",
@@ -97,12 +89,12 @@ _in_place: dict[tuple[type | types.ModuleType, str], _InPlace] = {}  # by owner 
 def substitutes(
     functions: Mapping[str, Callable[..., Any]] | None, called: set[str] | None = None
 ) -> Iterator[None]:
-    """Scope in which, in this thread, originals are replaced by the functions of their keys.
+    """Scope in which, in this thread, substitutes are called in place of the originals.
 
     Args:
-        functions: called with the original and its arguments, beside those of the scope around
-            this one; None: every original is itself.
-        called: the keys of those that were called are added to it.
+        functions: by key, functions that get the original and its arguments. They are added to
+            those of the scope around this one. None removes all substitutes.
+        called: receives the keys of the substitutes that are called.
     """
     before = _step.substitutes, _step.called
     _step.substitutes = {} if functions is None else {**_step.substitutes, **functions}
@@ -133,19 +125,9 @@ def functions_in_place(targets: Sequence[Target]) -> Iterator[None]:
         _restore(targets, user)
 
 
-def own_targets(kinds: Sequence[type], bases: Sequence[type], names: Sequence[str]) -> list[Target]:
-    """The methods of some names that classes, and their bases above `bases`, define.
-
-    What is called first in a step must be replaced, and calls that of Keras only then.
-    """
-    mros = [itertools.takewhile(lambda owner: owner not in bases, kind.__mro__) for kind in kinds]
-    owners = dict.fromkeys(itertools.chain(*mros))
-    return [Target(name, owner, name) for owner in owners for name in names if name in vars(owner)]
-
-
 @functools.cache
 def step_targets() -> list[Target]:
-    """The targets of a step: those of `REPLACED` that exist; see `check_passed`."""
+    """The targets of a step: the functions of `REPLACED` that exist in this release."""
     found = []
     for replaced in kp.REPLACED:
         with contextlib.suppress(ImportError, AttributeError):
@@ -163,12 +145,14 @@ def _put_in_place(target: Target, user: object) -> None:
             original = inspect.getattr_static(owner, name)
             inherited = name not in vars(owner)
             replaced = _in_place[owner, name] = _InPlace(original, inherited, set())
-            setattr(owner, name, _asking(key, original))
+            is_property = isinstance(original, property)
+            asking = _asking(key, original.fget if is_property else original)
+            setattr(owner, name, property(asking) if is_property else asking)
         replaced.users.add(user)
 
 
 def _restore(targets: Sequence[Target], user: object) -> None:
-    """Leave everything as it was, unless others need it; may be called again, after Ctrl-C."""
+    """Restore originals that no other scope replaces. After Ctrl-C, it is called again."""
     try:
         for _, owner, name in targets:
             with _lock:
@@ -188,14 +172,9 @@ def _restore(targets: Sequence[Target], user: object) -> None:
         raise
 
 
-def _asking(key: str, original: Callable[..., Any] | property) -> Callable[..., Any] | property:
-    """The wrapper of an original: it looks up the function that this thread is to call."""
-    if isinstance(original, property):
-        return property(_function_asking(key, original.fget), doc=original.__doc__)
-    return _function_asking(key, original)
+def _asking(key: str, original: Any) -> Callable[..., Any]:
+    """Returns a wrapper of an original that calls the substitute of this thread."""
 
-
-def _function_asking(key: str, original: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def chosen(*args: Any, **kwargs: Any) -> Any:
         substitute = _step.substitutes.get(key)
@@ -208,9 +187,6 @@ def _function_asking(key: str, original: Any) -> Callable[..., Any]:
     return chosen
 
 
-_APPLIES = ("apply", "apply_gradients")
-
-
 def uses_keras_step(model: keras.Model, kind: str) -> bool:
     """Whether a "train", "test" or "predict" step is the one that Keras's own models have."""
     step = getattr(model, f"{kind}_step")
@@ -219,116 +195,35 @@ def uses_keras_step(model: keras.Model, kind: str) -> bool:
 
 def has_own_apply(optimizer: object) -> bool:
     """Whether an optimizer has an `apply` of the object alone, which may do anything."""
-    return not vars(optimizer).keys().isdisjoint(_APPLIES)
+    return not vars(optimizer).keys().isdisjoint(("apply", "apply_gradients"))
 
 
-class StepRecord(NamedTuple):
-    """A record of one replica's step, to check that it has called what it must.
+def check_called(model: keras.Model, kind: str, called: Set[str], written: Container[int]) -> None:
+    """Check that a "train", "test" or "predict" step has called what its model must call.
 
-    Attributes:
-        called: keys of `REPLACED`.
-        written: ids of the Keras variables that it wrote, other than those of metrics, and other
-            than what an optimizer's `apply` wrote.
-        metrics: ids of the metrics' variables that it wrote.
-        read_whole: ids of the raw values in shards that it read as one tensor.
-        has_losses: layers gave something to add_loss, or have weights that are regularized.
-    """
-
-    called: Set[str]
-    written: Set[int] = frozenset()
-    metrics: Set[int] = frozenset()
-    read_whole: Set[int] = frozenset()
-    has_losses: bool = False
-
-
-def check_passed(model: keras.Model, kind: str, step: StepRecord) -> None:
-    """Check what one replica's "train", "test" or "predict" step has called.
+    Args:
+        called: keys of `REPLACED` that the step has called.
+        written: ids of the variables that the step has written.
 
     Raises:
-        TrainingError: a function that is replaced for it was not called.
+        TrainingError: a function that is replaced in steps was not called.
     """
-    for keys in _expected(model, kind, step):
-        if not step.called & set(keys):
-            raise not_called(keys[0])
-
-
-def check_lookups(model: keras.Model, step: StepRecord) -> None:
-    """Check that rows of tables in shards were gathered where they are.
-
-    Raises:
-        TrainingError: a whole table was read instead.
-    """
-    if "take" in step.called or not step.read_whole:
-        return
-    for layer in kp.flat_layers(model):
-        table = layer.embeddings if isinstance(layer, keras.layers.Embedding) else None
-        if isinstance(table, keras.Variable) and id(kp.raw_value(table)) in step.read_whole:
-            raise not_called("take")
-
-
-def check_activity_regularizers(model: keras.Model) -> None:
-    """Check that what layers add for their activities is a mean over examples, as other losses are.
-
-    Raises:
-        TrainingError: this release of Keras adds the sum over examples.
-    """
-    if tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14):
-        return
-    for layer in kp.flat_layers(model):
-        if layer.activity_regularizer is not None:
-            raise TrainingError(
-                f"the activity_regularizer of layer {layer.name!r} must give a mean over examples"
-                f" where several replicas train, got Keras {keras.__version__}, which adds the sum"
-                " over the examples of a replica: install Keras 3.14 or newer, or give one number"
-                " for each example to add_loss in a layer of your own."
-            )
-
-
-def not_called(key: str) -> TrainingError:
-    """The error of a step that did not call a function which is replaced for it."""
-    functions = [replaced for replaced in kp.REPLACED if replaced.key == key]
-    names = " or ".join(str(replaced) for replaced in functions)
-    return TrainingError(
-        f"the step must call {names}, where its numbers become those of the global batch"
-        f" ({functions[0].why}), and Keras {keras.__version__} with TensorFlow {tf.__version__} did"
-        " not. This release takes another way, and the training would be wrong: install versions"
-        " that docs/compatibility.md lists as tested, or a newer tfdist_ext."
-    )
-
-
-def _expected(model: keras.Model, kind: str, step: StepRecord) -> Iterator[tuple[str, ...]]:
-    """Keys of which the step must have called one at least."""
+    expected = ["reduce_loss"] if "loss" in called else []
     if kind != "predict" and uses_keras_step(model, kind):
-        yield from _of_keras_step(model, kind, step)
-    if kind == "train":
-        yield from _of_optimizers(model, step)
-    for metric in model.metrics:
-        inherits = type(metric).update_state is keras.metrics.Mean.update_state
-        if inherits and any(id(variable) in step.metrics for variable in metric.variables):
-            yield ("update_mean",)
+        expected += ["clear_losses", "update_mean"]
+        if model.loss is not None and type(model).compute_loss is keras.Model.compute_loss:
+            reduced = any(map(_is_reduced, keras.tree.flatten(model.loss)))
+            expected += ["replicas", "loss"] if reduced else ["replicas"]
+        if kind == "train" and model.trainable_variables:
+            expected += ["gradient", "apply"]
     for layer in kp.flat_layers(model):
-        is_normal = isinstance(layer, keras.layers.BatchNormalization)
-        if is_normal and layer.synchronized and id(layer.moving_mean) in step.written:
-            yield ("moments_of_layer",)
-        drops = isinstance(layer, keras.layers.Dropout) and layer.rate
-        if drops and id(layer.seed_generator.state) in step.written:
-            yield ("draw_uniform",)
-
-
-def _of_keras_step(model: keras.Model, kind: str, step: StepRecord) -> Iterator[tuple[str, ...]]:
-    yield ("clear_losses",)
-    yield ("update_mean",)  # of the tracker of the loss
-    if type(model).compute_loss is keras.Model.compute_loss:
-        if model.loss is not None:
-            yield ("replicas",)
-            if any(map(_is_reduced, keras.tree.flatten(model.loss))):
-                yield ("loss",)
-                yield ("reduce_loss",)
-        if step.has_losses:
-            yield ("added_loss",)
-    if kind == "train" and model.trainable_variables:
-        yield ("gradient",)
-        yield _APPLIES
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
+            expected += ["moments_of_layer"] if id(layer.moving_mean) in written else []
+        if isinstance(layer, keras.layers.Dropout) and layer.rate:
+            expected += ["draw"] if id(layer.seed_generator.state) in written else []
+    for key in expected:
+        if key not in called:
+            raise not_called(key)
 
 
 def _is_reduced(loss: object) -> bool:
@@ -338,17 +233,30 @@ def _is_reduced(loss: object) -> bool:
     return loss is not None
 
 
-def _of_optimizers(model: keras.Model, step: StepRecord) -> Iterator[tuple[str, ...]]:
-    """An optimizer that counted a step has applied gradients.
-
-    A step that assigns weights by hand may count by hand, too.
-    """
-    by_hand = any(id(weight) in step.written for weight in model.trainable_weights)
-    if "gradient" not in step.called or by_hand:
+def check_activity_regularizers(model: keras.Model) -> None:
+    """Raise TrainingError if this release of Keras sums the losses of activities over rows."""
+    if tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14):
         return
-    for optimizer in optimizers_of(model).values():
-        if id(kp.step_variables(optimizer)[0]) in step.written:
-            yield _APPLIES
+    for layer in kp.flat_layers(model):
+        if layer.activity_regularizer is not None:
+            raise TrainingError(
+                f"The activity_regularizer of layer {layer.name!r} is not supported on several"
+                f" replicas with Keras {keras.__version__}, which adds the sum over the examples of"
+                " a replica. Install Keras 3.14 or newer, or call add_loss with one number per"
+                " example in a layer of your own."
+            )
+
+
+def not_called(key: str) -> TrainingError:
+    """Returns the error of a step that did not call the functions of a key."""
+    functions = [replaced for replaced in kp.REPLACED if replaced.key == key]
+    names = " or ".join(str(replaced) for replaced in functions)
+    return TrainingError(
+        f"the step must call {names}, where its numbers become those of the global batch"
+        f" ({functions[0].why}), and Keras {keras.__version__} with TensorFlow {tf.__version__} did"
+        " not. The training would be wrong with this release: install versions"
+        " that docs/compatibility.md lists as tested, or a newer tfdist_ext."
+    )
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ these slices are summed (`lookups_of`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import tensorflow as tf
@@ -26,16 +26,14 @@ __all__ = [
     "Gradient",
     "Lookup",
     "blocks_of_rows",
-    "compares_rows",
+    "compared_rows",
     "first_size",
     "follows_from",
     "has_rows_of",
     "joined",
     "lookups_of",
     "merged",
-    "operations_before",
     "places_rows",
-    "sums_in_loss",
     "with_unknown_rows",
 ]
 
@@ -130,22 +128,44 @@ def _key(tensor: tf.Tensor) -> _Key:
     return (id(tensor.graph), tensor.name) if tf.is_symbolic_tensor(tensor) else id(tensor)
 
 
-def operations_before(targets: Sequence[tf.Tensor]) -> Iterator[tf.Operation]:
-    """The operations of a graph that lead to tensors."""
-    waiting, seen = [target.op for target in targets], set[str]()
-    while waiting:
-        op = waiting.pop()
-        if op.name not in seen:
-            seen.add(op.name)
-            yield op
-            waiting += [each.op for each in op.inputs]
-
-
 def follows_from(value: tf.Tensor, sources: Sequence[tf.Tensor]) -> bool:
     """Whether a value of a graph is computed from any of these tensors of the graph."""
     wanted = set(map(_key, sources))
-    taken = (each for op in operations_before([value]) for each in op.inputs)
-    return _key(value) in wanted or any(_key(each) in wanted for each in taken)
+    return any(_key(tensor) in wanted for tensor in _tensors_before([value]))
+
+
+def _tensors_before(targets: Sequence[tf.Tensor]) -> Iterator[tf.Tensor]:
+    """Yields tensors of a graph, and all tensors from which they are computed."""
+    waiting, seen = list(targets), set[_Key]()
+    while waiting:
+        tensor = waiting.pop()
+        if _key(tensor) not in seen:
+            seen.add(_key(tensor))
+            yield tensor
+            waiting += tensor.op.inputs
+
+
+# Operations by which losses compare rows with each other.
+_COMPARING = {
+    *("BatchMatMulV2", "Einsum", "Equal", "Greater", "GreaterEqual", "Less", "LessEqual"),
+    *("MatMul", "NotEqual", "SquaredDifference", "Sub"),
+}
+
+
+def compared_rows(targets: Sequence[tf.Tensor], equal: EqualTensors) -> str | None:
+    """Returns the name of an operation that compares a part's rows with each other, or None.
+
+    It makes two dimensions of unknown size from two tensors that have one each. Neither of them is
+    equal on all replicas, nor a range of numbers, as in a mask of lengths.
+    """
+    for tensor in _tensors_before([each for each in targets if tf.is_symbolic_tensor(each)]):
+        inputs = tensor.op.inputs
+        if tensor.op.type in _COMPARING and _unknown_sizes(tensor) == 2:
+            ranges = [_behind(each, _SAME_ORDER).op.type == "Range" for each in inputs]
+            one_each = [_unknown_sizes(each) for each in inputs] == [1, 1]
+            if one_each and not any(ranges) and not any(map(equal.has, inputs)):
+                return str(tensor.op.name)
+    return None
 
 
 def _unknown_sizes(tensor: tf.Tensor) -> int:
@@ -195,55 +215,6 @@ def places_rows(value: tf.Tensor, equal: EqualTensors, *, is_metric: bool) -> st
             return str(tensor.op.type)
         waiting += [each for each in tensor.op.inputs if each.shape == value.shape]
     return None
-
-
-# Operations by which losses compare rows with each other.
-_COMPARING = {
-    *("BatchMatMulV2", "Einsum", "Equal", "Greater", "GreaterEqual", "Less", "LessEqual"),
-    *("MatMul", "NotEqual", "SquaredDifference", "Sub"),
-}
-
-
-def compares_rows(op: tf.Operation, equal: EqualTensors) -> bool:
-    """Whether an operation compares a part's rows with each other.
-
-    It makes two dimensions of unknown size from two tensors that have one each. Of these, neither
-    is equal on all replicas, nor a range of numbers, as a mask of lengths has.
-    """
-    if op.type not in _COMPARING or _unknown_sizes(op.outputs[0]) != 2:
-        return False
-    ranges = [_behind(each, _SAME_ORDER).op.type == "Range" for each in op.inputs]
-    sizes = [_unknown_sizes(each) for each in op.inputs]
-    return sizes == [1, 1] and not any(ranges) and not any(map(equal.has, op.inputs))
-
-
-_ADDED = ("AddN", "AddV2", "Identity", "Neg", "Sub")
-_SCALED = ("DivNoNan", "Mul", "RealDiv")
-
-
-def sums_in_loss(target: tf.Tensor, equal: EqualTensors) -> Iterator[bool]:
-    """The plain sums over a part's rows that are terms of a loss, times or over constants.
-
-    Yields:
-        Whether the sum is the divisor in a ratio of two sums or means.
-    """
-    waiting = [target]
-    while waiting:
-        op = waiting.pop().op
-        inputs = [_behind(each, ("Cast",)) for each in op.inputs]
-        terms = [each for each in inputs if each.op.type != "Const"]
-        divides = op.type in ("DivNoNan", "RealDiv")
-        is_ratio = divides and [term.op.type in ("Mean", "Sum") for term in terms] == [True, True]
-        if op.type == "Sum" and _is_of_rows(op.inputs[0], equal):
-            yield False
-        elif op.type in _ADDED or (op.type in _SCALED and len(terms) == 1):
-            waiting += terms
-        elif is_ratio and _is_of_rows(terms[1].op.inputs[0], equal):
-            yield True
-
-
-def _is_of_rows(tensor: tf.Tensor, equal: EqualTensors) -> bool:
-    return _unknown_sizes(tensor) > 0 and not equal.has(tensor)
 
 
 # Which input is the shape of the result.

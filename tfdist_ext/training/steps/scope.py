@@ -7,8 +7,6 @@ written once. What is written inside a `cond` or a loop of a layer's own cannot 
 value. It goes to the replica's own copy of the variable (`LocalVariables`): it is unlike the
 others' until the step ends, and the mean over all rows is written to all of them.
 
-Metrics may be reset in a step (`resetting_metrics`).
-
 Keras turns a table into a tensor before it takes rows of it, and so sends all of it to the device
 of each replica. Where replicas share one copy, rows are gathered where the table is
 (`rows_of_shared`).
@@ -18,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -29,14 +27,11 @@ from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies.reductions import tells_what_it_reduces
 from tfdist_ext.strategies.traced_replica import copy_number, is_traced_once, replica_number
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.steps.context import (
-    StepContext,
-    current_graph,
-    current_step,
-    outside_of_inner_graphs,
-)
+from tfdist_ext.training.steps.context import StepContext, current_step
 from tfdist_ext.training.steps.logs import StepScope, metric_variables, metrics_of
-from tfdist_ext.training.steps.replaced import StepRecord, redirect_methods, substitutes
+from tfdist_ext.training.steps.replaced import substitutes
+from tfdist_ext.training.steps.rows import places_rows
+from tfdist_ext.training.steps.sums import current_graph, outside_of_inner_graphs
 from tfdist_ext.training.variables import (
     ShardedRead,
     copies_per_worker,
@@ -51,11 +46,14 @@ __all__ = [
     "ReplicaScope",
     "assign_each",
     "assign_written",
+    "check_aggregated",
+    "check_equal",
+    "check_indices",
+    "check_value",
     "contribution",
     "metric_in_inner_graph",
     "metric_variables_on_one_copy",
     "metrics_and_others",
-    "resetting_metrics",
     "rows_of_shared",
     "shared_by_replicas",
     "taken_by",
@@ -87,14 +85,12 @@ class ReplicaScope(StepScope):
         self._metrics = {id(variable): variable for variable, _ in metrics}
         self._others = list(watched)
         self.without_rows = dict(self.state_mapping)  # what the states are if this part is empty
-        self.resetting = False
         self.has_reset = False  # in this step
         self._watched = {id(variable): number for number, variable in enumerate(watched)}
         self.own = own or LocalVariables(tf.distribute.get_strategy(), 1)
         self._apart: set[int] = set()  # watched variables whose value is in a variable beside them
         self._graph = current_graph()
         self._reads: dict[int, ShardedRead] = {}
-        self.written_apart: set[int] = set()  # ids of others that were written, in no inner graph
         self.updated: set[int] = set()  # ids of the metrics' variables that were written
         for variable in self.own.written.values():
             # Not only when one is met: inner graphs of eager steps are traced in the first alone.
@@ -103,8 +99,8 @@ class ReplicaScope(StepScope):
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         variable, value = update
         key = id(variable)
-        if (here := current_step()) is not None:
-            here.check_written(variable, value, is_metric=key in self._metrics)
+        if (context := current_step()) is not None:
+            check_value(context, variable, value, is_metric=key in self._metrics)
         if key in self._metrics:
             if self._in_inner_graph():
                 raise metric_in_inner_graph(variable)
@@ -113,18 +109,16 @@ class ReplicaScope(StepScope):
                 self.has_reset = True
                 value = self.without_rows[key] = _on_first_replica(variable, value)
             super().add_update((variable, value))
-            return
-        if key in self._watched and self._in_inner_graph():
+        elif key not in self._watched:
+            _check_is_no_metric(variable)
+            self._write(variable, value)
+        elif self._in_inner_graph():
             self._move_to_own(variable)
             self.own.write(variable, value)
-            return
-        self.written_apart.add(key)
-        if key in self._watched and not variable.trainable:
+        elif variable.trainable:
+            self._write(variable, value)
+        else:
             super().add_update(update)
-            return
-        if key not in self._watched:
-            _check_is_no_metric(variable)
-        self._write(variable, value)
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | tf.Variable:
         key = id(variable)
@@ -142,12 +136,6 @@ class ReplicaScope(StepScope):
         # Not in a loop of a layer's, whose gradient has the shape of its inputs.
         with outside_of_inner_graphs(self._graph):
             return read.whole()
-
-    def record(self, called: Set[str]) -> StepRecord:
-        """The record of the step so far; `called` are keys of `REPLACED`."""
-        read_whole = {raw for raw, read in self._reads.items() if read.read_whole}
-        has_losses = bool(self.losses)
-        return StepRecord(called, self.written_apart, self.updated, read_whole, has_losses)
 
     def forget_losses(self, layer: keras.Layer) -> None:
         """Drop the losses that a layer and its sublayers gave to add_loss in this step."""
@@ -185,7 +173,7 @@ class ReplicaScope(StepScope):
         """The state of each metric variable on this replica."""
         return [self.get_current_value(variable) for variable in self._metrics.values()]
 
-    def written(self, here: StepContext | None) -> dict[str, tf.Tensor]:
+    def written(self, context: StepContext | None) -> dict[str, tf.Tensor]:
         """What the replica has written to the watched variables.
 
         To be called in the replica's context, after the scope.
@@ -201,10 +189,10 @@ class ReplicaScope(StepScope):
         for key, number in self._watched.items():
             if key in self.state_mapping:
                 written[number] = self.state_mapping[key]
-        if here is not None:
+        if context is not None:
             users = dict(enumerate(self.own.of_users(), len(self._others)))
             written |= {number: copy.read_value() for number, copy in users.items()}
-            written = here.mean(written, {**dict(enumerate(self._others)), **users})
+            written = context.mean(written, {**dict(enumerate(self._others)), **users})
             for number, copy in users.items():
                 copy.assign(written.pop(number), read_value=False)
         for number in list(written) if self.own.assigned_by_replicas() else ():
@@ -233,10 +221,10 @@ class ReplicaScope(StepScope):
 
     def _write(self, variable: keras.Variable, value: tf.Tensor) -> None:
         """Assign at once, as some layers do to weights that they read in the same call."""
-        here = current_step()
-        if here and not self._in_inner_graph():
+        context = current_step()
+        if context and not self._in_inner_graph():
             # Where one copy is all replicas', all write the same.
-            value = here.mean({0: value}, {0: variable})[0]
+            value = context.mean({0: value}, {0: variable})[0]
         raw = kp.raw_value(variable)
         if isinstance(raw, tf.distribute.DistributedValues) or not hasattr(raw, "get"):
             _assign(raw, value)
@@ -318,13 +306,7 @@ class LocalVariables:
             TrainingError: a trained weight of which all replicas have one copy.
         """
         if variable.trainable and self._is_shared(variable):
-            raise TrainingError(
-                f"the trainable variable {variable.path!r} must be assigned directly in the body of"
-                " train_step or call, got an assignment inside a tf.function, a cond or a loop of"
-                f" the step's own: the replicas of {type(self._strategy).__name__} share one copy"
-                " of it. Move it (tf.where chooses a value without a cond), or create the variable"
-                " with trainable=False."
-            )
+            raise shared_by_replicas(kp.raw_value(variable), self._local_replicas)
         _assign(self.of(variable), value)
         self.written[id(variable)] = variable
 
@@ -335,13 +317,74 @@ class LocalVariables:
         return copies_per_worker(variable, self._strategy) < self._local_replicas
 
 
+def check_value(
+    context: StepContext,
+    variable: keras.Variable | tf.Variable,
+    value: Any,
+    *,
+    is_metric: bool = False,
+) -> None:
+    """Raise TrainingError if rows of this part are written into a variable's rows.
+
+    A metric may add them to its rows, because it is summed over replicas.
+    """
+    if context.replicas == 1 or context.graph is None or context.on_tpu:
+        return
+    if not tf.is_symbolic_tensor(value):
+        return
+    if (how := places_rows(value, context.equal, is_metric=is_metric)) is not None:
+        raise _rows_written(context, variable, how)
+
+
+def check_indices(context: StepContext, variable: tf.Variable, indices: Any, how: str) -> None:
+    """Raise TrainingError if the indices that are written follow from this part's rows."""
+    if tf.is_symbolic_tensor(indices) and not context.equal.has(indices):
+        raise _rows_written(context, variable, how)
+
+
+def _rows_written(
+    context: StepContext, variable: keras.Variable | tf.Variable, how: str
+) -> TrainingError:
+    return TrainingError(
+        f"what is assigned to {getattr(variable, 'path', variable.name)!r} must be the same on"
+        f" all {context.replicas} replicas, got rows of this replica's part of the batch (from"
+        f" {how}): each replica would write other rows. Use the rows of all replicas:"
+        " rows = tfd.all_rows(rows), and so for their indices, before they are put into"
+        f" {variable.name!r}."
+    )
+
+
+def check_equal(context: StepContext, variable: tf.Variable, values: Any) -> None:
+    """Raise TrainingError if a variable that has no mean gets a value of this part's rows."""
+    values = [each for each in tf.nest.flatten(values) if tf.is_symbolic_tensor(each)]
+    if not variable.dtype.is_floating and not context.equal.has(values):
+        raise TrainingError(
+            f"What is assigned to the variable {variable.name!r} ({variable.dtype.name}) must"
+            f" be the same on all {context.replicas} replicas, but it depends on the rows of this"
+            " replica's part of the batch. Compute it from the rows of all replicas, as"
+            " tf.shape(tfd.all_rows(x))[0], or count in a keras.metrics.Metric."
+        )
+
+
+def check_aggregated(context: StepContext, variable: tf.Variable) -> None:
+    """Raise TrainingError where replicas cannot wait for each other to aggregate a value."""
+    if current_graph() is not context.graph:
+        raise TrainingError(
+            f"The variable {variable.name!r} ({variable.aggregation.name}) is assigned inside a"
+            " tf.function, a cond or a loop of the step's own, where replicas cannot combine"
+            " their values. Assign it directly in the body of train_step or call, or create it"
+            " with self.add_weight(..., trainable=False)."
+        )
+
+
 def shared_by_replicas(variable: tf.Variable, replicas: int) -> TrainingError:
     """The error of a tf.Variable that each replica would write, and of which there is one copy."""
     return TrainingError(
         f"The variable {variable.name!r} of shape {variable.shape} is assigned in a step, and the"
         f" {replicas} replicas of this process share one copy of it: each would write its own"
         " value. Create it with self.add_weight(..., trainable=False) in a layer or model: what a"
-        " step assigns to that is averaged over all rows."
+        " step assigns to that is averaged over all rows. A trainable weight can be assigned in the"
+        " body of train_step or call, but not in a tf.function, a cond or a loop."
     )
 
 
@@ -409,8 +452,8 @@ def metric_in_inner_graph(variable: keras.Variable) -> TrainingError:
 
 def _check_is_no_metric(variable: keras.Variable) -> None:
     """Raise TrainingError for a variable that each replica adds to, and that is summed nowhere."""
-    here = current_step()
-    if here and here.replicas > 1 and variable.synchronization == "on_read":
+    context = current_step()
+    if context and context.replicas > 1 and variable.synchronization == "on_read":
         raise TrainingError(
             "a metric that the step updates must belong to the model, got the variable"
             f" {variable.path!r} of another one: its values on several replicas cannot be combined."
@@ -442,30 +485,6 @@ def metric_variables_on_one_copy() -> contextlib.AbstractContextManager[None]:
         return next_creator(**kwargs)
 
     return tf.variable_creator_scope(creator)
-
-
-@contextlib.contextmanager
-def resetting_metrics(metrics: Iterable[keras.metrics.Metric]) -> Iterator[None]:
-    """Scope in which a step may reset metrics: on all replicas, and to a value that counts once."""
-    with contextlib.ExitStack() as stack:
-        for metric in metrics:
-            reset = _resetting(metric.reset_state)
-            stack.enter_context(redirect_methods(metric, reset_state=reset))
-        yield
-
-
-def _resetting(original: Callable[..., None]) -> Callable[..., Any]:
-    def reset_state(*args: Any, **kwargs: Any) -> None:
-        scope = kp.stateless_scope()
-        if not isinstance(scope, ReplicaScope):
-            return original(*args, **kwargs)
-        before, scope.resetting = scope.resetting, True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            scope.resetting = before
-
-    return reset_state
 
 
 def rows_of_shared(

@@ -1,9 +1,8 @@
-"""When a task's steps began, and when its own part of each was ready: noted in the graph.
+"""Records when a task's steps begin, and when the task's own part of each step is ready.
 
-In synchronous training each step takes as long as the slowest worker's, on all of them. What
-tells workers apart is each one's own time: from the end of the last step, its data read and its
-gradients computed, to the moment from which it waits for the others. What it has waited before,
-in the middle of its step, is left out.
+In synchronous training a step takes as long on each worker as on the slowest one. The own time of a
+worker is from the end of the last step to the moment from which it waits for the others. Waits in
+the middle of the step are not counted.
 """
 
 from __future__ import annotations
@@ -136,16 +135,16 @@ class ReplicaTimer:
     """Notes of one replica's step: to be used while that step is traced, or runs eagerly."""
 
     def __init__(self) -> None:
-        # When this replica, and when all, were there.
-        self._meetings: list[tuple[tf.Tensor, tf.Tensor]] = []
+        # When this replica began to wait for the others, and when the wait was over.
+        self._waits: list[tuple[tf.Tensor, tf.Tensor]] = []
         self._squares: list[tf.Tensor] = []
         self._has_rows: tf.Tensor | bool = True
 
-    def synchronize(self, meet: Callable[[_Value], _Answer], values: _Value) -> _Answer:
-        """`meet(values)`, which waits for all replicas."""
+    def synchronize(self, function: Callable[[_Value], _Answer], values: _Value) -> _Answer:
+        """Returns `function(values)`, which waits for all replicas."""
         ready = timestamp_after([values, self._squares])
-        result = meet(values)
-        self._meetings.append((ready, timestamp_after(result)))
+        result = function(values)
+        self._waits.append((ready, timestamp_after(result)))
         return result
 
     def gradients(self, weighted: Sequence[Gradient], weight: tf.Tensor) -> None:
@@ -158,22 +157,18 @@ class ReplicaTimer:
             self._has_rows = weight > 0
 
     def notes(self, outcome: Structure) -> tuple[tf.Tensor, tf.Tensor]:
-        """(when it was ready, less what it had waited before; norm of its own mean gradient).
+        """Returns (when it was ready, less what it had waited before; norm of its mean gradient).
 
         Args:
             outcome: of a step without collectives; it is ready when these tensors are there.
         """
-        if not self._meetings:
-            return timestamp_after(outcome), self._norm()
-        *before, (ready, _) = self._meetings
-        return ready - sum(there - here for here, there in before), self._norm()
-
-    def _norm(self) -> tf.Tensor:
+        *before, (ready, _) = self._waits or [(timestamp_after(outcome), None)]
+        ready -= sum(end - start for start, end in before)
         if not self._squares:
-            return tf.constant(NO_ROWS, tf.float64)
+            return ready, tf.constant(NO_ROWS, tf.float64)
         with tf.device("CPU:0"):
             norm = tf.sqrt(tf.add_n(self._squares))
-            return tf.where(self._has_rows, norm, tf.constant(NO_ROWS, tf.float64))
+            return ready, tf.where(self._has_rows, norm, tf.constant(NO_ROWS, tf.float64))
 
 
 class _Reading:

@@ -25,12 +25,11 @@ from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.protocols import StepFunction, Structure
 from tfdist_ext.training.steps import exact
 from tfdist_ext.training.steps.context import StepContext, running_step
-from tfdist_ext.training.steps.logs import has_own_outputs, metrics_of, recorded_results
+from tfdist_ext.training.steps.logs import has_own_outputs, metrics_of, observed_metrics
 from tfdist_ext.training.steps.random_numbers import Seeds
 from tfdist_ext.training.steps.replaced import (
     check_activity_regularizers,
-    check_lookups,
-    check_passed,
+    check_called,
     functions_in_place,
     has_own_apply,
     step_targets,
@@ -41,7 +40,6 @@ from tfdist_ext.training.steps.scope import (
     ReplicaScope,
     assign_written,
     metrics_and_others,
-    resetting_metrics,
     rows_of_shared,
 )
 from tfdist_ext.training.steps.step_timer import NullStepTimer
@@ -92,7 +90,6 @@ class ModelStep:
         stacked: stacks the states of these variables.
         updated: ids of the metric variables that the step writes.
         batch_size: rows of a whole global batch; None if not known. To be set before a trace.
-        asked_batch_size: whether a trace depends on `batch_size`.
     """
 
     def __init__(
@@ -144,7 +141,6 @@ class ModelStep:
             self._run_once = self._run_replica
         self._not_shared = trace_for_each(self._reduction, jit_compile=self._jit_compile)
         self._shared: dict[Any, SharedStep] = {}  # by the kind of arguments
-        self.asked_batch_size = False
 
     @property
     def traces(self) -> str:
@@ -208,8 +204,7 @@ class ModelStep:
         """
         with (
             functions_in_place(self._replaced),
-            resetting_metrics(self._metric_objects),
-            recorded_results(self._metric_objects),
+            observed_metrics(self._metric_objects),
         ):
             results = self._results(batch, states, rows)
         assign_written(self._reduction.strategy, self._others, results[0].written)
@@ -283,7 +278,6 @@ class ModelStep:
             outputs = self._collect(returned, scope, before, context)
         if context is not None:
             self._check(scope, context)
-            self.asked_batch_size |= context.asked_batch_size
         scope.forget_losses(self._model)
         self.updated |= scope.updated
         new = self.stacked.after_step(scope, context, states)
@@ -317,10 +311,8 @@ class ModelStep:
         # Later eager steps do not call what their inner graphs called while they were traced.
         if self._checked and tf.executing_eagerly():
             return
-        record = scope.record(context.called)
-        check_lookups(self._model, record)
         if self._kind != "predict":
-            check_passed(self._model, self._kind, record)
+            check_called(self._model, self._kind, context.called, scope.state_mapping)
             if context.replicas > 1:
                 check_activity_regularizers(self._model)
         self._checked = True

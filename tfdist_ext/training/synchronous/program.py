@@ -94,9 +94,6 @@ class SynchronousProgram(StepProgram):
     def run(self, data: Epoch, n: int, seconds: float, *, told: bool = False) -> Execution:
         """Run `n` steps of an epoch, or fewer where its data may end and does."""
         step = self._on_replicas
-        if step.asked_batch_size and data.batch_size != step.batch_size:
-            step.forget_traces()
-            self._executions.clear()
         step.batch_size = data.batch_size
         if self._batches_read is not None:
             self._reduction.peers.reads_batches(self._batches_read.numpy)
