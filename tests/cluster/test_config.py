@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
-import pickle
 from typing import Any
 
 import pytest
@@ -97,12 +95,6 @@ def test_no_tf_config_is_no_cluster(text: str | None) -> None:
     assert ClusterConfig.from_env({} if text is None else {"TF_CONFIG": text}) is None
 
 
-def test_what_is_not_text_is_refused() -> None:
-    value: Any = {"cluster": {}}
-    with pytest.raises(ClusterConfigError, match=r"TF_CONFIG: is not text.*json\.dumps"):
-        ClusterConfig.from_tf_config(value)
-
-
 BAD_ARGUMENTS: tuple[tuple[Any, Any, dict[str, Any], str], ...] = (
     # (jobs, task, more, fragment of the message)
     (None, Task("worker", 0), {}, "cluster must be a mapping"),
@@ -160,31 +152,3 @@ def test_nothing_can_be_changed() -> None:
         with pytest.raises(TypeError, match="read-only"):
             change()
     assert config.jobs == FULL
-
-
-def test_equal_configs_hash_alike_whatever_their_source() -> None:
-    one = ClusterConfig(FULL, Task("worker", 0), source="one")
-    two = ClusterConfig(dict(reversed(FULL.items())), Task("worker", 0), source="two")
-    assert one == two
-    assert hash(one) == hash(two)
-    assert one.for_task("worker", 1) != one != dataclasses.replace(one, rpc_layer="grpc")
-
-
-def test_copies_are_equal_and_valid() -> None:
-    config = ClusterConfig(FULL, Task("ps", 1), rpc_layer="grpc", source="a test")
-    for made in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
-        assert made == config
-        assert made.source == "a test"
-        with pytest.raises(TypeError):
-            made.jobs["worker"] = ()
-    assert dataclasses.asdict(config)["jobs"] == FULL
-
-
-def test_from_env_reads_this_process_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = ClusterConfig(FULL, Task("ps", 0)).to_tf_config()
-    monkeypatch.setenv("TF_CONFIG", text)
-    config = ClusterConfig.from_env()
-    assert config is not None
-    assert config.task == Task("ps", 0)
-    monkeypatch.delenv("TF_CONFIG")
-    assert ClusterConfig.from_env() is None

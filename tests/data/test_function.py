@@ -35,13 +35,6 @@ def test_the_parts_of_a_step_are_its_global_batch() -> None:
     assert (data.steps, len(data), data.global_batch_size) == (3, 3, 7)
 
 
-def test_no_shard_is_sharded_again() -> None:
-    policy = tf.data.experimental.AutoShardPolicy
-    for shard, expected in ((Shard(1, 2), policy.OFF), (Shard(0, 1), policy.DATA)):
-        dataset = from_dataset_fn(of_shard, global_batch_size=4).dataset(shard)
-        assert dataset.options().experimental_distribute.auto_shard_policy == expected
-
-
 def test_the_epoch_goes_to_functions_that_take_it() -> None:
     def of_epoch(shard: Shard, epoch: int) -> tf.data.Dataset:
         order = np.random.default_rng(epoch).permutation(20)[shard.index :: shard.count]
@@ -52,11 +45,6 @@ def test_the_epoch_goes_to_functions_that_take_it() -> None:
     assert orders[0] == orders[2] != orders[1]
     data.end_epoch()
     assert rows(data.dataset()) == orders[1]
-
-
-def test_a_data_set_without_epochs_is_iterated_anew() -> None:
-    data = from_dataset_fn(lambda shard: of_shard(shard).shuffle(20, seed=3).batch(20))
-    assert rows(data.dataset(epoch=0)) != rows(data.dataset(epoch=1))
 
 
 def test_a_state_resumes_inside_an_epoch() -> None:

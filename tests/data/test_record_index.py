@@ -124,25 +124,6 @@ def test_a_file_system_without_times_keeps_no_index(tmp_path: Path, write_record
     assert tf.io.gfile.listdir(f"ram://{tmp_path}") == ["a"]
 
 
-def test_a_remote_index_is_kept(
-    tmp_path: Path, write_records: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stamp = record_index.stamp_of
-    monkeypatch.setattr(record_index, "stamp_of", lambda path: (stamp(path)[0], 1))
-    path = write_records(f"ram://{tmp_path}/b", [b"abcd", b"ef"])
-    indexes_of([path])
-    assert tf.io.gfile.exists(f"ram://{tmp_path}/.b.tfdindex")
-    assert indexes_of([path])[0].offsets().tolist() == [0, 20, 38]
-
-
-def test_a_folder_that_cannot_be_written(tmp_path: Path, write_records: Write) -> None:
-    """No index has a name that long: root may write to any folder."""
-    path = write_records(tmp_path / ("n" * 250), [b"a", b"b"])
-    with pytest.warns(UserWarning, match="tfdindex cannot be written, so each task counts"):
-        (index,) = indexes_of([path])
-    assert index.offsets().tolist() == [0, 17, 34]
-
-
 def test_damage_is_named_or_skipped(tmp_path: Path, write_records: Write) -> None:
     path = write_records(tmp_path / "a", [b"abcd", b"ef", b"g"])
     os.truncate(path, os.path.getsize(path) - 2)
@@ -154,17 +135,9 @@ def test_damage_is_named_or_skipped(tmp_path: Path, write_records: Write) -> Non
     assert not (tmp_path / ".a.tfdindex").exists()  # the file may be made whole
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        pytest.param(b"a,b\n1,2\n3,4\n", "length field is damaged", id="text"),
-        pytest.param(gzip.compress(b"x" * 99), r"Is it an uncompressed TFRecord", id="gzip"),
-        pytest.param(b"abc", "record 0 at byte 0 of 3: the file ends inside", id="short"),
-    ],
-)
-def test_files_of_another_kind(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "a").write_bytes(content)
-    with pytest.raises(DataError, match=message):
+def test_files_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(gzip.compress(b"x" * 99))
+    with pytest.raises(DataError, match="Is it an uncompressed TFRecord"):
         indexes_of([str(tmp_path / "a")])
 
 

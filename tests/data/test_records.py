@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 import tensorflow as tf
 
 from tfdist_ext.data import DataError, Shard, from_tfrecords
-from tfdist_ext.data import records as records_module
 from tfdist_ext.data.records import RecordFiles
 from tfdist_ext.data.sources import difference
 
@@ -91,38 +89,6 @@ def test_a_fingerprint_changes_with_the_files(tmp_path: Path, write_records: Wri
         assert re.search(message, difference(known, other))
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
-def test_threads_and_few_open_files(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records_module, "_MOST_OPEN", 1)
-    before = len(os.listdir("/proc/self/fd"))
-    records = records_of(files)
-    wrong: list[Any] = []
-
-    def read(seed: int) -> None:
-        random = np.random.default_rng(seed)
-        for _ in range(50):
-            wanted = random.integers(0, 100, 8)
-            if records.read(wanted).tolist() != [PAYLOADS[n] for n in wanted]:
-                wrong.append(wanted)
-
-    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    assert len(os.listdir("/proc/self/fd")) <= before + 2  # a file, and its index
-
-
-def test_a_file_that_became_shorter(tmp_path: Path, write_records: Write) -> None:
-    path = write_records(tmp_path / "a", [b"abcd", b"ef", b"g"])
-    records = records_of([path])
-    os.truncate(path, os.path.getsize(path) - 2)
-    assert records.read(np.array([0, 1])).tolist() == [b"abcd", b"ef"]
-    with pytest.raises(DataError, match=r"/a: record 2 at byte 38 .* became shorter"):
-        records.read(np.array([0, 2]))
-
-
 @pytest.mark.parametrize("place", [14, -1])
 def test_a_damaged_record(files: list[str], place: int) -> None:
     """In its payload, or in its checksum."""
@@ -192,15 +158,6 @@ def test_parse_that_fails_is_named(files: list[str]) -> None:
         from_tfrecords(files, wrong, global_batch_size=4)
     with pytest.raises(DataError, match=r"parse must be a function of a .*got 'parse'"):
         from_tfrecords(files, "parse", global_batch_size=4)  # type: ignore[arg-type]
-
-
-def test_parse_of_many_records_that_filters(files: list[str]) -> None:
-    def some(records: tf.Tensor) -> tf.Tensor:
-        return tf.boolean_mask(records, tf.strings.length(records) < 0)
-
-    data = from_tfrecords(files, some, global_batch_size=4, batched=True)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="must return a row for each record"):
-        list(data.dataset())
 
 
 def test_damaged_records_in_datasets(files: list[str]) -> None:

@@ -14,7 +14,6 @@ from tfdist_ext.data import (
     Remainder,
     Shard,
     from_arrays,
-    from_dataset_fn,
     shard_range,
 )
 
@@ -50,17 +49,6 @@ def test_the_bar_has_the_right_total_and_the_position_goes_along(
     assert "2/3" in shown
     assert "3/3" in shown
     assert data.position == (2, 0)
-
-
-def test_the_bar_of_unknown_length(capsys: pytest.CaptureFixture[str]) -> None:
-    data = from_dataset_fn(
-        lambda shard: tf.data.Dataset.range(9).filter(lambda n: n > 1), global_batch_size=2
-    )
-    assert len(list(data)) == 4
-    assert data.position == (1, 0)
-    assert "4/Unknown" in capsys.readouterr().out
-    with pytest.raises(TypeError, match="known only after reading them"):
-        len(data)
 
 
 @pytest.mark.long("[4]")
@@ -122,19 +110,6 @@ def test_padded_parts_have_one_size_and_dropped_ones_too(count: int) -> None:
         ]
         ranges = [shard_range(size, Shard(i, count), Remainder.DROP).size for i in range(count)]
         assert parts == ranges
-
-
-def test_padding_keeps_weights_and_structures() -> None:
-    weights = np.linspace(1, 2, ROWS).astype("float32")
-    pairs = np.tile(weights[:, None], 2)
-    data = from_arrays(({"a": X, "b": np.eye(ROWS)}, X, pairs), global_batch_size=10)
-    last = list(data.dataset(Shard(1, 4), remainder=Remainder.PAD))[-1]  # 1 of 3 rows
-    inputs, targets, weight = last
-    assert inputs["b"].shape == (3, ROWS)
-    np.testing.assert_array_equal(targets, [X[20]] * 3)
-    np.testing.assert_allclose(weight, [[weights[20]] * 2, [0, 0], [0, 0]])
-    first = list(data.dataset(Shard(0, 4), remainder=Remainder.PAD))[-1]  # none
-    np.testing.assert_array_equal(first[2], np.zeros([3, 2]))
 
 
 def test_what_cannot_be_padded_or_distributed() -> None:

@@ -26,15 +26,6 @@ def test_arrays_of_the_other_byte_order(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found, X)
 
 
-def test_a_list_of_arrays_is_a_structure_and_one_of_numbers_an_array() -> None:
-    data = from_arrays(([X, X + 1], Y.tolist()), global_batch_size=ROWS)
-    ((one, other), y) = next(iter(data.dataset()))
-    np.testing.assert_array_equal(other, X + 1)
-    np.testing.assert_array_equal(one, X)
-    np.testing.assert_array_equal(y, Y)
-    assert len(from_arrays([X, Y], global_batch_size=4).element_spec) == 2
-
-
 class Squares:
     element_spec = tf.TensorSpec([None], tf.int64)
 
@@ -96,16 +87,3 @@ def test_a_fingerprint_samples_large_arrays(tmp_path: Path) -> None:
         changed = array.copy()
         changed[rows] += 1
         assert Arrays(changed).fingerprint() != known
-
-
-def test_a_fingerprint_reads_little_of_a_huge_array(tmp_path: Path) -> None:
-    """The array has 8 GB and no blocks on the disk."""
-    huge = np.memmap(tmp_path / "huge", np.float64, "w+", shape=(1000, 1_000_000))
-    before = Arrays(huge).fingerprint()
-    huge[-1, -1] = 1.0
-    assert Arrays(huge).fingerprint() != before
-    maps = Path("/proc/self/smaps")
-    if maps.exists():
-        lines = maps.read_text().split("/huge\n")[1].splitlines()
-        resident = next(int(line.split()[1]) for line in lines if line.startswith("Rss"))
-        assert resident < 64 * 1024  # KiB

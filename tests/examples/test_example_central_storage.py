@@ -46,24 +46,6 @@ def test_numbers_of_one_device(train: Any, one_device: Any) -> None:
 
 
 @pytest.mark.tfdist_logical_cpus(4)
-def test_variables_are_there_once_while_all_devices_compute() -> None:
-    strategy = central()
-    with strategy.scope():
-        model = example.build()
-    copies = [strategy.experimental_local_results(weight.value) for weight in model.weights]
-    assert [[copy.device[-5:] for copy in each] for each in copies] == [["CPU:3"]] * 4
-
-    where = []
-
-    @tf.function
-    def compute() -> None:
-        strategy.run(lambda: where.append(model(tf.ones([2, 4])).device[-5:]))
-
-    compute()
-    assert sorted(where) == ["CPU:0", "CPU:1", "CPU:2"]
-
-
-@pytest.mark.tfdist_logical_cpus(4)
 def test_a_metric_is_wrong_where_tensorflow_makes_the_strategy() -> None:
     """The first mistake on the page. If this fails, the page and our variables may go."""
     devices = ["CPU:0", "CPU:1", "CPU:2"]

@@ -66,15 +66,3 @@ def test_data_run_and_reduce(strategy_class: Any) -> None:
     total, mean, of_rows = sums(next(iter(batches)))
     assert where == {0: "CPU:0", 1: "CPU:1", 2: "CPU:2"}
     assert (float(total), float(mean), int(of_rows)) == (58.0, pytest.approx(58 / 3), 28)
-
-
-@pytest.mark.tfdist_logical_cpus(4)
-def test_only_replicas_that_compute_together_may_all_reduce() -> None:
-    def of_all() -> Any:
-        return tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0))
-
-    with pytest.raises(NotImplementedError, match="replicas run in turn"):
-        example.InTurn(DEVICES).run(of_all)
-    template = example.OneCopy(DEVICES)
-    found = template.experimental_local_results(template.run(of_all))
-    assert [float(value) for value in found] == [3.0] * 3

@@ -78,18 +78,6 @@ def test_results_come_in_the_order_of_the_tasks(run):
     assert out == "[3, 3, 13]\nchief:0 worker:0 worker:1\n"
 
 
-def test_a_prompt_has_no_file(start, mark):
-    with start("", "-i", "-q") as popen:
-        out, err = popen.communicate(
-            "import tfdist_ext as tfd\n"
-            "def double(x):\n    print('at work')\n    return 2 * x\n\n"
-            "tfd.launch(double, args=(4,), workers=1)\n",
-            timeout=30,
-        )
-    assert out == "[worker:0] at work\n{'worker:0': 8}\n", err
-    assert mark.pids() == []
-
-
 def test_the_tasks_import_what_this_process_can(run, tmp_path):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "mine.py").write_text("def answer():\n    return 42\n")
@@ -197,11 +185,3 @@ def test_a_signal_ends_the_tasks_and_then_does_what_it_does(start, mark, number)
 def test_what_cannot_be_launched(arguments, message):
     with pytest.raises(LaunchError, match=message):
         launch(**{"fn": print, **arguments})
-
-
-def test_it_is_the_function_although_a_package_has_its_name(mark):
-    code = "import tfdist_ext.launch.run, tfdist_ext as tfd; tfd.launch(None)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=mark.env, capture_output=True, text=True, timeout=30
-    )
-    assert "LaunchError: fn must be a function, got None" in done.stderr

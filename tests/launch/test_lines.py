@@ -36,13 +36,6 @@ def test_lines(data, size, lines, reason):
     assert found + splitter.flush() == expected, reason
 
 
-def test_a_long_line_comes_in_pieces():
-    splitter = LineSplitter()
-    assert splitter.feed(b"x" * 65_535) == []
-    assert splitter.feed(b"xy") == [Line("x" * 65_536 + "y")]
-    assert splitter.feed(b"\n") == [Line("")]
-
-
 GLOG = "0000 00:00:1795702528.736741    2947 "
 ONEDNN = "port.cc:153] oneDNN custom operations are on. You may see slightly different numerical"
 ABSL = "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR"

@@ -183,25 +183,6 @@ def test_a_signal_to_the_launcher_is_no_reason_to_start_again(tfdist) -> None:
     assert said(err) == []
 
 
-def test_a_signal_while_others_save_after_a_preemption_is_the_end(tfdist, tmp_path: Path) -> None:
-    script = """trap 'touch "$PLACE/now"; sleep 1.5; touch "$PLACE/saved"; exit 143' TERM
-    [ $me = 1 ] && { sleep 0.5; exit 143; }
-    while true; do sleep 0.05; done"""
-    words = ("run", "--workers", "2", "--max-restarts", "3", "--", "sh", "-c", HEAD + script)
-    launcher = tfdist(*words, PLACE=str(tmp_path))
-    deadline = time.monotonic() + 15
-    while not (tmp_path / "now").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    for _ in range(2):  # `timeout` sends a signal to its child and to its group
-        launcher.send_signal(signal.SIGTERM)
-        time.sleep(0.05)
-    _, err = launcher.communicate(timeout=30)
-    assert launcher.returncode == 143
-    assert said(err) == []
-    assert (tmp_path / "saved").exists()
-
-
 def test_a_task_that_was_preempted_makes_the_others_end_and_start_again(tfdist) -> None:
     script = """
     [ $n = 1 ] && exit 0

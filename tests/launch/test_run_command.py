@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -88,33 +86,6 @@ def test_logs_nobody_asked_for_are_gone_after_success(tfdist, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_each_task_knows_the_line_that_started_the_run(tfdist):
-    words = ("run", "--", "sh", "-c", 'echo "$TFDIST_COMMAND"')
-    out, _ = tfdist(*words).communicate(timeout=10)
-    assert out == f"[worker:0] {shlex.join(['tfdist', *words])}\n"
-    out, _ = tfdist(*words, TFDIST_COMMAND="sbatch train.sh").communicate(timeout=10)
-    assert out == "[worker:0] sbatch train.sh\n"
-
-
-def test_a_reader_that_leaves_does_not_end_the_run(tfdist):
-    launcher = tfdist("run", "--", "sh", "-c", "echo a; sleep 0.4; seq 100000; exit 5")
-    assert launcher.stdout.readline() == "[worker:0] a\n"
-    launcher.stdout.close()
-    assert launcher.wait(timeout=10) == 5
-    err = launcher.stderr.read()
-    assert "worker:0 failed first" in err
-    assert "BrokenPipe" not in err
-
-
-def test_ctrl_c_ends_a_run_whose_output_nobody_reads(tfdist, mark):
-    launcher = tfdist("run", "--grace", "0.3", "--", "sh", "-c", "seq 100000; sleep 60")
-    mark.wait_for(4)  # the launcher, its watchdog, the shell, and seq, which hangs
-    time.sleep(0.5)
-    launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(timeout=5) == 130
-    assert mark.pids() == []
-
-
 # Without starting anything
 
 
@@ -159,20 +130,8 @@ def test_errors_are_one_sentence(capsys, words, said):
     assert said in err
 
 
-def test_closed_streams_do_not_change_the_status(mark, tmp_path):
-    words = f"{sys.executable} -m tfdist_ext.cli run --log-dir {tmp_path}"
-    done = subprocess.run(
-        ["sh", "-c", f"{words} -- sh -c 'echo said; exit 3' <&- >&- 2>&-"],
-        env=mark.env, cwd=ROOT, capture_output=True, text=True, timeout=20,
-    )  # fmt: skip
-    assert done.returncode == 3, done.stderr
-    assert (tmp_path / "worker-0.log").read_text() == "said\n"
-
-
 def test_help_and_version(capsys):
     assert run_main(capsys, "--version") == (0, f"tfdist {__version__}\n", "")
-    assert run_main(capsys)[0] == 2
     status, out, err = run_main(capsys, "run", "--help")
     assert (status, err) == (0, "")
     assert "tfdist run --workers 2 -- python train.py" in out
-    assert len(out.splitlines()) < 90

@@ -79,31 +79,6 @@ def test_a_learned_model() -> None:
         ServerPlacer({"haed/bias": "task 1"}, 2).learn(SPECS)
 
 
-def test_variables_that_the_plan_does_not_have() -> None:
-    """After a model was learned, others may come: they are placed one by one."""
-    placer = ServerPlacer({"users": "task 0"}, 2)
-    placer.learn(SPECS)
-    other = VariableSpec("other", (10,))
-    assert placer.knows(other)  # no plan was given that should have it
-    assert tasks_of(placer) == [(0,), (1,), (1,), (1,)]
-    assert tasks_of(placer, [other]) == [(1,)]
-    # The same path in another shape is another variable, by the same rule.
-    assert tasks_of(placer, [VariableSpec("users", (7, 7))]) == [(0,)]
-
-
-def test_of_an_optimizers_counter_only_the_last_part_of_the_path_is_known() -> None:
-    counter = VariableSpec("adam/iteration", (), "int64", trainable=False)
-    made = plan([*SPECS, counter], 2, rules={"adam/.*": "task 0", "users": "task 0"})
-    placer = ServerPlacer(made, 2)
-    bare = VariableSpec("iteration", (), "int64")
-    assert placer.knows(bare)
-    assert placer.place(bare) == ((0, 0, 1),)
-    # Of another dtype, or of two of them, it is not known which.
-    assert not placer.knows(VariableSpec("iteration", (), "float32"))
-    second = VariableSpec("sgd/iteration", (), "int64")
-    assert not ServerPlacer(plan([counter, second], 2), 2).knows(bare)
-
-
 def test_a_plan(tmp_path: Path) -> None:
     made = plan(SPECS, 2, rules={"items": "task 1"})
     file = tmp_path / "plan.json"
@@ -203,24 +178,6 @@ def test_pieces_go_where_that_balances() -> None:
     assert placer.devices_of_pieces(*c) == FOUR
     assert plan.bytes_by_task == (5 * KIB,) * 4
     assert placer.devices_of_pieces(spec("a", 7), a[1]) == FOUR[:2], "another than the planned one"
-
-
-def test_too_few_rows() -> None:
-    placer = DevicePlacer(FOUR, {"v": "sharded(4)"})
-    for variable in (VariableSpec("v", (3, 2)), VariableSpec("v", ())):
-        for call in (placer.placement_of, lambda spec: placer.learn([spec])):
-            with pytest.raises(PlacementError, match=r"only 3 rows|it is a scalar"):
-                call(variable)
-    assert DevicePlacer(FOUR, {"v": "sharded"}).placement_of(VariableSpec("v", ())) == Mirrored()
-
-
-def test_the_host_is_no_owner() -> None:
-    placer = DevicePlacer(FOUR[:2], {"table": "device CPU:0", "other": "device GPU:0"})
-    specs = [spec("table", 99, 2), spec("other", 8, 2), spec("a", 4, 2), spec("b", 4, 2)]
-    plan = placer.learn(specs)
-    assert [each.path for each in plan.specs] == ["other", "a", "b"]
-    # GPU:0 holds the other table and its slots already.
-    assert (plan.owner_of("a"), plan.owner_of("b"), plan.owner_of("other")) == (1, 1, None)
 
 
 @pytest.mark.parametrize(

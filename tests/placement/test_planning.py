@@ -61,14 +61,6 @@ def test_owners_are_balanced_and_nothing_is_cut_on_one_machine() -> None:
         plan(specs, devices=["GPU:0", "GPU:1"], default=lambda _: Owned(), budget=60_000)
 
 
-def test_owners_of_variables_without_slots() -> None:
-    """Each device has a copy, and the owner has no byte more: the owners share the work."""
-    bare = [VariableSpec(f"bare{i}", (100,)) for i in range(4)]
-    made = plan(bare, devices=["GPU:0", "GPU:1"], default=lambda _: Owned(), budget=1600)
-    assert made.bytes_by_task == (1600, 1600)
-    assert sorted(made.owner_of(spec.path) or 0 for spec in bare) == [0, 0, 1, 1]
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -83,21 +83,6 @@ np.savez(folder / "three.npz", **state(three))
 three.save_checkpoint(folder / "three.safetensors")
 
 
-class Crashes(keras.callbacks.Callback):
-    def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 1:
-            raise ZeroDivisionError
-
-
-backup = keras.callbacks.BackupAndRestore(folder / "backup")
-try:
-    three.fit(x, y, epochs=2, callbacks=[backup, Crashes()], **FIT)
-except ZeroDivisionError:
-    steps = int(three.keras_model.optimizer.iterations.numpy())
-again = on(3)
-history = again.fit(x, y, epochs=2, callbacks=[backup], **FIT)
-result["after_backup"] = [history.epoch, int(again.keras_model.optimizer.iterations) - steps]
-
 whole = on(3)
 whole.restore_checkpoint(folder / "two.safetensors")
 found = state(whole)

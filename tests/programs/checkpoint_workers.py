@@ -61,16 +61,6 @@ result["resumed_bits"] = mlp.fingerprint(resumed.keras_model)
 state = resumed.keras_model.layers[2].seed_generator.state.numpy().tolist()
 result["shuffled_until_resumed"].append(state)
 
-# The last checkpoint is damaged, on the chief's disk.
-hurt = {**FIT, "checkpoint_dir": shared / f"hurt{rank}"}
-whole.restore_checkpoint(shared / "start.safetensors")
-set_seeds()
-whole.fit(x, y, **{**hurt, "epochs": 3})
-if rank == 0:
-    (shared / "hurt0" / "epoch-00003.safetensors").write_bytes(b"")
-resumed.fit(x, y, **hurt)
-result["healed"] = mlp.flat(resumed.keras_model)
-
 # One file, of one model: on all workers, or an error on all.
 resumed.save_checkpoint(shared / "one.safetensors")
 result["saved_when_it_returns"] = (shared / "one.safetensors").exists()

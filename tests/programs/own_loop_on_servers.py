@@ -65,17 +65,11 @@ def by_lookup(model):
     return tf.reduce_sum(tf.nn.embedding_lookup(table, ids[0]) ** 2)
 
 
-def in_loop(model):
-    body = lambda i, total: (i + 1, total + loss_of(model))  # noqa: E731
-    return tf.while_loop(lambda i, _: i < 2, body, (0, 0.0))[1]
-
-
 GRADIENTS = {
     "eager": taped,
     "in a tf.function": tf.function(taped),
     "of a gradient": second_order,
     "embedding_lookup": lambda model: taped(model, by_lookup),
-    "while_loop": tf.function(lambda model: taped(model, in_loop)),
 }
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),

@@ -51,10 +51,7 @@ def by_function(**settings):
     """Workers whose data ends at different steps, in batches of different sizes."""
     model = tfd.distribute(case.build, strategy)
     for name, value in settings.items():
-        if name == "run_eagerly":
-            model.keras_model.run_eagerly = value
-        else:
-            setattr(model._reduction, name, value)
+        setattr(model._reduction, name, value)
     data = tfd.data.from_dataset_fn(case.of_task)
     history = model.fit(data, epochs=2, verbose=0).history
     return {
@@ -68,7 +65,6 @@ def by_function(**settings):
 if len(cluster.jobs["worker"]) == 2:
     result["by_function"], model = by_function()
     result["moved"], _ = by_function(feeds_on_host=False)  # as GPUs are fed
-    result["eager"], _ = by_function(run_eagerly=True)
     try:
         model.predict(tfd.data.from_dataset_fn(case.of_task), verbose=0)
     except tfd.TrainingError as error:

@@ -81,33 +81,6 @@ class OwnStep(keras.Model):
         return {"loss": loss, "norm": tf.linalg.global_norm(gradients)}
 
 
-class TwoOptimizers(keras.Model):
-    """Each trains a part of its own, as in an adversarial network; neither is compiled."""
-
-    def __init__(self):
-        super().__init__()
-        self.parts = [
-            keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(3)])
-            for _ in range(2)
-        ]
-        self.optimizers = {"first": opt.Adam(0.01), "second": opt.SGD(0.1, momentum=0.9)}
-        for part, optimizer in zip(self.parts, self.optimizers.values(), strict=True):
-            optimizer.build(part.trainable_variables)
-
-    def call(self, ids):
-        return self.parts[1](self.parts[0](keras.ops.cast(ids, "float32")))
-
-    def train_step(self, data):
-        ids, labels = data
-        losses = {}
-        for part, (name, optimizer) in zip(self.parts, self.optimizers.items(), strict=True):
-            with tf.GradientTape() as tape:
-                losses[name] = self.compute_loss(y=labels, y_pred=self(ids, training=True))
-            weights = part.trainable_variables
-            optimizer.apply(tape.gradient(losses[name], weights), weights)
-        return losses
-
-
 def spectral():
     """Its wrapper assigns the wrapped layer's kernel in its call, and then uses it."""
     ids = keras.Input((3,), dtype="int32")
@@ -140,9 +113,8 @@ def build(make_optimizer, make_model=many_layers):
     def make():
         model = make_model()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        given = make_optimizer() or "sgd"  # not used where a model has its own
         plain_step = type(model).train_step is keras.Model.train_step
-        model.compile(given, loss, metrics=["accuracy"] if plain_step else None)
+        model.compile(make_optimizer(), loss, metrics=["accuracy"] if plain_step else None)
         return model
 
     return make
@@ -164,22 +136,14 @@ def compared(builder):
     model = tfd.distribute(builder, strategy)
     history = model.fit(x, y, **fit).history
     ours = model.keras_model
-    slots = [state_of_optimizers(one) for one in (plain, ours)]
+    slots = [[v.numpy() for v in one.optimizer.variables] for one in (plain, ours)]
     return model, {
         "weights": difference(plain.get_weights(), ours.get_weights()),
         "slots": difference(*slots),
         "history": difference(expected.values(), history.values()),
         "names": [list(expected), list(history)],
-        "steps": int(optimizers_of(ours)[0].iterations.numpy()),
+        "steps": int(ours.optimizer.iterations.numpy()),
     }
-
-
-def optimizers_of(model):
-    return list(getattr(model, "optimizers", {"": model.optimizer}).values())
-
-
-def state_of_optimizers(model):
-    return [v.numpy() for optimizer in optimizers_of(model) for v in optimizer.variables]
 
 
 result = {"optimizers": {}}
@@ -189,7 +153,6 @@ for name, make_optimizer in OPTIMIZERS.items():
     if layers is many_layers:
         saved = model
 _, result["own step"] = compared(build(lambda: opt.SGD(0.1), OwnStep))
-_, result["two optimizers"] = compared(build(lambda: None, TwoOptimizers))
 _, result["weight assigned in call"] = compared(build(lambda: opt.Adam(0.01), spectral))
 
 

@@ -149,26 +149,3 @@ result["mean_of_own_log"] = logs.history["first_row"][0]
 result["named_logs"] = logs.history
 result["named_bits"] = mlp.fingerprint(named.keras_model)
 result["moving_mean"] = np.asarray(named.keras_model.normal.moving_mean).astype(float).tolist()
-
-
-class Noisy(keras.layers.Layer):
-    """Random numbers without a seed: the chief's, on all workers."""
-
-    seen = []  # noqa: RUF012
-
-    def call(self, inputs):
-        noise = keras.random.uniform((2,))
-        tf.py_function(lambda value: self.seen.append(value.numpy().tolist()), [noise], [])
-        return inputs + noise[0]
-
-
-def build_noisy():
-    noisy = keras.Sequential([Noisy(), keras.layers.Dense(3)])
-    noisy.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    return noisy
-
-
-noisy = tfd.distribute(build_noisy, strategy)
-noisy.fit(x, y, batch_size=mlp.BATCH, epochs=2, verbose=0)
-result["noise"] = Noisy.seen
-result["noisy_bits"] = mlp.fingerprint(noisy.keras_model)

@@ -39,15 +39,6 @@ def test_each_key_and_size_have_a_key(one: tuple[int, int], other: tuple[int, in
     assert -(2**31) <= first < 0  # TensorFlow's own are above
 
 
-@pytest.mark.parametrize("count", [0, 2, 3])
-def test_padding_is_zeros_of_an_index_that_is_there(count: int) -> None:
-    slices = tf.IndexedSlices(tf.ones((count, 2)), tf.constant([5, 4, 6][:count], tf.int32), [9, 2])
-    longer = padded(slices, tf.constant(3, tf.int64))
-    assert longer.indices.numpy().tolist() == ([5, 4, 6][:count] + 3 * [5 if count else 0])[:3]
-    dense = tf.convert_to_tensor(longer).numpy()
-    np.testing.assert_array_equal(dense, tf.convert_to_tensor(slices).numpy())
-
-
 INDICES = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=3)
 
 

@@ -39,23 +39,6 @@ def test_a_registered_strategy_gets_its_options() -> None:
         tfd.create_strategy("mine", twic=True)
 
 
-def test_logical_cpus_are_made_before_the_factory_is_called() -> None:
-    def factory(logical_cpus: int) -> tf.distribute.Strategy:
-        assert logical_cpus == 4
-        reduction = tf.distribute.ReductionToOneDevice()
-        return tf.distribute.MirroredStrategy(
-            [f"CPU:{n}" for n in range(4)], cross_device_ops=reduction
-        )
-
-    tfd.register_strategy("mine", factory, "my own")
-    strategy = tfd.create_strategy("mine", logical_cpus=4)
-    values = strategy.run(lambda: tf.distribute.get_replica_context().replica_id_in_sync_group)
-    assert int(strategy.reduce("SUM", values, axis=None)) == 0 + 1 + 2 + 3
-    assert "logical_cpus = 4 from the call" in str(tfd.explain(strategy))
-    with pytest.raises(tfd.StrategyError, match=r"before TensorFlow starts, got 3 .* with 4"):
-        tfd.create_strategy("mine", logical_cpus=3)
-
-
 def test_it_gets_the_cluster_that_was_given_or_found(monkeypatch: pytest.MonkeyPatch) -> None:
     got: list[Any] = []
 

@@ -136,16 +136,3 @@ def test_a_failure_because_of_another_task_asks_to_be_started_again(
     assert sys.last_value is error
     last = capsys.readouterr().err.splitlines()[-1]
     assert re.fullmatch(rf"[\w.]*{type(error).__name__}: {error}", last)  # read by launchers
-
-
-def test_different_calls_fail_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = tfd.PeerError("every worker must make the same calls")
-    error.permanent = True
-
-    def main() -> None:
-        raise error
-
-    task = {"cluster": _WORKERS, "task": {"type": "worker", "index": 0}}
-    monkeypatch.setenv("TF_CONFIG", json.dumps(task))
-    with pytest.raises(tfd.PeerError):
-        tfd.run(main)

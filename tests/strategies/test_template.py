@@ -26,22 +26,6 @@ def variable(strategy: Any, value: Any, aggregation: str = "NONE", **options: An
         return tf.Variable(value, aggregation=tf.VariableAggregation[aggregation], **options)
 
 
-def of_copies(strategy: Any, variable: Any) -> list[Any]:
-    return [one.numpy().tolist() for one in strategy.copies(variable)]
-
-
-def test_variables_whose_shape_is_not_known(strategy: StrategyTemplate) -> None:
-    made = variable(strategy, [1.0, 2.0], shape=tf.TensorShape([None]))
-    made.assign([1.0, 2.0, 3.0])
-    assert of_copies(strategy, made) == [[1, 2, 3]] * 3
-
-
-def test_a_neighbor_from_elsewhere(strategy: StrategyTemplate) -> None:
-    stranger = variable(StrategyTemplate(2), 1.0)
-    with pytest.raises(ValueError, match="created in this"), strategy.scope():
-        strategy.extended.colocate_vars_with(stranger)
-
-
 def test_one_replica() -> None:
     alone = StrategyTemplate("CPU:2")
     made = variable(alone, 1.0, "SUM")

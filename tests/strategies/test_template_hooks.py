@@ -221,24 +221,6 @@ def test_a_reduction_is_told_what_it_reduces() -> None:
     assert found["other"] == {""}
 
 
-def test_what_a_custom_loop_reduces() -> None:
-    strategy = Told(2)
-    with strategy.scope():
-        variable = tf.Variable(0.0, name="v", aggregation=tf.VariableAggregation.MEAN)
-        metric = keras.metrics.Sum(name="m")
-
-    def step() -> Any:
-        variable.assign(replica_number())
-        metric.update_state(replica_number())
-        return tf.distribute.get_replica_context().all_reduce("SUM", replica_number())
-
-    strategy.run(step)
-    assert float(metric.result()) == 3
-    assert [what.kind for what in strategy.told] == ["assignment", "other", "metric"]
-    assert strategy.told[0].variable is variable
-    assert [what.path for what in strategy.told] == ["v", "", "m/total"]
-
-
 def test_how_a_dataset_is_given_out() -> None:
     class Backwards(StrategyTemplate):
         def distribute_dataset(self, dataset: Any, options: Any) -> Any:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import task_bodies
 from processes import is_alive
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.testing import TaskError, run_tasks, warm
+from tfdist_ext.testing import TaskError, run_tasks
 
 TWO = {"worker": 2}
 
@@ -87,14 +85,6 @@ def test_bad_input(fn: Any, cluster: Any, message: str) -> None:
         run_tasks(fn, cluster, 10)
 
 
-def test_threads_that_wait_for_one_process_all_have_its_status() -> None:
-    """Python's own processes tell their status once, and 255 to whoever asks at the same time."""
-    for _ in range(20):
-        process = warm.start_function(time.sleep, (0.05,), os.environ, sys.__stderr__.fileno())
-        with ThreadPoolExecutor(4) as pool:
-            assert list(pool.map(process.wait, [20.0] * 4)) == [0] * 4
-
-
 BY_HAND = """
 import sys
 sys.path.insert(0, {here!r})
@@ -105,36 +95,14 @@ warm._PRELOADED = ()  # its tasks do not use TensorFlow
 if __name__ == "__main__":
     run_tasks(task_bodies.with_a_child, 2, 100, args=({folder!r},))
 """
-BY_PYTEST = """
-import sys
-import pytest
-sys.path.insert(0, {here!r})
-import task_bodies
-from tfdist_ext.testing import warm
-warm._PRELOADED = ()  # its tasks do not use TensorFlow
-@pytest.mark.tfdist_cluster(worker=2, timeout=100)
-def test_it():
-    task_bodies.with_a_child({folder!r})
-"""
-PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "--rootdir=.", "-n", "1"]
 
 
-@pytest.mark.long("[SIGINT]", "xdist")
-@pytest.mark.parametrize(
-    ("text", "options", "number"),
-    [
-        (BY_HAND, [], signal.SIGINT),
-        (BY_HAND, [], signal.SIGKILL),
-        (BY_PYTEST, PYTEST, signal.SIGKILL),
-    ],
-    ids=["SIGINT", "SIGKILL", "xdist, SIGKILL"],
-)
-def test_nothing_is_left_when_the_caller_is_ended(
-    text: str, options: list[str], number: int, tmp_path: Path
-) -> None:
-    script = tmp_path / "test_caller.py"
-    script.write_text(text.format(here=str(Path(__file__).parent), folder=str(tmp_path)))
-    command = [sys.executable, *options, str(script)]
+@pytest.mark.long("SIGINT")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["SIGINT", "SIGKILL"])
+def test_nothing_is_left_when_the_caller_is_ended(number: int, tmp_path: Path) -> None:
+    script = tmp_path / "caller.py"
+    script.write_text(BY_HAND.format(here=str(Path(__file__).parent), folder=str(tmp_path)))
+    command = [sys.executable, str(script)]
     nowhere = subprocess.DEVNULL
     caller = subprocess.Popen(command, cwd=tmp_path, stdout=nowhere, stderr=nowhere)
     try:

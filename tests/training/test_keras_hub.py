@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 from training_cases import assert_same_history, assert_same_weights, mirrored
 
 import tfdist_ext as tfd
-from tfdist_ext.testing import run_tasks
 
 pytest.importorskip("keras_hub")  # which takes the newest Keras only
 sys.path.append(str(Path(__file__).parents[1] / "programs"))
@@ -54,30 +52,3 @@ def test_an_existing_task_comes_along_with_its_tokenizer_and_sampler() -> None:
     assert type(ours.sampler) is type(one.sampler)
     assert ours.generate(PROMPTS, max_length=8) == one.generate(PROMPTS, max_length=8)
     assert_same_weights(one, ours)
-
-
-def _train_on_strings() -> dict[str, Any]:
-    strategy = tfd.create_strategy()
-    keras.utils.set_random_seed(1)
-    model = tfd.distribute(lambda: hub_tasks.causal(lora=True), strategy)
-    history = model.fit(*hub_tasks.arrays(hub_tasks.causal), batch_size=8, verbose=0).history
-    return {
-        "loss": history["loss"],
-        "weights": np.concatenate([v.numpy().ravel() for v in model.keras_model.weights]),
-        "generated": model.generate(PROMPTS, max_length=8),
-    }
-
-
-@pytest.mark.long
-def test_two_workers_train_on_strings() -> None:
-    first, second = run_tasks(_train_on_strings, 2, 240).values()
-    assert (first["loss"], first["generated"]) == (second["loss"], second["generated"])
-    np.testing.assert_array_equal(first["weights"], second["weights"])
-    keras.utils.set_random_seed(1)
-    one = hub_tasks.causal(lora=True)
-    one.run_eagerly = True
-    history = one.fit(hub_tasks.TEXTS, batch_size=8, verbose=0).history
-    weights = np.concatenate([variable.numpy().ravel() for variable in one.weights])
-    np.testing.assert_allclose(first["loss"], history["loss"], rtol=1e-5)
-    np.testing.assert_allclose(first["weights"], weights, rtol=0, atol=1e-6)
-    assert first["generated"] == one.generate(PROMPTS, max_length=8)

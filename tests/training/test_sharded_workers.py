@@ -109,7 +109,7 @@ def of_all_tasks(four_cpus: None) -> tuple[list[np.ndarray], list[float], list[f
     return model.get_weights(), errors, model.evaluate(x, y, verbose=0)
 
 
-@pytest.mark.parametrize("kind", ["by_function", "moved", "eager"])
+@pytest.mark.parametrize("kind", ["by_function", "moved"])
 def test_workers_with_other_numbers_of_batches(
     kind: str, results: list[dict[str, Any]], of_all_tasks: Any
 ) -> None:

@@ -134,9 +134,3 @@ def test_moving_statistics_are_the_same_everywhere(cluster: Cluster) -> None:
     for start in range(0, mlp.ROWS, mlp.BATCH):  # the mean of equal parts' means
         expected = 0.99 * expected + 0.01 * x[start : start + mlp.BATCH].mean(axis=0)
     np.testing.assert_allclose(cluster.same("moving_mean"), expected, atol=1e-6)
-
-
-def test_random_numbers_without_a_seed(cluster: Cluster) -> None:
-    noise = cluster.same("noise")
-    assert len(noise) == len({tuple(numbers) for numbers in noise}) == 16
-    cluster.same("noisy_bits")

@@ -22,7 +22,7 @@ from tfdist_ext.cluster.liveness.preflight import (
     preflight,
     tasks_of,
 )
-from tfdist_ext.cluster.liveness.wire import READY, Connection, port_is_free
+from tfdist_ext.cluster.liveness.wire import port_is_free
 from tfdist_ext.launch.ports import reserve_ports
 
 pytestmark = pytest.mark.timeout(60)
@@ -155,21 +155,6 @@ def test_another_program_at_an_address_is_no_task(
     assert found == f"no answer from worker:{place} ({address}{why})"
 
 
-def test_rubbish_does_no_harm() -> None:
-    with cluster(worker=2) as jobs, ThreadPoolExecutor(1) as pool:
-        first = pool.submit(outcomes, [info("worker:0", jobs)])
-        address = jobs["worker"][0]
-        time.sleep(0.5)
-        with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as connection:
-            connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        leader = Connection(address)
-        report = {"task": "worker:1", "key": "k", "jobs": jobs}
-        for message in ({}, {"task": 3}, {**report, "versions": [], "gpus": None}):
-            assert leader.ask(message, 5.0) == (READY, {})
-        assert outcomes([info("worker:1", jobs)]) == [""]
-        assert first.result() == [""]
-
-
 def test_late_tasks_are_named_on_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,11 +166,3 @@ def test_late_tasks_are_named_on_stderr(
         outcomes([info("worker:0", jobs), info("worker:1", jobs)], wait=1.0)
         says = r"worker:1: waiting for worker:2 \(127.0.0.1:\d+\) for \d s. Is it started"
         assert re.search(says, capsys.readouterr().err)
-
-
-@pytest.mark.long
-def test_a_hundred_tasks_take_seconds() -> None:
-    with cluster(worker=100) as jobs:
-        begun = time.monotonic()
-        assert set(outcomes([info(task, jobs) for task in tasks_of(jobs)], wait=60.0)) == {""}
-        assert time.monotonic() - begun < 30

@@ -80,15 +80,6 @@ def test_slots_of_optimizers(
         assert not optimizer.built  # the user builds it
 
 
-def test_slots_of_other_shapes_are_not_lost() -> None:
-    specs = learn_specs(recommender, "adafactor")
-    model = recommender()
-    model.compile(optimizer="adafactor", loss="mse")
-    model.optimizer.build(model.trainable_variables)
-    real = sum(int(np.prod(v.shape)) for v in [*model.variables, *model.optimizer.variables])
-    assert sum(int(np.prod(spec.shape)) * (1 + spec.slots) for spec in specs) == real
-
-
 def test_a_model_that_is_there() -> None:
     model = recommender()
     weights = [weight.copy() for weight in model.get_weights()]

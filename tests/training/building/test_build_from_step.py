@@ -108,12 +108,3 @@ def test_a_step_that_cannot_be_tried_is_named() -> None:
 
     with pytest.raises(tfd.TrainingError, match=r"Fails has layers without.*its train_step.*own"):
         tfd.distribute(lambda: gan(False, Fails), mirrored()).fit(X, verbose=0)
-
-
-def test_an_own_optimizer_without_variables_is_named() -> None:
-    class BuildsNone(GAN):
-        def train_step(self, data: Any) -> None:
-            self.for_judge.apply([tf.ones_like(w) for w in self.judge.trainable_variables])
-
-    with pytest.raises(tfd.TrainingError, match=r"BuildsNone.for_judge .* build\(variables"):
-        distributed_fit(lambda: gan(True, BuildsNone), X, **FIT)

@@ -188,14 +188,6 @@ def test_frozen_after_training_and_not_compiled_again() -> None:
         np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-6, err_msg=a.path)
 
 
-def test_an_optimizer_of_other_variables_is_named() -> None:
-    other = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-    model = compiled(keras.models.clone_model(other))
-    model.optimizer.build(other.weights + model.weights)
-    with pytest.raises(tfd.TrainingError, match="must be built for the model's weights"):
-        tfd.distribute(model, mirrored())
-
-
 def test_a_model_that_cannot_be_copied_needs_a_builder() -> None:
     for model, what in [
         (NotCopyable(0.1), "argument 'rate'"),

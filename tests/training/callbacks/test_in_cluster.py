@@ -95,11 +95,6 @@ def test_a_training_that_was_broken_off_goes_on_alike_on_all(workers: Workers) -
     assert one == other
 
 
-def test_all_resume_from_the_newest_whole_checkpoint_of_the_chief(workers: Workers) -> None:
-    np.testing.assert_allclose(workers.same("healed"), workers.same("whole"), atol=1e-6)
-    assert (workers.shared / "hurt0" / "epoch-00003.damaged").exists()
-
-
 def test_checkpoints_are_on_the_chiefs_disk_alone(workers: Workers) -> None:
     folders = {path.name for path in workers.shared.iterdir() if path.is_dir()}
     assert {"whole0", "parts0"} <= folders

@@ -100,17 +100,6 @@ def fit(folder: Path | None, epochs: int = 3, scale: float = 1.0) -> Any:
     return made.fit(data, epochs=epochs, verbose=0, callbacks=callbacks, checkpoint_dir=folder)
 
 
-def test_each_epoch_with_its_own_checkpoint(ray_train: RayTrain, tmp_path: Path) -> None:
-    history = fit(tmp_path / "fit").history
-    assert ray_train.epochs == [0, 1, 2]
-    for name in ("loss", "mae"):
-        assert [metrics[name] for metrics in ray_train.metrics] == pytest.approx(history[name])
-    for epoch, checkpoint in enumerate(ray_train.checkpoints):
-        assert checkpoint is not None
-        progress = model().restore_checkpoint(Path(checkpoint.path, CHECKPOINT))
-        assert (progress.epoch, progress.step) == (epoch + 1, 3 * (epoch + 1))
-
-
 def test_what_was_saved_and_not_reported_is_reported_by_the_next_job(
     ray_train: RayTrain, tmp_path: Path
 ) -> None:

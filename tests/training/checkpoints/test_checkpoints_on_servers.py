@@ -101,7 +101,6 @@ def test_plain_keras_and_tensorflow_load_what_was_in_pieces(servers: Servers) ->
     np.testing.assert_allclose(exported.serve(ids), expected, atol=1e-6)
 
 
-def test_callbacks_that_write_and_restore(servers: Servers) -> None:
-    assert servers.result["after_backup"] == [[1], 6]
+def test_callbacks_that_write(servers: Servers) -> None:
     assert (servers.folder / "log.csv").read_text().count("\n") == 2
     assert len(list((servers.folder / "board" / "train").glob("events.out.*"))) == 1

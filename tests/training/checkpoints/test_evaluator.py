@@ -111,19 +111,6 @@ def test_each_checkpoint_once_until_the_training_is_done(
     assert file.read_bytes().count(b"epoch_loss") == 3  # not of the middle of an epoch
 
 
-def test_scalars_that_cannot_be_written_are_refused_before_the_wait(
-    tmp_path: Path, chief: socket.socket
-) -> None:
-    (tmp_path / "evaluator").write_text("in the way")
-    with pytest.raises(tfd.TrainingError, match=r"scalars must be a folder .*/evaluator'"):
-        _follow(Model(tmp_path), chief)
-    callbacks = [keras.callbacks.TensorBoard(tmp_path / "evaluator" / "below")]
-    with pytest.raises(tfd.TrainingError, match=r"scalars must be a folder .*/below/evaluator'"):
-        _follow(Model(tmp_path), chief, callbacks=callbacks)
-    with pytest.raises(tfd.TrainingError, match="checkpoint_dir is empty"):
-        _follow(Model(tmp_path), chief, checkpoint_dir="")
-
-
 def test_checkpoints_that_are_damaged_or_gone_are_skipped(
     tmp_path: Path, chief: socket.socket, capsys: pytest.CaptureFixture[str]
 ) -> None:

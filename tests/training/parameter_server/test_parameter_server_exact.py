@@ -33,7 +33,7 @@ def test_training_is_plain_keras(result: dict[str, Any]) -> None:
         assert found["steps"] == (4 if name == "accumulation" else 8), name
 
 
-@pytest.mark.parametrize("case", ["own step", "two optimizers", "weight assigned in call"])
+@pytest.mark.parametrize("case", ["own step", "weight assigned in call"])
 def test_own_steps_and_weights_of_layers(result: dict[str, Any], case: str) -> None:
     found = result[case]
     assert found["names"][0] == found["names"][1]

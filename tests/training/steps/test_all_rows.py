@@ -218,7 +218,6 @@ def trained_with(gathered: Callable[[Any], Any]) -> None:
             "axis 0 of x must hold the rows of this replica.* before rows are dropped",
         ),
         (lambda x: tfd.all_rows(tf.as_string(x)), tfd.TrainingError, "got a tensor of .* string"),
-        (lambda x: tfd.all_rows(tf.sparse.from_dense(x)), tfd.TrainingError, "got SparseTensor"),
         (lambda x: tfd.all_rows(1.0), tfd.TrainingError, r"got a tensor of shape \(\)"),
         (
             lambda x: tf.cond(tf.reduce_sum(x) < 9, lambda: tfd.all_rows(x), lambda: x),

@@ -95,26 +95,6 @@ def test_averages_are_of_all_rows() -> None:
     assert int(average.writes.numpy()) == int(plain.layers[1].writes.numpy()) > 0
 
 
-def test_averages_in_eager_steps() -> None:
-    """A tf.function that a layer keeps is traced in the first of them only."""
-
-    class Counts(keras.layers.Layer):
-        def build(self, shape: Any) -> None:
-            self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False)
-            self.see = tf.function(lambda x: self.seen.assign(0.5 * self.seen + tf.reduce_mean(x)))
-
-        def call(self, x: Any, training: bool = False) -> Any:
-            if training:
-                self.see(x)
-            return x
-
-    def build() -> keras.Model:
-        return compiled(stack(Counts(), keras.layers.Dense(1)), run_eagerly=True)
-
-    _, ours = assert_trains_as_keras(build, X[:50], Y[:50], strategy=mirrored(3), **FIT)
-    assert_copies_are_equal(ours)
-
-
 class Follows(keras.Model):
     """A second set of weights, trainable in name, that follows the first slowly; or the rows."""
 
@@ -276,16 +256,3 @@ def test_an_own_integer_variable_cannot_count_the_rows_of_a_part() -> None:
     build = between_dense(OwnVariables, directly, count_rows)
     with pytest.raises(tfd.TrainingError, match=r"'Variable:0' \(int64\) must .*tfd.all_rows"):
         distributed_fit(build, X[:16], Y[:16])
-
-
-def test_own_variables_that_no_step_assigns_are_read() -> None:
-    """A table for lookups is no variable to be averaged, either."""
-    scale = tf.Variable([1.0, 2.0, 3.0], trainable=False)
-    keys, values = tf.constant([0, 1], tf.int64), tf.constant([1.0, 2.0])
-    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(keys, values), 0.0)
-
-    class Reads(keras.layers.Layer):
-        def call(self, x: Any) -> Any:
-            return x * scale + table.lookup(tf.cast(x > 0, tf.int64))
-
-    assert_trains_as_keras(between_dense(Reads), X[:50], Y[:50], **FIT)

@@ -19,7 +19,6 @@ from training_cases import (
     compiled,
     distributed_fit,
     mirrored,
-    plain_fit,
     stack,
 )
 
@@ -115,30 +114,6 @@ def test_losses_of_layers_before_a_sum_over_replicas() -> None:
             plain.evaluate(x, y, batch_size=16, verbose=0),
             rtol=1e-5,
         )
-
-
-def test_a_metric_that_does_not_begin_at_zero() -> None:
-    class FromTen(keras.metrics.Metric):
-        def __init__(self, name: str = "from_ten"):
-            super().__init__(name=name)
-            self.total = self.add_weight(initializer=keras.initializers.Constant(10.0))
-
-        def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
-            self.total.assign_add(tf.reduce_sum(y))
-
-        def reset_state(self) -> None:
-            self.total.assign(10.0)
-
-        def result(self) -> Any:
-            return self.total + 0.0
-
-    def build() -> keras.Model:
-        return classifier("binary_crossentropy", metrics=[FromTen()])()
-
-    _, expected = plain_fit(build, X[:ROWS], CLASSES, **FIT)
-    _, found = distributed_fit(build, X[:ROWS], CLASSES, strategy=mirrored(3), **FIT)
-    np.testing.assert_allclose(found["from_ten"], expected["from_ten"], rtol=1e-6)
-    assert found["from_ten"][0] == 10 + CLASSES.sum()
 
 
 def tokens(y: Any, p: Any) -> tuple[tf.Tensor, tf.Tensor]:

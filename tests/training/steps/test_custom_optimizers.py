@@ -108,16 +108,6 @@ def test_an_optimizer_of_the_users_gets_the_gradient_of_the_global_batch(optimiz
             np.testing.assert_array_equal(copy.numpy(), other.numpy(), err_msg=one.path)
 
 
-def test_an_apply_set_on_the_object() -> None:
-    def optimizer() -> keras.optimizers.Optimizer:
-        made = keras.optimizers.SGD(0.05)
-        theirs = made.apply
-        made.apply = lambda grads, variables: theirs([tf.sign(g) for g in grads], variables)
-        return made
-
-    assert_trains_as_keras(build_with(optimizer), X[:ROWS], Y[:ROWS], strategy=mirrored(3), **FIT)
-
-
 class Step(keras.Model):
     def gradients(self, data: Any) -> list[Any]:
         x, y = data

@@ -19,7 +19,6 @@ from training_cases import (
     compiled,
     mirrored,
     of_unknown_length,
-    strategy_of,
 )
 
 import tfdist_ext as tfd
@@ -83,72 +82,9 @@ def test_own_steps_are_used() -> None:
     np.testing.assert_allclose(predicted["twice"], 2 * np.asarray(plain(X[:7])), atol=1e-6)
 
 
-def test_own_compute_metrics() -> None:
-    class Extra(Net):
-        def compute_metrics(self, x, y, y_pred, sample_weight=None):
-            metrics = super().compute_metrics(x, y, y_pred, sample_weight)
-            return {**metrics, "predicted": tf.reduce_mean(y_pred)}
-
-    def build() -> keras.Model:
-        return compiled(Extra(), "adam", metrics=["mae"])
-
-    _, ours = assert_trains_as_keras(build, X, Y, **FIT)
-    assert set(ours.evaluate(X, Y, verbose=0, return_dict=True)) == {"loss", "mae", "predicted"}
-
-
-def test_xla_runs_on_one_device() -> None:
-    _, ours = assert_trains_as_keras(
-        classifier(jit_compile=True), X, Y, strategy=strategy_of("one_device"), batch_size=16
-    )
-    assert ours.keras_model.jit_compile
-
-
 def test_a_strategy_with_the_default_cross_device_ops() -> None:
     own = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     assert_trains_as_keras(classifier(), X, Y, strategy=own, **FIT)
-
-
-class OwnLoss(keras.Model):
-    """Returns its loss under the name of a tracker that it does not update."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-
-    def call(self, inputs: Any) -> Any:
-        return self.dense(inputs)
-
-    def _step(self, data: Any) -> dict[str, Any]:
-        x, y = data
-        return {"loss": tf.reduce_mean(tf.abs(y - self(x)))}
-
-    train_step = test_step = _step
-
-
-def test_an_own_loss_is_not_hidden_by_a_tracker_of_its_name() -> None:
-    model = tfd.distribute(lambda: compiled(OwnLoss()), mirrored())
-    logs = model.fit(X[:16], Y[:16], batch_size=16, verbose=0).history
-    expected = float(np.abs(Y[:16] - model.keras_model(X[:16]).numpy()).mean())
-    assert expected > 0
-    assert logs["loss"] == [pytest.approx(expected, rel=1e-5)]
-    evaluated = model.evaluate(X[:16], Y[:16], batch_size=16, verbose=0, return_dict=True)
-    assert evaluated["loss"] == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore:.*was called on layer:UserWarning")  # by Keras, too
-def test_layers_that_a_loss_of_its_own_uses_first() -> None:
-    class Towers(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.query, self.item = keras.layers.Dense(3), keras.layers.Dense(3)
-
-        def call(self, x: Any) -> Any:
-            return self.query(x)
-
-        def compute_loss(self, x: Any, y: Any, y_pred: Any, *_: Any, **__: Any) -> Any:
-            return keras.ops.mean(keras.ops.square(y_pred - self.item(x)))
-
-    assert_trains_as_keras(lambda: compiled(Towers(), 0.1, None), X, Y, **FIT)
 
 
 def test_summaries_of_a_step_have_the_tags_of_the_user(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from training_cases import (
     mirrored,
     plain_fit,
     stack,
-    strategy_of,
     weights_of,
 )
 
@@ -122,63 +121,6 @@ def test_an_overflow_on_one_replica_skips_the_step_on_all() -> None:
     assert int(optimizer.iterations.numpy()) == int(plain.optimizer.iterations.numpy()) == 2
     assert float(optimizer.dynamic_scale.numpy()) == 4.0
     assert all(np.isfinite(weight).all() for weight in weights_of(ours))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("scale", [2.0**18, 2.0**19])
-def test_half_precision_overflows_where_it_does_on_one_device(scale: float) -> None:
-    """The largest float16 is 65,504: what flows back to each row is scale / 8 in the first step."""
-
-    def build() -> keras.Model:
-        dense = keras.layers.Dense(
-            1, use_bias=False, kernel_initializer="zeros", dtype="mixed_float16"
-        )
-        inner = keras.optimizers.SGD(0.01)
-        return compiled(
-            stack(dense), keras.optimizers.LossScaleOptimizer(inner, initial_scale=scale)
-        )
-
-    x, y = X[:48] / 1000, np.ones_like(Y[:48])
-    plain, _ = plain_fit(build, x, y, batch_size=16)
-    ours, _ = distributed_fit(build, x, y, batch_size=16, strategy=mirrored(4))
-    assert int(plain.optimizer.iterations.numpy()) == (3 if scale == 2.0**18 else 2)
-    for name in ("iterations", "dynamic_scale", "step_counter"):
-        values = [getattr(m.optimizer, name).numpy() for m in (ours.keras_model, plain)]
-        assert values[0] == values[1], name
-    assert_same_weights(plain, ours, 1e-6)
-
-
-class PenaltyOfGradients(keras.Model):
-    """Its loss has gradients by all weights in it, of something else than the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-        self.build((None, 5))
-
-    def build(self, shape: Any) -> None:
-        self.dense.build(shape)
-        self.built = True
-
-    def call(self, x: Any) -> Any:
-        return self.dense(x)
-
-    def compute_loss(self, *arguments: Any, **more: Any) -> Any:
-        loss = super().compute_loss(*arguments, **more)
-        weights = self.trainable_weights
-        with tf.GradientTape() as tape:
-            cubes = tf.add_n([tf.reduce_sum(tf.convert_to_tensor(w) ** 3) for w in weights])
-        return loss + 0.1 * tf.add_n([tf.reduce_sum(g * g) for g in tape.gradient(cubes, weights)])
-
-
-def test_the_loss_alone_is_weighted() -> None:
-    """Gradients of other tapes are not."""
-
-    def build() -> keras.Model:
-        return compiled(PenaltyOfGradients())
-
-    strategy = strategy_of("central_storage", 3)
-    assert_trains_as_keras(build, X[:ROWS], Y[:ROWS], strategy=strategy, **FIT)
 
 
 class LastSum(keras.metrics.Metric):

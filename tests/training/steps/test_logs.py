@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from training_cases import compiled, distributed_fit, mirrored, plain_fit, strategy_of
+from training_cases import compiled, distributed_fit, plain_fit, strategy_of
 
 import tfdist_ext as tfd
 
@@ -136,17 +136,6 @@ def test_they_are_those_of_one_device(expected: Any) -> None:
     assert_same(evaluated, expected[1])
 
 
-def test_data_of_unknown_length_and_fixed_executions(expected: Any) -> None:
-    def build() -> keras.Model:
-        model = own_logs()
-        model.steps_per_execution = 4
-        return model
-
-    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH).filter(lambda *_: True)
-    _, history = distributed_fit(build, dataset, epochs=2)
-    assert_same(history, expected[0])
-
-
 class OneLog(keras.Sequential):
     """Logs the accuracy as the function that it is given says."""
 
@@ -187,40 +176,6 @@ def test_what_is_computed_from_a_metric_is_warned_of_by_name(eager: bool, log: A
         distributed_fit(build, X, Y, strategy=strategy_of("default"), **FIT)
 
 
-def test_a_reset_in_the_step_holds_on_replicas_without_rows() -> None:
-    class OfBatch(OneLog):
-        def train_step(self, data: Any) -> dict[str, Any]:
-            self.accuracy.reset_state()
-            return super().train_step(data)
-
-    def build() -> keras.Model:
-        return OfBatch(lambda metric, y, p: metric.result())
-
-    _, expected = plain_fit(build, X, Y, **FIT)
-    _, history = distributed_fit(build, X, Y, **FIT)
-    assert history["shown"] == pytest.approx(expected["shown"])
-
-
-def test_metrics_that_the_model_does_not_list() -> None:
-    """Keras does not reset them, and neither does fit here; their rows are all counted."""
-
-    class Lists(OneLog):
-        @property
-        def metrics(self) -> list[Any]:
-            return []
-
-    def build() -> keras.Model:
-        return Lists(lambda metric, y, p: metric.result())
-
-    plain, expected = plain_fit(build, X, Y, **FIT)
-    ours, history = distributed_fit(build, X, Y, **FIT)
-    assert history["shown"] == pytest.approx(expected["shown"])
-    assert float(ours.keras_model.accuracy.variables[1]) == 2 * ROWS
-    assert float(ours.keras_model.accuracy.result()) == pytest.approx(
-        float(plain.accuracy.result())
-    )
-
-
 def test_a_metric_that_the_model_does_not_know_is_named() -> None:
     class Apart:
         seen = keras.metrics.Sum(name="seen")
@@ -231,15 +186,3 @@ def test_a_metric_that_the_model_does_not_know_is_named() -> None:
 
     with pytest.raises(tfd.TrainingError, match=r"'seen/total'.*attribute of the model"):
         distributed_fit(lambda: OneLog(log), X, Y, **FIT)
-
-
-def test_other_logs_keep_the_value_of_a_metric_of_their_name() -> None:
-    class Named(OneLog):
-        def train_step(self, data: Any) -> dict[str, Any]:
-            super().train_step(data)
-            return {"accuracy": tf.reduce_mean(data[1])}
-
-    ours, history = distributed_fit(
-        lambda: Named(lambda *_: 0.0), X, Y, strategy=mirrored(), batch_size=BATCH
-    )
-    assert history["accuracy"] == [pytest.approx(float(ours.keras_model.accuracy.result()))]

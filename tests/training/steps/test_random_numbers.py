@@ -142,18 +142,6 @@ def assert_same(ours: dict[str, Any], one_device: dict[str, Any]) -> None:
         np.testing.assert_allclose(ours[name], values, 1e-6, 1e-6, err_msg=name)
 
 
-class OfABatch(keras.layers.Layer):
-    """Noise for 16 rows, the size of the global batch written as a number."""
-
-    def call(self, x: Any) -> Any:
-        noise = keras.random.normal((16, 5)) + keras.random.uniform((16, 1), seed=3)
-        return {"added": x + noise, "other numbers": x + keras.random.normal((4, 1, 5))[0]}
-
-
-def test_the_rows_of_the_global_batch_as_a_number() -> None:
-    assert_same(drawn_on(2, OfABatch, 48)[0], drawn_on(0, OfABatch, 48)[0])
-
-
 class WithPositions(keras.layers.Layer):
     """One noise for all rows, of sequences as long as they come."""
 
@@ -236,34 +224,3 @@ def test_operations_that_keep_a_state_draw_each_row() -> None:
     (drawn,) = drawn_on(2, WithState, 64)
     for name, values in drawn.items():
         assert len(np.unique(values, axis=0)) == (4 if name == "a number" else 64), name
-
-
-def test_what_is_drawn_without_a_seed_goes_on_as_in_keras() -> None:
-    def noise(model: Any) -> list[Any]:
-        found = [model.predict(X[:9], batch_size=4, verbose=0) for _ in range(2)]
-        found.append(keras.random.normal((3,)).numpy())  # by the user, between
-        return [*found, model.predict(X[:9], batch_size=4, verbose=0)]
-
-    class Noise(keras.layers.Layer):
-        def call(self, x: Any) -> Any:
-            return x + keras.random.normal(keras.ops.shape(x))
-
-    expected = noise(drawing(Noise))
-    found = noise(tfd.distribute(lambda: drawing(Noise), mirrored()))
-    for ours, one_device in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(ours, one_device)
-
-
-def test_the_copy_of_a_model_draws_what_the_model_would_have_drawn() -> None:
-    def trained(distribute: bool) -> list[Any]:
-        keras.utils.set_random_seed(4)
-        layers = keras.layers.Dropout(0.5), Noisy(), keras.layers.Dense(1)
-        model = compiled(keras.Sequential(layers), "sgd")
-        fit = {"batch_size": 16, "shuffle": False, "verbose": 0}
-        model.fit(X[:41], Y[:41], **fit)
-        ours: Any = tfd.distribute(model, mirrored()) if distribute else model
-        ours.fit(X[:41], Y[:41], **fit)
-        return [*ours.get_weights(), np.array(drawn()[-1])]
-
-    for ours, one_device in zip(trained(True), trained(False), strict=True):
-        np.testing.assert_allclose(ours, one_device, rtol=1e-5, atol=1e-6)

@@ -22,17 +22,11 @@ from training_cases import X, Y, classifier, compiled, mirrored, stack
 
 import tfdist_ext as tfd
 from tfdist_ext.private_names import TESTED
-from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training import model
 from tfdist_ext.training._keras_private import REPLACED, Replaced
 from tfdist_ext.training.callbacks.in_cluster import TRAINER_METHODS
-from tfdist_ext.training.steps.context import StepContext
 from tfdist_ext.training.steps.replaced import (
-    StepRecord,
-    check_lookups,
-    functions_in_place,
     step_targets,
-    substitutes,
 )
 
 FIT = {"batch_size": 16, "verbose": 0}
@@ -165,22 +159,6 @@ def test_fits_in_two_threads_do_not_see_each_other() -> None:
             np.testing.assert_allclose(two, one, rtol=0, atol=1e-6)
 
 
-def test_only_threads_in_a_step_and_only_there() -> None:
-    targets = [target for target in step_targets() if target.key == "replicas"]
-    strategy = mirrored(2)
-    of_thread: list[int] = []
-    with functions_in_place(targets), functions_in_place(targets):
-        with substitutes({"replicas": lambda original, self: 10 * original(self)}):
-            assert strategy.num_replicas_in_sync == 20
-            other = threading.Thread(target=lambda: of_thread.append(strategy.num_replicas_in_sync))
-            other.start()
-            other.join()
-            with substitutes(None):
-                assert strategy.num_replicas_in_sync == 2
-        assert strategy.num_replicas_in_sync == 2
-    assert of_thread == [2]
-
-
 # What a new release of Keras might do; each is past one function, and else as Keras does it.
 
 _apply = keras.optimizers.Optimizer.apply
@@ -274,23 +252,6 @@ def test_a_function_that_is_gone_is_missed_by_those_who_need_it(
             tfd.distribute(with_all, mirrored()).fit(X, Y, **FIT)
     finally:
         step_targets.cache_clear()
-
-
-def test_lookups_past_take() -> None:
-    model = keras.Sequential([keras.Input((), dtype="int32"), keras.layers.Embedding(9, 2)])
-    table = {id(kp.raw_value(model.layers[0].embeddings))}
-    check_lookups(model, StepRecord({"take"}, read_whole=table))
-    check_lookups(model, StepRecord(set()))
-    with pytest.raises(tfd.TfDistError, match=r"must call keras\S+\.take"):
-        check_lookups(model, StepRecord(set(), read_whole=table))
-
-
-def test_collectives_past_their_keys() -> None:
-    here = StepContext(tf.constant(1), tf.constant(2), 2, 1, tf.zeros((1, 2)), between_workers=True)
-    said = pytest.raises(tfd.TfDistError, match=r"must call \S+_next_instance_key")
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    with strategy.scope(), said, here._keys_of_size(tf.constant(4)):
-        pass
 
 
 def test_one_warning_on_a_release_that_was_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:

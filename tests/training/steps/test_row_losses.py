@@ -18,13 +18,10 @@ from training_cases import (
     Y,
     assert_trains_as_keras,
     compiled,
-    distributed_fit,
     mirrored,
     stack,
     strategy_of,
 )
-
-import tfdist_ext as tfd
 
 FIT = {"batch_size": 16, "epochs": 2}
 
@@ -105,17 +102,6 @@ class TwoMeans(Step):
         return tf.stack([mean, 2 * mean, 0.5 * mean])
 
 
-class Flat(Step):
-    def targets(self, data: Any) -> Any:
-        return tf.reshape((data[0] - self(data[0])) ** 2, [-1])
-
-
-class Ragged(Step):
-    def targets(self, data: Any) -> Any:
-        errors = self.errors(data)
-        return tf.RaggedTensor.from_row_lengths(errors, tf.ones_like(errors, tf.int32))
-
-
 class Penalized(Step):
     """The gradient with respect to inputs belongs to the rows, and is a value as any other."""
 
@@ -126,7 +112,7 @@ class Penalized(Step):
         return tf.reduce_mean(errors) + tf.reduce_mean(inner.gradient(errors, data[0]) ** 2)
 
 
-@pytest.mark.parametrize("model", [Weighted, Ragged, Penalized])
+@pytest.mark.parametrize("model", [Weighted, Penalized])
 def test_what_a_step_of_ones_own_differentiates(model: type[Step]) -> None:
     same(lambda: compiled(model(), RATE))
 
@@ -138,20 +124,10 @@ class Columns(Step):
         return (data[0] - self(data[0])) ** 2
 
 
-@pytest.mark.parametrize("model", [Columns, TwoMeans, Flat])
+@pytest.mark.parametrize("model", [Columns, TwoMeans])
 def test_batches_of_one_size(model: type[Step]) -> None:
     dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16, drop_remainder=True)
     assert_trains_as_keras(lambda: compiled(model(), RATE), dataset, epochs=2)
-
-
-def test_what_may_or_may_not_be_rows_is_refused_with_a_sentence() -> None:
-    """An eager step knows only the size, which is a multiple of the part's rows."""
-
-    def build() -> keras.Model:
-        return compiled(Flat(), run_eagerly=True)
-
-    with pytest.raises(tfd.TrainingError, match=r"shape \(40,\), .* Sum it up first"):
-        distributed_fit(build, X[:16], Y[:16], batch_size=16)
 
 
 class AddsLosses(keras.layers.Layer):
@@ -194,20 +170,9 @@ def test_a_sum_over_the_rows_of_the_global_batch() -> None:
     same(averaged_by(tf.nn.compute_average_loss), strategy=strategy_of("central_storage", 3))
 
 
-@pytest.mark.parametrize(
-    "average",
-    [
-        functools.partial(tf.nn.compute_average_loss, global_batch_size=16),
-        # The sum of all rows on each replica is whole already.
-        lambda losses, sample_weight: tf.nn.compute_average_loss(
-            tfd.all_rows(losses), tfd.all_rows(sample_weight), tf.constant(16)
-        ),
-    ],
-    ids=["taken before", "all rows"],
-)
-def test_a_sum_over_the_global_batch_size(average: Any) -> None:
+def test_a_sum_over_the_global_batch_size() -> None:
     """The last batch has 2 rows, and its sum is divided by 16 on one device, too."""
-    same(averaged_by(average))
+    same(averaged_by(functools.partial(tf.nn.compute_average_loss, global_batch_size=16)))
 
 
 def test_a_compiled_loss_over_the_global_batch_size() -> None:
