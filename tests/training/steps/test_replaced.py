@@ -21,13 +21,9 @@ from task_programs import LEFT_OUT
 from training_cases import X, Y, classifier, compiled, mirrored, stack
 
 import tfdist_ext as tfd
-<<<<<<< HEAD
-=======
-from tfdist_ext.private_names import TESTED
-from tfdist_ext.training import model
->>>>>>> thin-y
 from tfdist_ext.training._keras_private import REPLACED, Replaced
 from tfdist_ext.training.callbacks.in_cluster import TRAINER_METHODS
+from tfdist_ext.training.steps.context import StepContext
 from tfdist_ext.training.steps.replaced import (
     step_targets,
 )
@@ -271,7 +267,6 @@ def test_a_function_that_is_gone_is_missed_by_those_who_need_it(
         step_targets.cache_clear()
 
 
-<<<<<<< HEAD
 def test_collectives_past_their_keys() -> None:
     part = tf.constant(1), tf.constant(2), 2, 1, tf.zeros((1, 2))
     context = StepContext(*part, between_workers=True)
@@ -279,16 +274,3 @@ def test_collectives_past_their_keys() -> None:
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with strategy.scope(), said, context.sums.keys_of_size(tf.constant(4)):
         pass
-=======
-def test_one_warning_on_a_release_that_was_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TESTED, "keras", ("Keras", "3.1", "3.2"))
-    model._warn_of_untested_versions.cache_clear()
-    try:
-        with pytest.warns(UserWarning, match=r"tested with Keras from 3.1 to 3.2, got 3") as told:
-            tfd.distribute(classifier(), mirrored())
-        assert len(told) == 1
-        tfd.distribute(classifier(), mirrored())  # a warning would be an error
-        assert told[0].filename == __file__
-    finally:
-        model._warn_of_untested_versions.cache_clear()
->>>>>>> thin-y

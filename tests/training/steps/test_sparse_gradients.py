@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from training_cases import RNG, compiled, mirrored, plain_fit, weights_of
+from training_cases import RNG, compiled, mirrored, plain_fit, strategy_of, weights_of
 
 import tfdist_ext as tfd
 
@@ -106,6 +106,19 @@ def test_a_step_that_clips_slices_by_hand(build: Any, eager: bool) -> None:
     assert_same_tables(lambda: build(Clipping, run_eagerly=eager), mirrored(2), **FIT)
 
 
+def test_token_types_of_batches_of_one_size() -> None:
+    """`zeros_like` of ids of a known shape is no constant: there is one for each row."""
+
+    def build() -> keras.Model:
+        tokens = keras.Input((LENGTH,), dtype="int32")
+        types = keras.layers.Embedding(2, 3)(keras.ops.zeros_like(tokens))
+        rows = keras.ops.tanh(keras.layers.Embedding(8, 3)(tokens) + types)
+        return with_adam(keras.Model(tokens, keras.layers.Dense(1)(keras.ops.mean(rows, axis=1))))
+
+    data = tf.data.Dataset.from_tensor_slices((TOKENS, Y)).batch(8, drop_remainder=True)
+    assert_same_tables(build, mirrored(2), (data,), epochs=2)
+
+
 def test_a_dense_layer_on_sparse_inputs() -> None:
     """Keras looks up each distinct column once, in the rows of a batch: so here, in all parts."""
 
@@ -115,3 +128,13 @@ def test_a_dense_layer_on_sparse_inputs() -> None:
 
     x = RNG.normal(size=(26, 9)).astype("float32") * (RNG.random((26, 9)) < 0.3)
     assert_same_tables(build, mirrored(3), (tf.sparse.from_dense(x), Y), **FIT)
+
+
+def test_sparse_ids() -> None:
+    def build() -> keras.Model:
+        ids = keras.Input((LENGTH,), dtype="int32", sparse=True)
+        rows = keras.ops.sum(keras.layers.Embedding(8, 3)(ids), axis=1)
+        return with_adam(keras.Model(ids, keras.layers.Dense(1)(rows)))
+
+    ids = tf.sparse.from_dense(TOKENS.astype("int32"))
+    assert_same_tables(build, strategy_of("central_storage", 3), (ids, Y), **FIT)

@@ -14,7 +14,7 @@ these slices are summed (`lookups_of`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import tensorflow as tf
