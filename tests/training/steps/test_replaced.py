@@ -225,7 +225,7 @@ def test_a_step_calls_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(model: Any, kind: str, called: set[str], written: Any) -> None:
         seen.update(called)
 
-    monkeypatch.setattr("tfdist_ext.training.synchronous.program.check_called", check)
+    monkeypatch.setattr("tfdist_ext.training.synchronous.model_step.check_called", check)
     tfd.distribute(with_all, mirrored()).fit(X, Y, **FIT)
     expected = {"added_loss", "apply", "clear_losses", "draw", "gradient", "loss"}
     expected |= {"moments", "moments_of_layer", "reduce_loss", "replicas", "update_mean"}
