@@ -24,8 +24,7 @@ and 1 if they differ.
 
 examples:
   tfdist verify train.py:build --data train.py:data --devices 4
-  tfdist verify train.py:build --data train.py:data --workers 2
-  tfdist verify train.py:build --data train.py:data --batch-size 64 --steps 10"""
+  tfdist verify train.py:build --data train.py:data --workers 2 --batch-size 64"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     devices = "number of replicas, on logical CPUs (default 2)"
     where.add_argument("--devices", type=int, default=2, metavar="N", help=devices)
-    workers = "number of workers on this machine, with multi_worker_mirrored"
-    where.add_argument("--workers", type=int, metavar="N", help=workers)
+    where.add_argument("--workers", type=int, metavar="N", help="workers on this machine")
     add("--batch-size", type=int, default=32, metavar="N", help="global batch of arrays")
     add("--steps", type=int, default=3, metavar="N", help="global batches to train on")
     synchronize = "normalize over the global batch, as tfd.distribute(synchronize_batch_norm=True)"
