@@ -57,8 +57,7 @@ def run_tasks(
         env: environment of the tasks, to which TF_CONFIG is added; None: that of this process.
 
     Returns:
-        What `fn` returned in each task, by the name of the task, as "worker:0". Tasks that did not
-        return are missing.
+        The result of `fn` for each task that returned, by the name of the task.
 
     Raises:
         LaunchError: the tasks are not a cluster, or `fn` cannot be sent to them.
