@@ -23,7 +23,8 @@ from tfdist_ext.errors import LaunchError, TfDistError
 
 __all__ = ["main"]
 
-_USAGE_ERROR, _INTERRUPTED = 2, 130
+_USAGE_ERROR = 2
+_INTERRUPTED = 130
 # Each has SUMMARY, USAGE, EPILOG, add_options(parser) and run(options, words after --).
 _COMMANDS = {
     "run": run_command,

@@ -50,8 +50,7 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     if options.workers is None:
         result = _verify(options)
     else:
-        by_task = launch(_verify, args=(options,), workers=options.workers)
-        result = by_task["worker:0"]
+        result = launch(_verify, args=(options,), workers=options.workers)["worker:0"]
     print(result)
     return 0 if result.equal else 1
 

@@ -148,7 +148,12 @@ def test_a_model_that_is_equal() -> None:
 
 # case -> builder, data, where the largest difference is, words of the advice
 CASES: dict[str, tuple[Callable[[], keras.Model], Any, str, str]] = {
-    "in-batch negatives": (lambda: model(loss=in_batch_negatives), (X, Y), "weight", "all_rows"),
+    "in-batch negatives": (
+        lambda: model(loss=in_batch_negatives),
+        (X, Y, None),
+        "weight",
+        "all_rows",
+    ),
     "masked mean": (
         lambda: model(loss=masked_mean),
         (X, Y),
@@ -200,6 +205,7 @@ def test_arrays_that_fit_shuffles() -> None:
 def test_settings_that_make_a_model_equal() -> None:
     assert verify(batch_norm_model, synchronize_batch_norm=True).equal
     assert verify(equal_model, rows().batch(12), validation_data=(X, Y), epochs=2).equal
+    assert verify(equal_model, ((X[:n], Y[:n]) for n in (12, 6))).equal
 
 
 def test_arguments_that_cannot_be_compared() -> None:
@@ -207,6 +213,8 @@ def test_arguments_that_cannot_be_compared() -> None:
         verify(equal_model())  # type: ignore[arg-type]
     with pytest.raises(tfd.TrainingError, match="has no batch"):
         verify(equal_model, rows().take(0).batch(2))
+    with pytest.raises(tfd.TrainingError, match="batch_size must be a whole number from 1, got 0"):
+        verify(equal_model, batch_size=0)
 
 
 def test_relative_differences() -> None:

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.data.rows import batch_size_of, rows_between
 from tfdist_ext.training.building.build import batch_normalization_layers
 from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.verification.result import (
@@ -161,23 +162,25 @@ def _about(template: Cause, name: str) -> Cause:
 def _cause_in_loss(trainings: Trainings, model: keras.Model) -> Cause | None:
     """Tells the kind of a loss by its value for a batch, its halves, and its rows twice."""
     batch = trainings.batches[0]
-    rows = len(keras.tree.flatten(batch)[0])
+    rows = int(batch_size_of(batch))
     if rows < 2:
         return None
     half = rows // 2
-    twice = tf.nest.map_structure(lambda part: tf.concat([part, part], axis=0), batch)
-    first = tf.nest.map_structure(lambda part: part[:half], batch)
-    second = tf.nest.map_structure(lambda part: part[half:], batch)
     with contextlib.suppress(Exception):  # a step that wants other batches
         loss = _Losses(model, batch)
-        whole = loss.of(batch)
-        doubled, halves = loss.of(twice), [loss.of(first), loss.of(second)]
-        mean = (half * halves[0] + (rows - half) * halves[1]) / rows
+        whole, doubled = loss.of(batch), loss.of(tf.nest.map_structure(_twice, batch))
+        first = loss.of(rows_between(batch, 0, half))
+        second = loss.of(rows_between(batch, half, rows))
+        mean = (half * first + (rows - half) * second) / rows
         if not _close(doubled, whole):
             return _SUM if _close(doubled, 2 * whole) else _PAIRS
         if not _close(mean, whole):
             return _RATIO
     return None
+
+
+def _twice(part: tf.Tensor | None) -> tf.Tensor | None:
+    return None if part is None else tf.concat([part, part], axis=0)
 
 
 class _Losses:
@@ -196,9 +199,8 @@ class _Losses:
             variable.assign(value)
         self._model.reset_metrics()
         logs = self._call(batch)
-        name = next((name for name in logs if name == "loss"), None)
-        name = name or next(name for name in logs if name.endswith("loss"))
-        return float(logs[name])
+        losses = [name for name in logs if name.endswith("loss")]
+        return float(logs["loss" if "loss" in logs else losses[0]])
 
     def _call(self, batch: Structure) -> dict[str, Any]:
         x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)

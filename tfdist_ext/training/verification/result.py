@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -73,7 +73,7 @@ class Verification:
     tolerance: float
     causes: Sequence[Cause] = ()
     error: str = ""
-    warnings: Sequence[str] = field(default_factory=tuple)
+    warnings: Sequence[str] = ()
 
     @property
     def equal(self) -> bool:
@@ -91,17 +91,21 @@ class Verification:
         return max(self.tolerance, ROUNDING_FACTOR * self.rounding.get(name, 0.0))
 
     def __str__(self) -> str:
-        lines = [self.title, ""]
-        if self.differences:
-            rows = [_HEADER, *filter(None, map(self._row, _KINDS))]
-            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-            lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows] + [""]
+        verdict = f"NOT EQUAL: {self.error or self._names()}"
         if self.equal:
-            return "\n".join([*lines, "EQUAL: the model trains as it does on one device."])
-        lines.append(f"NOT EQUAL: {self.error or self._names()}")
-        lines += ["", "Probable cause:", *map(str, self.causes)] if self.causes else []
-        lines += [f"\nfit warned: {text}" for text in self.warnings]
-        return "\n".join(textwrap.fill(line, _WIDTH, replace_whitespace=False) for line in lines)
+            verdict = "EQUAL: the model trains as it does on one device."
+        causes = "\n".join(["Probable cause:", *(_wrapped(str(cause)) for cause in self.causes)])
+        parts = [_wrapped(self.title)]
+        parts += [self._table()] if self.differences else []
+        parts.append(_wrapped(verdict))
+        parts += [causes] if self.causes else []
+        parts += [_wrapped(f"fit warned: {text}") for text in self.warnings]
+        return "\n\n".join(parts)
+
+    def _table(self) -> str:
+        rows = [_HEADER, *filter(None, map(self._row, _KINDS))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
     def _row(self, kind: str) -> tuple[str, ...] | None:
         of_kind = {n: d for n, d in self.differences.items() if n.split()[0] == kind}
@@ -116,6 +120,10 @@ class Verification:
         names = self.unequal
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return f"{', '.join(names[:_SHOWN])}{more}"
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, _WIDTH)
 
 
 _HEADER = ("compared", "difference", "rounding", "", "largest in")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -12,7 +13,7 @@ import tensorflow as tf
 from tfdist_ext.data.rows import batch_size_of, rows_between
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.model import DistributedModel, distribute
+from tfdist_ext.training.model import DistributedModel, check_counts, distribute
 from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.state.naming import METRICS, MODEL, state_of
 from tfdist_ext.training.state.values import whole_value
@@ -34,6 +35,7 @@ class Trainings:
     Attributes:
         batches: the global batches of one epoch.
         shuffles: whether `fit` shuffles arrays.
+        reading_difference: the difference of the first batch between two readings of a dataset.
     """
 
     def __init__(
@@ -49,9 +51,10 @@ class Trainings:
         self._strategy = strategy
         self._fit = {"verbose": 0, "shuffle": False, **fit}
         self._arrays: tuple[Any, ...] | None = None
-        self._read_again: list[Structure] = []
+        self.reading_difference = 0.0
         if isinstance(data, tuple):
             size = self._fit.setdefault("batch_size", 32)
+            check_counts(batch_size=size, steps=steps)
             rows = int(batch_size_of(data))
             rows = rows if steps is None else min(rows, steps * size)
             # A smaller batch at the end gives parts of different sizes.
@@ -60,7 +63,13 @@ class Trainings:
             spans = [(first, min(first + size, rows)) for first in range(0, rows, size)]
             self.batches = [rows_between(data, *span) for span in spans]
         else:
-            self.batches, self._read_again = _read(data, steps), _read(data, steps)
+            check_counts(steps=steps)
+            self.batches = _read(data, steps)
+            if not isinstance(data, Iterator):  # which can be read once
+                self.reading_difference = _difference(self.batches[0], _read(data, 1)[0])
+            self.batches = _with_smaller_end(self.batches)
+        if not self.batches:
+            raise TrainingError(_NO_BATCH)
         self.shuffles = bool(self._fit["shuffle"]) and isinstance(data, tuple)
         self._synchronize_batch_norm = synchronize_batch_norm
         self._can_predict = True
@@ -108,17 +117,6 @@ class Trainings:
         keras.utils.set_random_seed(SEED)
         return self._builder()
 
-    def reading_differences(self) -> dict[str, float]:
-        """Returns the difference of two readings of a dataset; nothing if they are equal."""
-        if not self._read_again:  # arrays, or a generator that can be read once
-            return {}
-        first, second = (
-            {str(n): np.asarray(leaf) for n, leaf in enumerate(keras.tree.flatten(batch))}
-            for batch in (self.batches[0], self._read_again[0])
-        )
-        largest = max(relative_differences(second, first).values())
-        return {"data first batch": largest} if largest else {}
-
     def _train(
         self,
         model: keras.Model | DistributedModel,
@@ -154,22 +152,39 @@ class Trainings:
         return {f"prediction {n}": part for n, part in enumerate(keras.tree.flatten(outputs))}
 
 
+_NO_BATCH = "The data of verify has no batch."
+
+
 def _read(data: Any, steps: int | None) -> list[Structure]:
-    """Returns the first global batches of a dataset; the last one is smaller if it can be.
+    """Returns the first global batches of a dataset.
 
     Raises:
-        TrainingError: there is none.
+        TrainingError: there is none, or `steps` is None and there is no last one.
     """
     dataset = kp.get_data_adapter(data).get_tf_dataset()
     if steps is None and dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise TrainingError("The dataset of verify has no end: pass steps.")
     batches = list(dataset if steps is None else dataset.take(steps))
     if not batches:
-        raise TrainingError("The data of verify has no batch.")
+        raise TrainingError(_NO_BATCH)
+    return batches
+
+
+def _with_smaller_end(batches: list[Structure]) -> list[Structure]:
+    """Returns the batches, the last one smaller: parts of different sizes show more."""
     sizes = {int(batch_size_of(batch)) for batch in batches}
     if len(sizes) == 1 and (size := sizes.pop()) > 1:
-        batches[-1] = rows_between(batches[-1], 0, size - size // 2)
+        return [*batches[:-1], rows_between(batches[-1], 0, size - size // 2)]
     return batches
+
+
+def _difference(batch: Structure, other: Structure) -> float:
+    """Returns the largest relative difference of two batches."""
+    found, wanted = (
+        {str(n): np.asarray(leaf) for n, leaf in enumerate(keras.tree.flatten(each))}
+        for each in (other, batch)
+    )
+    return max(relative_differences(found, wanted).values())
 
 
 def _dataset(batches: list[Structure]) -> tf.data.Dataset:
@@ -208,12 +223,12 @@ def _variables_of(model: keras.Model) -> Results:
             values[f"{kind} {name}"] = whole_value(variable)
         elif group != METRICS:
             values[f"optimizer {path.removeprefix('optimizer.')}"] = whole_value(variable)
+    seen: Counter[str] = Counter()
     for layer in kp.flat_layers(model):
         for attribute, value in vars(layer).items():
             if isinstance(value, tf.Variable):
-                name = f"variable {type(layer).__name__}.{attribute} (tf.Variable)"
-                while name in values:
-                    name += "'"
-                copies = tf.distribute.get_strategy().experimental_local_results(value)
-                values[name] = copies[0].numpy()
+                own = f"{type(layer).__name__}.{attribute}"
+                seen[own] += 1
+                number = f"#{seen[own]}" if seen[own] > 1 else ""
+                values[f"variable {own}{number} (tf.Variable)"] = whole_value(value)
     return values
