@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
@@ -58,7 +59,7 @@ def test_copies_are_equal() -> None:
 def test_in_eager_steps() -> None:
     rules = {"table/.*": "sharded", "hidden/kernel": "sharded(2)"}
     strategy = PlacedStrategy(2, rules, owned_from=64)
-    eager = lambda: build("SGD", run_eagerly=True)  # noqa: E731
+    eager = functools.partial(build, "SGD", run_eagerly=True)
     assert_trains_like_one_device(eager, (DATA, LABELS), strategy, batch_size=12)
 
 

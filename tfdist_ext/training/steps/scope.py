@@ -50,7 +50,6 @@ __all__ = [
     "check_equal",
     "check_indices",
     "check_value",
-    "contribution",
     "metric_in_inner_graph",
     "metric_variables_on_one_copy",
     "metrics_and_others",
@@ -530,24 +529,3 @@ def taken_by(
     """`keras.ops.take`, by `rows(variable, ids)` where that gives what is asked for."""
     taken = rows(x, indices) if axis == 0 and isinstance(x, keras.Variable) else None
     return original(x, indices, axis=axis) if taken is None else taken
-
-
-def contribution(
-    variable: keras.Variable, value: tf.Tensor, replicas: int, first: tf.Tensor | bool
-) -> tf.Tensor:
-    """The contribution of one replica's metric state to that over all replicas.
-
-    Args:
-        variable: the Keras variable, which says by `aggregation` how its states combine.
-        first: whether it is the first of all replicas.
-    """
-    value = _addable(value)
-    if variable.aggregation == "sum":
-        return value
-    if variable.aggregation == "mean":
-        return tf.cast(value / replicas, value.dtype)
-    return tf.where(first, value, tf.zeros_like(value))  # the first replica speaks for all
-
-
-def _addable(value: tf.Tensor) -> tf.Tensor:
-    return tf.cast(value, tf.int32) if value.dtype == tf.bool else value

@@ -122,11 +122,6 @@ class ModelStep:
         self._rows = rows_of_shared(reduction.strategy, reduction.local_replicas)
         self._weight_shapes = frozenset(tuple(variable.shape) for variable in self._others)
         self._checked = False
-        self.forget_traces()
-
-    def forget_traces(self) -> None:
-        """Trace the step again when it is called next."""
-        model, kind = self._model, self._kind
         # XLA knows no time of day.
         in_function = kind != "predict" and not model.run_eagerly and not self._timer.records
         self._jit_compile = in_function and model.jit_compile

@@ -20,7 +20,7 @@ from tfdist_ext.training.agreement.equality import check_equal_across_workers
 from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.steps.context import StepContext
-from tfdist_ext.training.steps.scope import ReplicaScope, _addable, contribution
+from tfdist_ext.training.steps.scope import ReplicaScope
 
 __all__ = ["StackedStates", "States", "SynchronousReduction"]
 
@@ -150,7 +150,7 @@ class SynchronousReduction(Reduction):
         for replica, state in enumerate(states):
             first = self.is_chief and replica == 0
             of_metrics = [
-                contribution(variable, value, self.replicas, first)
+                _contribution(variable, value, self.replicas, first)
                 for variable, value in zip(variables, state, strict=True)
             ]
             others = of_task if replica == 0 else list(map(tf.zeros_like, of_task))
@@ -220,6 +220,27 @@ class SynchronousReduction(Reduction):
 
         results = self.strategy.run(in_replica, args=(per_replica(of_replicas),))
         return [self.strategy.experimental_local_results(value)[0] for value in results]
+
+
+def _contribution(
+    variable: keras.Variable, value: tf.Tensor, replicas: int, first: tf.Tensor | bool
+) -> tf.Tensor:
+    """Returns what one replica's metric state adds to the state over all replicas.
+
+    Args:
+        variable: its `aggregation` says how states are combined.
+        first: whether it is the first of all replicas.
+    """
+    value = _addable(value)
+    if variable.aggregation == "sum":
+        return value
+    if variable.aggregation == "mean":
+        return tf.cast(value / replicas, value.dtype)
+    return tf.where(first, value, tf.zeros_like(value))  # the first replica speaks for all
+
+
+def _addable(value: tf.Tensor) -> tf.Tensor:
+    return tf.cast(value, tf.int32) if value.dtype == tf.bool else value
 
 
 class StackedStates:
