@@ -26,7 +26,7 @@ def shuffled() -> tf.data.Dataset:
 
 
 def losses(strategy: tf.distribute.Strategy | None) -> list[float]:
-    """Losses of epochs whose steps do not divide a pass; with Keras's own fit for None.
+    """Losses of epochs that end in the middle of a pass. None trains with Keras's own fit.
 
     Evaluations and predictions on the same dataset come in between.
     """

@@ -188,7 +188,7 @@ class Targets:
 
         Raises:
             PlacementError: there is no such target, the placement is for the other kind of target,
-                or the variable has too few rows for so many pieces.
+                or the variable has fewer rows than pieces.
         """
         if isinstance(placement, Sharded):
             self._check_pieces(spec, placement)

@@ -232,7 +232,7 @@ def _sigterm_kept() -> Iterator[None]:
 
 
 def _described(strategy: str, cluster: Cluster, options: str) -> Described:
-    """The cluster's description, with an address for every task.
+    """Returns the description of a cluster in which every task has an address.
 
     Args:
         options: of `tfdist run`, for the message.

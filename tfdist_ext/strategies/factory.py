@@ -54,7 +54,7 @@ class Settings:
         """One line for each option, with its value and where the value came from.
 
         Args:
-            without: leave out the options whose value came from this place.
+            without: a place; options that were set there are left out.
         """
         for option, value in self.values.items():
             if self.places[option] != without:

@@ -57,7 +57,7 @@ class TracedReplica(tf.distribute.ReplicaContext):
     """The context of a step that is traced once.
 
     Args:
-        first: the index of this worker's first replica, on whose variables the step is traced.
+        first: the index of this worker's first replica. The step is traced on its variables.
         number: the index of the replica that runs, over all workers; a tensor of the trace.
 
     Attributes:
@@ -100,7 +100,7 @@ def replica_number() -> tf.Tensor:
 
 
 def copy_number() -> int:
-    """The index of the replica whose copies of variables are used. Not available on a TPU."""
+    """Returns the index of the variable copies that the replica uses. Not available on a TPU."""
     context = tf.distribute.get_replica_context()
     if isinstance(context, TracedReplica):
         return context.first
@@ -121,7 +121,7 @@ def sum_up(
 
     Args:
         what: what each value is, for a StrategyTemplate.
-        padding: of a single vector whose size may change from step to step.
+        padding: pads a single vector, if its size may change from step to step.
     """
     op = tf.distribute.ReduceOp.SUM
     context = tf.distribute.get_replica_context()

@@ -81,7 +81,7 @@ class StepsPerExecutionTuner:
         self._target = target
         self._steps = fixed or 1
         self._largest = 0
-        self._before = 0  # steps of the execution before, if it had as many as asked for
+        self._before = 0  # steps of the last execution; 0 if it was shorter than planned
         self._compiled = False
 
     def next(self, remaining: int | None) -> int:

@@ -20,7 +20,7 @@ WEIGHTS = np.linspace(0.1, 2, ROWS)  # with these, a mean of means is not the me
 
 
 def _build() -> keras.Model:
-    """An embedding, whose gradients are slices, BatchNormalization and regularization.
+    """An embedding (its gradients are slices), BatchNormalization and regularization.
 
     The optimizer clips by the norm of the whole gradient, and averages the weights.
     """

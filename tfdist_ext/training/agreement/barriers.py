@@ -43,7 +43,7 @@ from tfdist_ext.training.agreement.stalls import Phases, end_to_be_restarted, wa
 from tfdist_ext.training.agreement.termination import STATUS, Termination
 
 PATIENCE = 2.0  # seconds in a barrier before a task looks where the others are
-LEAVE_LIMIT = 30.0  # seconds to wait for a task whose script has ended, or ends
+LEAVE_LIMIT = 30.0  # seconds to wait for the end of a task after the end of its script
 _LOOK_EVERY = 0.25  # seconds
 _CAUSE = 6.0  # seconds to learn why a collective has failed
 _DEAF = 15.0  # seconds beyond its limit after which a task that publishes nothing has stalled

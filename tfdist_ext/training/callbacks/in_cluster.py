@@ -93,7 +93,7 @@ def uses_batch_hooks(callbacks: Callbacks, kind: str) -> bool:
 
 
 def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
-    """False for callbacks of Keras whose batch hooks do nothing with their settings."""
+    """Returns False for a callback of Keras if its settings turn its batch hooks off."""
     if isinstance(callback, keras.callbacks.ProgbarLogger | keras.callbacks.History):
         return False
     if isinstance(callback, keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore):
@@ -197,7 +197,7 @@ def overridable(method: Method) -> Method:
 
 
 def redirected_method(distributed: TrainedModel, method: Function) -> Function:
-    """Returns a method of the Keras model whose calls of `self.fit`, ... are distributed."""
+    """Returns a method of the Keras model that calls the distributed `fit`, `evaluate`, ..."""
 
     @filter_traceback
     @functools.wraps(method)

@@ -40,7 +40,7 @@ class WorkerTensorBoard(keras.callbacks.Callback):
 
     Args:
         log_dir: a folder; the workers need not share it.
-        update_freq: number of steps of which each point is the mean.
+        update_freq: number of steps per point, which is their mean.
         slow: a worker is named if the others wait for it for more than this fraction of a step.
 
     Attributes:
@@ -135,7 +135,7 @@ class WorkerTensorBoard(keras.callbacks.Callback):
 
 
 def slow_workers(names: list[str], own_ms: np.ndarray, most_ms: float) -> list[str]:
-    """Returns a line for each worker whose time is over the others' median by `most_ms`."""
+    """Returns a line for each worker that is `most_ms` slower than the median of the others."""
     lines = []
     for number, name in enumerate(names if len(names) > 1 else []):
         others = float(np.median(np.delete(own_ms, number)))

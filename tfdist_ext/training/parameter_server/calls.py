@@ -113,7 +113,7 @@ def on_worker(function: Callable[..., Any], *specs: Specs) -> ConcreteFunction:
 
 
 class ChunkCalls:
-    """Calls of a function of global batches, several of which travel in one call.
+    """Remote calls that each send several global batches to a function.
 
     Args:
         function: (batches, *further arguments) -> results, in a graph.
@@ -141,8 +141,8 @@ class ChunkCalls:
             arguments: returns the further arguments, from the number of batches before the call.
 
         Returns:
-            (batches in calls, batches that were read, results of the calls). A batch whose records
-            are all damaged is read and is in no call.
+            (batches that were sent, batches that were read, results of the calls). A batch is not
+            sent if all of its records are damaged.
         """
         done = read = 0
 

@@ -126,7 +126,7 @@ class WorkerIterators:
     """One pass over all shards.
 
     Attributes:
-        of_workers: an iterator on each worker; None: not made yet, or to be made again.
+        of_workers: an iterator on each worker; None if new iterators are needed.
         unfinished: the shards that have further batches.
     """
 
