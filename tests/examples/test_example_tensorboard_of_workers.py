@@ -26,12 +26,12 @@ def run_main(log_dir: str) -> str:
 
 
 def one_device() -> dict[str, np.ndarray]:
-    """(step, worker) -> loss, accuracy and gradient norm over that worker's rows, by NumPy."""
+    """(step, worker) -> loss and accuracy over that worker's rows, by NumPy."""
     import tensorboard_of_workers as example
 
     x, y = example.data()
     weights, bias = np.zeros((4, 3)), np.zeros(3)
-    found: dict[str, list[list[float]]] = {"loss": [], "accuracy": [], "gradient_norm": []}
+    found: dict[str, list[list[float]]] = {"loss": [], "accuracy": []}
     for _ in range(example.EPOCHS):
         for start in range(0, len(x), example.GLOBAL_BATCH):
             of_step: dict[str, list[float]] = {name: [] for name in found}
@@ -40,11 +40,9 @@ def one_device() -> dict[str, np.ndarray]:
                 outputs = x[rows] @ weights + bias
                 p = np.exp(outputs) / np.exp(outputs).sum(axis=1, keepdims=True)
                 hot = np.eye(3)[y[rows]]
-                gradient = x[rows].T @ (p - hot) / len(rows), (p - hot).mean(axis=0)
-                gradients.append(gradient)
+                gradients.append((x[rows].T @ (p - hot) / len(rows), (p - hot).mean(axis=0)))
                 of_step["loss"].append(-np.log((p * hot).sum(axis=1)).mean())
                 of_step["accuracy"].append(np.mean(outputs.argmax(axis=1) == y[rows]))
-                of_step["gradient_norm"].append(np.sqrt(sum((g**2).sum() for g in gradient)))
             weights -= 0.5 * np.mean([g for g, _ in gradients], axis=0)
             bias -= 0.5 * np.mean([g for _, g in gradients], axis=0)
             for name, values in of_step.items():
@@ -65,8 +63,6 @@ def test_each_workers_own_numbers(written: tuple[Path, Any], which: str) -> None
     assert sorted(path.name for path in folder.iterdir()) == list(WORKERS)
     for number, worker in enumerate(WORKERS):
         found = scalars(folder / worker)
-        norms = expected["gradient_norm"][:, number]
-        np.testing.assert_allclose(list(found["gradient_norm"].values()), norms, rtol=1e-4)
         assert list(found["own_ms"]) == list(found["step_ms"]) == list(range(1, 41))
         for name in ("loss", "accuracy"):
             values = expected[name][:, number]
@@ -75,5 +71,5 @@ def test_each_workers_own_numbers(written: tuple[Path, Any], which: str) -> None
                 values = values.reshape(2, 20).mean(axis=1)
             np.testing.assert_allclose(list(found[name].values()), values, rtol=1e-4, atol=1e-6)
     # What tells the workers apart is there to be told.
-    assert np.abs(np.diff(expected["gradient_norm"], axis=1)).min() > 1e-4
+    assert np.abs(np.diff(expected["loss"], axis=1)).max() > 1e-2
     assert f"{which}: worker:1 is the slowest" in written[1]["worker:0"]

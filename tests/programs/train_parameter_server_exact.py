@@ -15,7 +15,6 @@ import own_servers
 import tensorflow as tf
 
 import tfdist_ext as tfd
-from tfdist_ext.training.steps.step_timer import NullStepTimer
 
 shards = int(sys.argv[1])
 cluster, servers = own_servers.serve(ps=2)
@@ -183,7 +182,7 @@ def gathers(rows):
 
     model = tfd.distribute(make, strategy)
     model.fit(x[:, :2], y, batch_size=16, verbose=0)
-    program = model._engine.program(model.keras_model, "train", NullStepTimer())
+    program = model._engine.program(model.keras_model, "train")
     (function,) = {
         key[0]: f for key, f in program._on_chunks.traced.items() if key[0] == 1
     }.values()

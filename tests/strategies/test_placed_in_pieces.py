@@ -14,7 +14,6 @@ import tfdist_ext as tfd
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
 from tfdist_ext.testing import assert_trains_like_one_device
-from tfdist_ext.training.steps.step_timer import NullStepTimer
 
 FULL = "/job:localhost/replica:0/task:0/device:"
 SUM = tf.VariableAggregation.SUM
@@ -207,7 +206,7 @@ def test_a_step_moves_rows() -> None:
     strategy = PlacedStrategy(["CPU:1", "CPU:2"], {"users/.*": "sharded"})
     model = tfd.distribute(lookup, strategy)
     model.fit(IDS, np.zeros([36, 3, 2]), batch_size=12, verbose=0)
-    program = model._engine.program(model.keras_model, "train", NullStepTimer())
+    program = model._engine.program(model.keras_model, "train")
     (step,) = program._executions["_next_counted"]._list_all_concrete_functions()
     graphs = [step.graph, *(function.graph for function in step.graph._functions.values())]
     sizes = [

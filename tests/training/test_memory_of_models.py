@@ -12,7 +12,6 @@ import pytest
 from training_cases import X, Y, mirrored
 
 import tfdist_ext as tfd
-from tfdist_ext.training.steps.step_timer import NullStepTimer
 
 FIT = {"batch_size": 16, "verbose": 0, "shuffle": False}
 
@@ -45,7 +44,7 @@ def test_a_deleted_model_is_collected_with_the_graphs_of_its_steps() -> None:
         model.fit(X, Y, callbacks=[Breaks()], **FIT)
     model.fit(X, Y, validation_data=(X[:16], Y[:16]), **FIT)
     model.predict(X, verbose=0)
-    program = model._engine.program(model.keras_model, "train", NullStepTimer())
+    program = model._engine.program(model.keras_model, "train")
     (step,) = program._executions["_next_counted"]._list_all_concrete_functions()
     alive = {
         "model": weakref.ref(model),

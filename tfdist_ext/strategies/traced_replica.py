@@ -162,27 +162,18 @@ def _small_values(values: Sequence[Value]) -> list[list[int]]:
     return [places for places in small.values() if len(places) > 1]
 
 
-def once_for_all(
-    function: Callable[[Any], tuple[Any, tf.Tensor]], values: Any
-) -> tuple[Any, tf.Tensor]:
+def once_for_all(function: Callable[[Any], tf.Tensor], values: Any) -> tf.Tensor:
     """Call `function(the values of each replica)` once, in cross-replica context.
 
     Args:
-        function: returns something, and the time at which the values of all replicas were there.
-
-    Returns:
-        The result of `function`. Its first part is None if the step is traced once.
+        function: returns the time at which the values of all replicas were there.
     """
     context = tf.distribute.get_replica_context()
     if not isinstance(context, TracedReplica):
         return context.merge_call(lambda _, each: function(each), args=(values,))
     time = _placeholder(tf.constant(0.0, tf.float64))
-
-    def reduce(of_all: Any) -> list[Any]:
-        return [tf.cast(function(of_all)[1], tf.float64)]
-
-    context.sync_points.append(SyncPoint(values, [time], reduce))
-    return None, time
+    context.sync_points.append(SyncPoint(values, [time], lambda of_all: [function(of_all)]))
+    return time
 
 
 def _sum_placeholder(value: Value) -> Value:

@@ -57,7 +57,7 @@ class Loop:
         self._by_batch = self._reduction.any_worker(uses_batch_hooks(hooks.callbacks, kind))
         requested = model.steps_per_execution
         fixed = requested if requested > 1 else 1 if self._by_batch else None
-        self._tuner = StepsPerExecutionTuner(fixed=fixed, target=engine.seconds_per_execution)
+        self._tuner = StepsPerExecutionTuner(fixed=fixed)
         self._seconds = 0.0  # of this task's last execution
 
     @property

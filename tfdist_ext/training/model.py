@@ -66,7 +66,6 @@ from tfdist_ext.training.state.chief import (
     run_on_chief,
 )
 from tfdist_ext.training.state.values import assign_whole, whole_value
-from tfdist_ext.training.steps.step_timer import NullStepTimer
 from tfdist_ext.training.synchronous.engine import SynchronousEngine
 from tfdist_ext.user_frames import filter_traceback, warn
 
@@ -314,15 +313,13 @@ class DistributedModel(SavingMixin):
     def _train_program(self, hooks: keras.callbacks.CallbackList) -> StepProgram:
         """The compiled training steps, which a WorkerTensorBoard times."""
         boards = [each for each in hooks.callbacks if isinstance(each, WorkerTensorBoard)]
-        if not boards:
-            return self._engine.program(self._model, "train", NullStepTimer())
         if len(boards) > 1:  # the times of a step can only be read once
             raise TrainingError(
                 f"a fit must have one WorkerTensorBoard, got {len(boards)} among its callbacks."
             )
-        timer = self._engine.step_timer()
-        program = self._engine.program(self._model, "train", timer)
-        boards[0].follow(timer, self._reduction, program.logs_of_this_task)
+        program = self._engine.program(self._model, "train", timed=bool(boards))
+        for board in boards:
+            board.follow(program, self._reduction)
         return program
 
     def _end_training(
@@ -482,7 +479,7 @@ class DistributedModel(SavingMixin):
         loop = Loop(self._model, self._engine, keras.callbacks.CallbackList(), kind)
         setattr(self._model, "stop_training" if kind == "train" else "stop_evaluating", False)
         with epochs.next() as batch:
-            return loop.run(self._engine.program(self._model, kind, NullStepTimer()), batch)[0]
+            return loop.run(self._engine.program(self._model, kind), batch)[0]
 
     def _validation_by(
         self, data: Any, sizes: dict[str, Any]
@@ -528,9 +525,7 @@ class DistributedModel(SavingMixin):
             hooks.on_test_begin()
             with epochs.next() as data:
                 loop = Loop(self._model, self._engine, hooks, "test", listener)
-                logs, steps = loop.run(
-                    self._engine.program(self._model, "test", NullStepTimer()), data
-                )
+                logs, steps = loop.run(self._engine.program(self._model, "test"), data)
         epochs.is_done(data, steps, stopped=bool(self._model.stop_evaluating))
         hooks.on_test_end(logs)
         for variable, value in kept:

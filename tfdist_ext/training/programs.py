@@ -6,9 +6,8 @@ these base classes.
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 import keras
@@ -25,24 +24,9 @@ from tfdist_ext.training.inputs import (
     check_says_nothing_else,
     read,
 )
-from tfdist_ext.training.protocols import (
-    Epoch,
-    Execution,
-    StepFunction,
-    Structure,
-)
-from tfdist_ext.training.steps.logs import (
-    MetricLogs,
-    StepScope,
-    computed_from_metrics,
-    has_own_outputs,
-    metric_logs,
-    own_outputs,
-)
-from tfdist_ext.training.steps.scope import metrics_and_others
-from tfdist_ext.training.steps.step_timer import NullStepTimer, StepTimer
+from tfdist_ext.training.protocols import Epoch, Execution, StepFunction, Structure
+from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.variables import check_built
-from tfdist_ext.user_frames import warn
 
 __all__ = [
     "Engine",
@@ -66,19 +50,19 @@ def compiled_parts(model: keras.Model) -> tuple[object, ...]:
     return model.optimizer, model.loss, model.metrics
 
 
+_TARGET = 0.8  # seconds of an execution: short enough to show progress
 _GROWTH = 4  # times the longest execution before
 
 
 class StepsPerExecutionTuner:
-    """Grows the steps of an execution until one takes about `target` seconds.
+    """Grows the steps of an execution until one takes about 0.8 seconds.
 
     Only the chief's times count, so every task of a cluster chooses the same number.
     """
 
-    def __init__(self, *, fixed: int | None = None, target: float = 0.4):
-        """`fixed` steps each time, or as many as fit into `target` seconds."""
+    def __init__(self, *, fixed: int | None = None):
+        """`fixed` steps each time, or as many as fit into the time."""
         self._is_fixed = fixed is not None
-        self._target = target
         self._steps = fixed or 1
         self._largest = 0
         self._before = 0  # steps of the last execution; 0 if it was shorter than planned
@@ -100,29 +84,19 @@ class StepsPerExecutionTuner:
         before, self._before = self._before, steps if steps == self._steps else 0
         self._largest = max(self._largest, steps)
         if self._compiled and before and not self._is_fixed:
-            fitting = int(self._target * before / seconds_before)
+            fitting = int(_TARGET * before / seconds_before)
             self._steps = max(1, min(fitting, _GROWTH * self._largest))
         self._compiled = self._compiled or seconds_before > 0
 
 
 class StepProgram(ABC):
-    """The compiled steps of one model and one kind, and how their logs come out of them.
+    """The compiled "train" or "test" steps of one model.
 
-    Args:
-        kind: "train" or "test".
-        step: the model's step, to be called with a batch in its scope.
+    Attributes:
+        timer: records the times of steps; None where nobody asks for them.
     """
 
-    def __init__(self, model: keras.Model, kind: str, step: StepFunction):
-        check_built(model)
-        self._model = model
-        self._kind = kind
-        self._step = step
-        self._own_outputs = has_own_outputs(model, kind)
-        self._metrics, self._others = metrics_and_others(model)
-        self._updated: set[int] = set()  # ids of metric variables that the step writes
-        self._metric_logs: MetricLogs = {}
-        self._warned_of: set[str] = set()  # names of logs
+    timer: StepTimer | None = None
 
     @property
     @abstractmethod
@@ -148,38 +122,6 @@ class StepProgram(ABC):
         """The metrics over this task's own rows; only for steps that have a timer."""
         raise NotImplementedError
 
-    def _other_outputs(
-        self, returned: Structure, scope: StepScope, before: Sequence[tf.Tensor], *, warns: bool
-    ) -> dict[str, tf.Tensor]:
-        """What an overridden step returned, by name, other than metrics' results.
-
-        To be called in the scope of the step: a metric's result may be a variable.
-
-        Args:
-            before: the states of the metrics before the step.
-            warns: a number that is computed from a metric gets a warning.
-        """
-        if not self._own_outputs:
-            return {}
-        logs = own_outputs(self._model, returned)
-        self._metric_logs = known = metric_logs(logs, scope)
-        others = {n: tf.convert_to_tensor(value) for n, value in logs.items() if n not in known}
-        if warns:
-            self._warn_of(computed_from_metrics(others, known, scope, before))
-        return others
-
-    def _warn_of(self, names: Sequence[str]) -> None:
-        new = [name for name in names if name not in self._warned_of]
-        self._warned_of.update(new)
-        if new:
-            warn(
-                f"{type(self._model).__name__}.{self._kind}_step returns"
-                f" {', '.join(map(repr, new))}, computed from a metric. Only a metric's result() is"
-                " logged over all examples; any other number is the mean over the replicas of what"
-                " each computed from its own rows. Return the result() of a metric that computes"
-                " this value from its own state."
-            )
-
 
 class PredictProgram(Protocol):
     """The compiled predict step of one model."""
@@ -203,11 +145,9 @@ class Engine(ABC, Generic[_Reduction]):
     Attributes:
         reduction: over the workers that have to agree.
         state_is_here: whether each task has all variables in its own memory.
-        seconds_per_execution: how long an execution should take.
     """
 
     state_is_here: bool
-    seconds_per_execution: float
 
     def __init__(self, strategy: tf.distribute.Strategy, reduction: _Reduction):
         self._strategy = strategy
@@ -251,31 +191,32 @@ class Engine(ABC, Generic[_Reduction]):
         """Turn off compile options that the strategy does not support."""
 
     @abstractmethod
-    def step_timer(self) -> StepTimer:
-        """The timer of this task's training steps.
-
-        Raises:
-            TrainingError: the steps of this strategy cannot be timed.
-        """
-
-    @abstractmethod
     def finalize(self, model: keras.Model) -> None:
         """At the end of a training: averaged weights replace the last ones."""
 
-    def program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram:
-        """The "train" or "test" steps, compiled again if the model was compiled again."""
-        make = functools.partial(self._make_program, model, kind, timer)
-        return self._kept((kind, timer.records), compiled_parts(model), make)
+    def program(self, model: keras.Model, kind: str, *, timed: bool = False) -> StepProgram:
+        """The "train" or "test" steps, compiled again if the model was compiled again.
+
+        Args:
+            timed: the program has a timer.
+
+        Raises:
+            TrainingError: an optimizer has no variables, or the steps cannot be timed.
+        """
+        found, made_for = self._programs.get((kind, timed)), compiled_parts(model)
+        if found is None or found[0] != made_for:
+            check_built(model)
+            found = made_for, self._make_program(model, kind, timed)
+            self._programs[kind, timed] = found
+        return found[1]
 
     def predictor(self, model: keras.Model) -> PredictProgram:
         """The compiled predict step."""
-        make = functools.partial(self._make_predictor, model)
-        return self._kept(("predict", False), model.run_eagerly, make)
-
-    def _kept(self, key: tuple[str, bool], made_for: object, make: Callable[[], Any]) -> Any:
-        if key not in self._programs or self._programs[key][0] != made_for:
-            self._programs[key] = made_for, make()
-        return self._programs[key][1]
+        found, made_for = self._programs.get(("predict", False)), model.run_eagerly
+        if found is None or found[0] != made_for:
+            found = made_for, self._make_predictor(model)
+            self._programs["predict", False] = found
+        return found[1]
 
     def traces(self) -> list[str]:
         """How the steps that have run are traced, one line for each kind."""
@@ -290,7 +231,7 @@ class Engine(ABC, Generic[_Reduction]):
         """Called when the model and the random generator have the state of a checkpoint."""
 
     @abstractmethod
-    def _make_program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram: ...
+    def _make_program(self, model: keras.Model, kind: str, timed: bool) -> StepProgram: ...
 
     @abstractmethod
     def _make_predictor(self, model: keras.Model) -> PredictProgram: ...

@@ -74,7 +74,7 @@ class StepListener(Protocol):
 
 
 class TrainedModel(Protocol):
-    """The methods of a `DistributedModel` that callbacks call."""
+    """The methods of a `DistributedModel` that callbacks and the evaluator call."""
 
     @property
     def keras_model(self) -> keras.Model: ...
@@ -84,6 +84,8 @@ class TrainedModel(Protocol):
     def predict(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def load_weights(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def restore_checkpoint(self, path: str) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from training_cases import mirrored, strategy_of
 
 import tfdist_ext as tfd
 from tfdist_ext.training.callbacks.worker_tensorboard import slow_workers
-from tfdist_ext.training.steps.step_timer import NullStepTimer
 
 ROWS, BATCH = 58, 12  # the last batch has 10
 
@@ -31,20 +30,6 @@ def build(kind: Any = keras.Sequential, optimizer: Any = None, **settings: Any) 
     return model
 
 
-def norms(replicas: int, epochs: int) -> list[float]:
-    """Of the gradient over the first replica's rows of each batch, by NumPy."""
-    x, y = data()
-    weights, found = np.zeros((4, 1)), []
-    for _ in range(epochs):
-        for start in range(0, ROWS, BATCH):
-            a, b = x[start : start + BATCH], y[start : start + BATCH]
-            part = len(a) // replicas
-            gradient = 2 * a[:part].T @ (a[:part] @ weights - b[:part]) / part
-            found.append(float(np.sqrt((gradient**2).sum())))
-            weights -= 0.1 * 2 * a.T @ (a @ weights - b) / len(a)
-    return found
-
-
 def fit(strategy: tf.distribute.Strategy, made: Any = build, **options: Any) -> tuple[Any, Any]:
     model = tfd.distribute(made, strategy)
     x, y = data()
@@ -58,8 +43,6 @@ def test_one_process(tmp_path: Path) -> None:
     model, history = fit(strategy, callbacks=[board])
     found = scalars(tmp_path / "worker-0")
     assert list(found["own_ms"]) == list(range(1, 11))  # two epochs of five steps
-    expected = norms(2, epochs=2)
-    np.testing.assert_allclose(list(found["gradient_norm"].values()), expected, rtol=1e-4)
     for metric in ("loss", "mae"):
         np.testing.assert_allclose(list(found[metric].values()), history[metric], rtol=1e-5)
         assert list(found[metric]) == [5, 10]
@@ -72,7 +55,7 @@ def test_one_process(tmp_path: Path) -> None:
     plain, _ = fit(strategy)
     for one, other in zip(model.keras_model.weights, plain.keras_model.weights, strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-    assert not plain._engine.program(plain.keras_model, "train", NullStepTimer())._timer.records
+    assert plain._engine.program(plain.keras_model, "train").timer is None
 
 
 def test_means_of_steps_and_a_second_fit(tmp_path: Path) -> None:
@@ -81,11 +64,7 @@ def test_means_of_steps_and_a_second_fit(tmp_path: Path) -> None:
     board = tfd.WorkerTensorBoard(tmp_path, update_freq=3)
     for _ in range(2):
         model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[board])
-    found = scalars(tmp_path / "worker-0")["gradient_norm"]
-    assert list(found) == [3, 5, 8, 10]
-    each = norms(2, epochs=2)
-    means = [np.mean(each[part]) for part in (slice(3), slice(3, 5), slice(5, 8), slice(8, 10))]
-    np.testing.assert_allclose(list(found.values()), means, rtol=1e-4)
+    assert list(scalars(tmp_path / "worker-0")["step_ms"]) == [3, 5, 8, 10]
 
 
 class OwnStep(keras.Sequential):
@@ -104,7 +83,6 @@ def test_a_step_of_the_users_own(tmp_path: Path) -> None:
     callbacks = [tfd.WorkerTensorBoard(tmp_path)]
     model.fit(dataset.filter(lambda x, y: True), verbose=0, callbacks=callbacks)
     found = scalars(tmp_path / "worker-0")
-    np.testing.assert_allclose(list(found["gradient_norm"].values()), norms(2, epochs=1), rtol=1e-4)
     own, whole = (np.array(list(found[tag].values())) for tag in ("own_ms", "step_ms"))
     assert len(own) == 5
     assert (own > 0).all()
@@ -123,7 +101,7 @@ def test_xla_is_off_with_one_warning(tmp_path: Path) -> None:
     model.fit(x, y, **options)
     model.fit(x, y, callbacks=[board], **options)
     assert model.keras_model.jit_compile
-    assert list(scalars(tmp_path / "worker-0")["gradient_norm"]) == [1, 2, 5, 6]
+    assert list(scalars(tmp_path / "worker-0")["own_ms"]) == [1, 2, 5, 6]
 
 
 def test_who_is_slow() -> None:

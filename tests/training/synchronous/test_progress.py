@@ -33,6 +33,6 @@ def test_the_first_step_says_that_it_is_compiled_and_the_second_does_not(
     x = tf.ones((4, 2))
     model.fit(x, x[:, :1], batch_size=4, verbose=0)
     first = capsys.readouterr().err
-    assert re.search(r"^compiling the first step \(2 replicas\), for 0 s \.\.\.$", first, re.M)
+    assert re.search(r"^compiling the first step \(2 replicas\) \.\.\.$", first, re.M)
     model.fit(x, x[:, :1], batch_size=4, verbose=0)
     assert "compiling" not in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.agreement.single_task import Reduction
+from tfdist_ext.training.programs import StepProgram
 from tfdist_ext.training.protocols import Logs
-from tfdist_ext.training.steps.step_timer import NO_ROWS, StepTimer
+from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["WorkerTensorBoard", "check_tensorboard", "slow_workers"]
@@ -30,9 +30,6 @@ class WorkerTensorBoard(keras.callbacks.Callback):
     - `own_ms`: milliseconds of a step in which the worker computes for itself: from the end of the
       last step until it waits for the other workers.
     - `step_ms`: milliseconds of the whole step, about the same on all workers.
-    - `gradient_norm`: the global norm of the mean gradient over the worker's rows. If a worker has
-      several replicas, it is over the rows of the first replica that has rows. A step without rows
-      has no point.
     - The loss and each metric over the worker's rows, at the end of each epoch.
 
     At the end of an epoch the chief prints which workers the others wait for. `jit_compile=True`
@@ -67,13 +64,11 @@ class WorkerTensorBoard(keras.callbacks.Callback):
         self._writer: Any = None
         self.own_ms = np.empty(0)
 
-    def follow(
-        self, timer: StepTimer, reduction: Reduction, local_logs: Callable[[], dict[str, float]]
-    ) -> None:
-        """Called by `fit`; `local_logs` gives the metrics over this worker's own rows."""
-        self._timer = timer
+    def follow(self, program: StepProgram, reduction: Reduction) -> None:
+        """Called by `fit`, with its steps, which are timed."""
+        self._timer = program.timer
+        self._local_logs = program.logs_of_this_task
         self._reduction = reduction
-        self._local_logs = local_logs
         self._workers = [each.removeprefix("the ") for each in reduction.task_names()]
         self._first_epoch = True
         self._close()  # the writer of an interrupted fit
@@ -96,21 +91,16 @@ class WorkerTensorBoard(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         assert self._timer is not None
-        notes = self._timer.read()
-        count = len(notes.own)
+        step, own = self._timer.read()
+        count = len(own)
         if count == 0:
             return
-        own, step = 1000 * notes.own, 1000 * notes.step
         with self._writer.as_default():
             for first in range(0, count, self._update_freq):
                 some = slice(first, first + self._update_freq)
                 at = self._step + min(some.stop, count)
                 tf.summary.scalar("own_ms", own[some].mean(), at)
                 tf.summary.scalar("step_ms", step[some].mean(), at)
-                norms = notes.norm[some]
-                norms = norms[norms != NO_ROWS]
-                if len(norms):
-                    tf.summary.scalar("gradient_norm", norms.mean(), at)
             self._step += count
             for name, value in self._local_logs().items():
                 tf.summary.scalar(name, value, self._step)

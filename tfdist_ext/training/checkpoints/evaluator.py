@@ -7,7 +7,7 @@ import posixpath
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
@@ -28,14 +28,8 @@ __all__ = ["evaluate_checkpoints"]
 _LOOK_EVERY = 1.0  # seconds
 
 
-class EvaluatedModel(TrainedModel, Protocol):
-    """A `DistributedModel`."""
-
-    def restore_checkpoint(self, path: str) -> Progress: ...
-
-
 def evaluate_checkpoints(
-    model: EvaluatedModel,
+    model: TrainedModel,
     cluster: Described,
     *,
     checkpoint_dir: str | Path | None,
@@ -98,7 +92,7 @@ def evaluate_checkpoints(
 
 
 def _restored(
-    model: EvaluatedModel, folder: str, epochs: int, me: str, cluster: Described
+    model: TrainedModel, folder: str, epochs: int, me: str, cluster: Described
 ) -> Iterator[Progress]:
     """Restores the next new checkpoint at each turn, until the training is done."""
     driver = driver_of(cluster)
@@ -124,10 +118,11 @@ def _restored(
                 leader.report_wait(me, cluster.source)
 
 
-def _restore(model: EvaluatedModel, folder: str, name: str, me: str) -> Progress | None:
+def _restore(model: TrainedModel, folder: str, name: str, me: str) -> Progress | None:
     """Restores a checkpoint; returns None if it is damaged, or was removed meanwhile."""
     try:
-        return model.restore_checkpoint(posixpath.join(folder, name))
+        progress: Progress = model.restore_checkpoint(posixpath.join(folder, name))
+        return progress
     except DamagedCheckpointError as error:
         say(f"{me}: {name} is not evaluated: {error}")
     except TrainingError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -20,8 +20,7 @@ from tfdist_ext.training.parameter_server.program import (
 )
 from tfdist_ext.training.parameter_server.scope import WorkerScope, step_on_worker
 from tfdist_ext.training.parameter_server.worker_data import WorkerBatches, why_not_remote
-from tfdist_ext.training.programs import Engine, step_of
-from tfdist_ext.training.steps.step_timer import NullStepTimer
+from tfdist_ext.training.programs import Engine
 from tfdist_ext.training.variables import default_strategy_scope
 from tfdist_ext.user_frames import warn
 
@@ -36,7 +35,6 @@ class ParameterServerEngine(Engine[Reduction]):
     """
 
     state_is_here = False  # the state may not fit into this process
-    seconds_per_execution = 1.0  # at the end of an execution workers wait for the slowest worker
 
     def __init__(self, strategy: tf.distribute.ParameterServerStrategy):
         phases = Phases.of_environment()
@@ -78,22 +76,18 @@ class ParameterServerEngine(Engine[Reduction]):
                 )
                 setattr(model, name, False)
 
-    def step_timer(self) -> NoReturn:
-        raise TrainingError(
-            "WorkerTensorBoard compares workers whose steps wait for each other. Under"
-            f" {type(self._strategy).__name__} they do not, and only the coordinator runs"
-            " callbacks. Use keras.callbacks.TensorBoard."
-        )
-
     def finalize(self, model: keras.Model) -> None:
         with default_strategy_scope(), step_on_worker(WorkerScope([]), model):
             model.optimizer.finalize_variable_values(model.trainable_weights)
 
-    def _make_program(
-        self, model: keras.Model, kind: str, timer: NullStepTimer
-    ) -> ParameterServerProgram:
-        del timer  # it compares workers whose steps wait for each other
-        return ParameterServerProgram(model, self._calls, kind, step_of(model, kind))
+    def _make_program(self, model: keras.Model, kind: str, timed: bool) -> ParameterServerProgram:
+        if timed:
+            raise TrainingError(
+                "WorkerTensorBoard compares workers whose steps wait for each other. Under"
+                f" {type(self._strategy).__name__} they do not, and only the coordinator runs"
+                " callbacks. Use keras.callbacks.TensorBoard."
+            )
+        return ParameterServerProgram(model, self._calls, kind)
 
     def _make_predictor(self, model: keras.Model) -> ParameterServerPredictor:
-        return ParameterServerPredictor(model, self._calls, step_of(model, "predict"))
+        return ParameterServerPredictor(model, self._calls)

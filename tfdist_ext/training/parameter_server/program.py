@@ -25,15 +25,9 @@ from tfdist_ext.training.parameter_server.worker_data import (
     WorkerIterators,
     WorkerLoop,
 )
-from tfdist_ext.training.programs import StepProgram
-from tfdist_ext.training.protocols import (
-    Epoch,
-    Execution,
-    Logs,
-    StepFunction,
-    Structure,
-)
-from tfdist_ext.training.steps.logs import results
+from tfdist_ext.training.programs import StepProgram, step_of
+from tfdist_ext.training.protocols import Epoch, Execution, Logs, Structure
+from tfdist_ext.training.steps.logs import OwnOutputs, results
 from tfdist_ext.training.steps.scope import metrics_and_others
 from tfdist_ext.training.variables import optimizers_of
 
@@ -49,10 +43,14 @@ class ParameterServerProgram(StepProgram):
 
     traces = "each worker traces it"
 
-    def __init__(self, model: keras.Model, calls: Calls, kind: str, step: StepFunction):
-        super().__init__(model, kind, step)
+    def __init__(self, model: keras.Model, calls: Calls, kind: str):
+        self._model = model
         self._calls = calls
-        self._watched = [v for v in self._others if not v.trainable]
+        self._step = step_of(model, kind)
+        self._own = OwnOutputs(model, kind)
+        self._metrics, others = metrics_and_others(model)
+        self._updated: set[int] = set()  # ids of metric variables that the step writes
+        self._watched = [v for v in others if not v.trainable]
         self._counter: keras.Variable | None = None
         self._rate: keras.Variable | None = None
         if kind == "train" and isinstance(model.optimizer, keras.optimizers.Optimizer):
@@ -156,7 +154,7 @@ class ParameterServerProgram(StepProgram):
             values.append((self._rate, rate))
         scope = WorkerScope(values, self._watched, self._counter)
         with step_on_worker(scope, self._model):
-            outputs = self._other_outputs(self._step(batch), scope, [states], warns=True)
+            outputs = self._own.others(self._step(batch), scope, [states], warns=True)
         self._output_specs = {n: tf.TensorSpec(v.shape, v.dtype) for n, v in outputs.items()}
         scope.write_watched()
         self._counted = scope.counted
@@ -171,7 +169,7 @@ class ParameterServerProgram(StepProgram):
             for name, spec in self._output_specs.items()
         }
         with keras.StatelessScope(zip(self._metrics, values, strict=True)):
-            found = results(self._model, carried, self._metric_logs, self._updated)
+            found = results(self._model, carried, self._own.of_metrics, self._updated)
         logs = {name: value.numpy() for name, value in sorted(found.items())}
         return {name: float(v) if v.ndim == 0 else v for name, v in logs.items()}
 
@@ -181,10 +179,10 @@ class ParameterServerPredictor:
 
     traces = "each worker traces it"
 
-    def __init__(self, model: keras.Model, calls: Calls, step: StepFunction):
+    def __init__(self, model: keras.Model, calls: Calls):
         self._model = model
         self._calls = calls
-        self._step = step
+        self._step = step_of(model, "predict")
         # Layers may write while they predict: masked kernels, counters.
         self._watched = [v for v in metrics_and_others(model)[1] if not v.trainable]
         self._on_chunks = ChunkCalls(calls, self._batches)

@@ -67,7 +67,6 @@ class StepContext:
         computes_gradients: True while a gradient tape is computing gradients.
         gradients_are_weighted: the gradients of Keras's own step are weighted with the part's
             fraction of the rows, and are not summed yet.
-        own_gradients: id of a summed gradient -> the gradient, this replica's weighted part of it.
         synchronized_moments: how many statistics were computed over all replicas.
         row_numbers: shuffled numbers of rows in the global batch.
     """
@@ -105,7 +104,6 @@ class StepContext:
         self.has_all_rows_tensors = False
         self.computes_gradients = False
         self.gradients_are_weighted = False
-        self.own_gradients: dict[int, tuple[Gradient, Gradient]] = {}
         self.synchronized_moments = 0
         self.row_numbers: list[tf.Tensor] = []
         self._position: tuple[tf.Tensor, tf.Tensor] | None = None

@@ -220,11 +220,6 @@ def _with_global_gradients(
         context.gradients_are_weighted = False
     else:
         weighted = context.weighted(weighted)
-    if context.timer is not None:
-        own = [*weighted, *(_own_gradient(context, gradient) for gradient in known)]
-        with running_step(None):
-            loss_scale = tf.cast(optimizer.scale_loss(tf.constant(1.0)), tf.float64)
-        context.timer.gradients(own, context.batch_fraction(tf.float64) * loss_scale)
 
     def apply_to(sums: list[Gradient]) -> Any:
         by_index = dict(zip([*local, *summed], sums, strict=True))
@@ -245,12 +240,6 @@ def _with_global_gradients(
     copies = LocalCopies(lambda variable: local_copy(variable, strategy, number), optimizers)
     with running_step(None), default_strategy_scope(optimizers), copies:
         return apply_to([*sums, *known])
-
-
-def _own_gradient(context: StepContext, gradient: Gradient) -> Gradient:
-    """Returns this replica's weighted part of a gradient of the global batch."""
-    known = context.own_gradients.get(id(gradient))
-    return context.weighted([gradient])[0] if known is None else known[1]
 
 
 def _update_once(
@@ -275,19 +264,20 @@ def _update_once(
     optimizers = with_inner_optimizers(optimizer)
     lookups = list(map(context.sums.lookups, weighted))
 
-    def update(values: tuple[list[list[Gradient]], list[Gradient]]) -> tuple[Any, tf.Tensor]:
+    def update(values: tuple[list[list[Gradient]], list[Gradient]]) -> tf.Tensor:
         summed = context.sums.merged(lookups, _sums_on_owners(values[0], variables, strategy))
         summed += [strategy.experimental_local_results(each)[0] for each in values[1]]
         copies = LocalCopies(lambda variable: owner_copy(variable, strategy), optimizers)
         scope = default_strategy_scope(optimizers, UpdatesInPlace(optimizer))
         with running_step(None), scope, copies:
-            result = apply(summed)
+            apply(summed)
         broadcast_from_owner([*touched, *copies.used], strategy)
-        return result, tf.constant(0.0) if context.timer is None else timestamp_after(summed)
+        return timestamp_after(summed)
 
     context.sums.check_graph()
     mine = [[each.value for each in of_one] for of_one in lookups], list(known)
-    return context.sums.synchronize(functools.partial(once_for_all, update), mine)[0]
+    context.sums.synchronize(functools.partial(once_for_all, update), mine)
+    return optimizer.iterations
 
 
 def _sums_on_owners(
@@ -547,8 +537,6 @@ def _summed(context: StepContext, gradients: Structure, variables: Structure) ->
     pairs = zip(flat, tf.nest.flatten(variables), strict=True)
     what = [reduced_for("gradient", v) for each, v in pairs if each is not None]
     summed = context.sums.all_reduce_timed(weighted, what)
-    for own, gradient in zip(weighted, summed, strict=True):
-        context.own_gradients[id(gradient)] = gradient, own
     rest = iter(summed)
     return tf.nest.pack_sequence_as(
         gradients, [None if each is None else next(rest) for each in flat]

@@ -3,7 +3,7 @@
 A step returns values such as `{"acc": self.accuracy.result()}`. While a replica runs its step, a
 metric has seen only the rows of that replica. So a value that is the `result()` of a metric is
 computed again at the end of the execution, from the states combined over all replicas
-(`metric_logs`). Any other number is the mean over the replicas, weighted by their rows. A warning
+(`OwnOutputs`). Any other number is the mean over the replicas, weighted by their rows. A warning
 names a number that is computed from a metric and is not its `result()`.
 """
 
@@ -21,18 +21,16 @@ from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.replaced import redirect_methods
 from tfdist_ext.training.steps.rows import follows_from
+from tfdist_ext.user_frames import warn
 
 __all__ = [
-    "MetricLogs",
+    "OwnOutputs",
     "StepScope",
-    "computed_from_metrics",
     "has_own_outputs",
-    "metric_logs",
     "metric_variables",
     "metrics_of",
     "names_of_updated",
     "observed_metrics",
-    "own_outputs",
     "results",
     "results_of",
 ]
@@ -110,7 +108,55 @@ def _resetting(original: Callable[..., None]) -> Callable[..., None]:
     return reset_state
 
 
-def metric_logs(logs: Mapping[str, Any], scope: StepScope) -> MetricLogs:
+class OwnOutputs:
+    """What an overridden "train" or "test" step of a model returns.
+
+    Attributes:
+        exist: whether the step is overridden.
+        of_metrics: the logs that are a metric's result, after a step.
+    """
+
+    def __init__(self, model: keras.Model, kind: str):
+        self.exist = has_own_outputs(model, kind)
+        self.of_metrics: MetricLogs = {}
+        self._model = model
+        self._kind = kind
+        self._warned_of: set[str] = set()  # names of logs
+
+    def others(
+        self, returned: Structure, scope: StepScope, before: Sequence[tf.Tensor], *, warns: bool
+    ) -> dict[str, tf.Tensor]:
+        """What the step returned, by name, other than metrics' results.
+
+        To be called in the scope of the step: a metric's result may be a variable.
+
+        Args:
+            before: the states of the metrics before the step.
+            warns: a number that is computed from a metric gets a warning.
+        """
+        if not self.exist:
+            return {}
+        logs = _own_outputs(self._model, returned)
+        self.of_metrics = known = _metric_logs(logs, scope)
+        others = {n: tf.convert_to_tensor(value) for n, value in logs.items() if n not in known}
+        if warns:
+            self._warn_of(_computed_from_metrics(others, known, scope, before))
+        return others
+
+    def _warn_of(self, names: Sequence[str]) -> None:
+        new = [name for name in names if name not in self._warned_of]
+        self._warned_of.update(new)
+        if new:
+            warn(
+                f"{type(self._model).__name__}.{self._kind}_step returns"
+                f" {', '.join(map(repr, new))}, computed from a metric. Only a metric's result() is"
+                " logged over all examples; any other number is the mean over the replicas of what"
+                " each computed from its own rows. Return the result() of a metric that computes"
+                " this value from its own state."
+            )
+
+
+def _metric_logs(logs: Mapping[str, Any], scope: StepScope) -> MetricLogs:
     """The logs that are the `result()` of a metric in the state that the step leaves."""
     found = {
         id(value): (result.metric, index)
@@ -121,7 +167,7 @@ def metric_logs(logs: Mapping[str, Any], scope: StepScope) -> MetricLogs:
     return {name: found[id(value)] for name, value in logs.items() if id(value) in found}
 
 
-def computed_from_metrics(
+def _computed_from_metrics(
     others: Mapping[str, tf.Tensor],
     known: MetricLogs,
     scope: StepScope,
@@ -152,7 +198,7 @@ def has_own_outputs(model: keras.Model, kind: str) -> bool:
     )
 
 
-def own_outputs(model: keras.Model, outputs: Structure) -> dict[str, Any]:
+def _own_outputs(model: keras.Model, outputs: Structure) -> dict[str, Any]:
     """The outputs of an overridden step, by name.
 
     Raises:

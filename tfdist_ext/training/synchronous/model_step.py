@@ -10,22 +10,23 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import keras
 import tensorflow as tf
 
-from tfdist_ext.cluster.liveness.reports import FIRST_AFTER, LONGEST_PAUSE, say
+from tfdist_ext.cluster.liveness.reports import FIRST_AFTER, say
 from tfdist_ext.errors import StrategyError, TrainingError
 from tfdist_ext.strategies._tf_private import lightly_optimized
 from tfdist_ext.strategies.shared_step import SharedStep, kind_of
 from tfdist_ext.strategies.stages import NotSharedError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.inputs import Part, Parts
-from tfdist_ext.training.protocols import StepFunction, Structure
+from tfdist_ext.training.programs import step_of
+from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps import exact
 from tfdist_ext.training.steps.context import StepContext, running_step
-from tfdist_ext.training.steps.logs import has_own_outputs, metrics_of, observed_metrics
+from tfdist_ext.training.steps.logs import OwnOutputs, metrics_of, observed_metrics
 from tfdist_ext.training.steps.random_numbers import Seeds
 from tfdist_ext.training.steps.replaced import (
     check_activity_regularizers,
@@ -42,7 +43,7 @@ from tfdist_ext.training.steps.scope import (
     metrics_and_others,
     rows_of_shared,
 )
-from tfdist_ext.training.steps.step_timer import NullStepTimer
+from tfdist_ext.training.steps.step_timer import ReplicaTimer, StepTimer
 from tfdist_ext.training.synchronous.reduction import (
     StackedStates,
     States,
@@ -51,43 +52,29 @@ from tfdist_ext.training.synchronous.reduction import (
 from tfdist_ext.training.variables import copies_of_model
 from tfdist_ext.user_frames import warn
 
-__all__ = ["ModelStep", "trace_for_each"]
+__all__ = ["ModelStep", "OneTrace", "trace_for_each"]
 
-# Turns what a replica's step returned into tensors that leave the replica. Called in the scope of
-# the step, with the metric states before the step; the context is None in plain Keras.
-CollectOutputs: TypeAlias = Callable[
-    [Structure, ReplicaScope, Sequence[tf.Tensor], StepContext | None], Structure
-]
+# Whether the replicas of a task share one trace of a step, as `distribute` takes it.
+OneTrace: TypeAlias = Literal["auto", True, False]
 
 
-class ReplicaResult(NamedTuple):
-    """The result of a step on one replica.
-
-    Attributes:
-        states: the metrics' states after the step, stacked.
-        written: new values of other variables, for `assign_written`.
-        outputs: from `collect`.
-        notes: from the timer.
-    """
-
-    states: list[tf.Tensor]
-    written: dict[str, tf.Tensor]
-    outputs: Any
-    notes: tuple[tf.Tensor, ...]
+# The result of a step on one replica: the metrics' states after it, stacked; new values of other
+# variables, for `assign_written`; its outputs; and when it was ready, if there is a timer. Outputs
+# are contributions to means over all rows, by name, or predictions.
+ReplicaResult: TypeAlias = tuple[list[tf.Tensor], dict[str, tf.Tensor], Any, tf.Tensor | None]
 
 
 class ModelStep:
     """A "train", "test" or "predict" step of a model, run by all replicas of this task.
 
     Args:
-        step: the model's step.
         seeds: the random generators of the replicas.
-        timer: records the times of steps.
-        collect: see `CollectOutputs`.
+        one_trace: as `distribute` takes it.
 
     Attributes:
+        timer: records the times of steps; None where nobody asks for them.
         metrics: the variables of the model's metrics.
-        stacked: stacks the states of these variables.
+        own: what an overridden step returns.
         updated: ids of the metric variables that the step writes.
         batch_size: rows of a whole global batch; None if not known. To be set before a trace.
     """
@@ -97,51 +84,51 @@ class ModelStep:
         model: keras.Model,
         reduction: SynchronousReduction,
         kind: str,
-        step: StepFunction,
         seeds: Seeds,
-        timer: NullStepTimer,
-        collect: CollectOutputs,
+        timer: StepTimer | None,
+        one_trace: OneTrace,
     ):
-        self._model = model
-        self._reduction = reduction
-        self._kind = kind
-        self._step = step
-        self._seeds = seeds
-        self._timer = timer
-        self._collect = collect
+        self.model = model
+        self.reduction = reduction
+        self.timer = timer
         self.metrics, self._others = metrics_and_others(model)
-        self.stacked = StackedStates(self.metrics)
+        self.own = OwnOutputs(model, kind)
         self.updated: set[int] = set()
         self.batch_size: int | None = None
+        self._kind = kind
+        self._step = step_of(model, kind)
+        self._seeds = seeds
+        self._one_trace = one_trace
+        self._stacked = StackedStates(self.metrics)
         # An optimizer whose instance has its own `apply` gets gradients that are summed already.
         own_apply = kind != "predict" and has_own_apply(model.optimizer)
         self._keras_step = uses_keras_step(model, kind) and not own_apply
         self._replaced = [*step_targets(), *exact.own_applies(model)]
         self._metric_objects = metrics_of(model)
-        self._own = LocalVariables(reduction.strategy, reduction.local_replicas)
+        self._local = LocalVariables(reduction.strategy, reduction.local_replicas)
         self._rows = rows_of_shared(reduction.strategy, reduction.local_replicas)
         self._weight_shapes = frozenset(tuple(variable.shape) for variable in self._others)
         self._checked = False
         # XLA knows no time of day.
-        in_function = kind != "predict" and not model.run_eagerly and not self._timer.records
+        in_function = kind != "predict" and not model.run_eagerly and timer is None
         self._jit_compile = in_function and model.jit_compile
         # As a function the step is traced once, although the loop must know in advance what the
         # step returns.
-        in_function &= self._reduction.replicas == 1
-        if in_function and (self._jit_compile or has_own_outputs(model, kind)):
+        in_function &= reduction.replicas == 1
+        if in_function and (self._jit_compile or self.own.exist):
             self._run_once = tf.function(
                 self._run_replica, jit_compile=self._jit_compile or None, autograph=False
             )
         else:
             self._run_once = self._run_replica
-        self._not_shared = trace_for_each(self._reduction, jit_compile=self._jit_compile)
+        self._not_shared = trace_for_each(reduction, one_trace, jit_compile=self._jit_compile)
         self._shared: dict[Any, SharedStep] = {}  # by the kind of arguments
 
     @property
     def traces(self) -> str:
         """How the step is traced, in words."""
-        replicas = self._reduction.local_replicas
-        if self._model.run_eagerly:
+        replicas = self.reduction.local_replicas
+        if self.model.run_eagerly:
             return "none: run_eagerly=True"
         if self._not_shared is not None and replicas > 1:
             return f"a trace for each of {replicas} replicas: {self._not_shared}"
@@ -152,37 +139,41 @@ class ModelStep:
 
     def split_states(self) -> States:
         """The stacked metric states from which the local replicas start."""
-        states = self._reduction.split_states(self.metrics)
-        return [self.stacked.stack(of_replica) for of_replica in states]
+        states = self.reduction.split_states(self.metrics)
+        return [self._stacked.stack(of_replica) for of_replica in states]
 
     def unstack(self, states: States) -> States:
         """The state of each metric variable on each local replica."""
-        return [self.stacked.unstack(of_replica) for of_replica in states]
+        return [self._stacked.unstack(of_replica) for of_replica in states]
 
     def in_graph(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run`, which calls this step, as a tf.function; as it is under `run_eagerly`."""
-        if self._model.run_eagerly:
+        if self.model.run_eagerly:
             return run
         return tf.function(run, autograph=False, reduce_retracing=True)
 
     def call(self, function: Any, *args: Any) -> Any:
         """Call a function that `in_graph` made."""
-        if self._model.run_eagerly:
-            with self._drawing(eager=True):
-                return function(*args)
-        if not function.experimental_get_tracing_count():
+        in_graph = not self.model.run_eagerly
+        if in_graph and not function.experimental_get_tracing_count():
             with self._reporting_compilation():
                 function.get_concrete_function(*args)
-        is_shared = self._not_shared is None
+        is_shared = in_graph and self._not_shared is None
+        # Only a trace tells whether the step draws without a seed.
+        if draws := not in_graph or bool(self._seeds.generators):
+            self._seeds.begin()
         # A shared step is optimized already, and the graph around it has little to gain.
         optimization = lightly_optimized() if is_shared else contextlib.nullcontext()
         try:
-            with self._drawing(), optimization:
-                return function(*args)
+            with optimization:
+                result = function(*args)
         except tf.errors.CancelledError as error:
             if not is_shared:
                 raise
             raise self._error_of_replica(function, args) from error
+        if draws:
+            self._seeds.end()
+        return result
 
     def __call__(
         self, batch: Parts, states: States, rows: tf.Tensor | None = None
@@ -195,31 +186,35 @@ class ModelStep:
             rows: of the global batch, where a part itself does not know.
 
         Returns:
-            For each local replica the new states, and what `collect` returned.
+            For each local replica the new states, and its outputs.
         """
         with (
             functions_in_place(self._replaced),
             observed_metrics(self._metric_objects),
         ):
             results = self._results(batch, states, rows)
-        assign_written(self._reduction.strategy, self._others, results[0].written)
-        self._timer.step_is_done([result.notes for result in results])
-        return [result.states for result in results], [result.outputs for result in results]
+        states, written, outputs, ready = map(list, zip(*results, strict=True))
+        assign_written(self.reduction.strategy, self._others, written[0])
+        if self.timer is not None:
+            self.timer.step_is_done(ready)
+        return states, outputs
 
     def _results(self, batch: Parts, states: States, rows: tf.Tensor | None) -> list[ReplicaResult]:
         """The results of the local replicas: one trace for all replicas, or one for each."""
-        on = self._reduction
+        on = self.reduction
         if self._not_shared is None and not tf.executing_eagerly():
             args = [(part, mine, rows) for part, mine in zip(on.parts(batch), states, strict=True)]
             try:
                 return self._shared_step(args)(args)
             except (NotSharedError, StrategyError) as why:
                 self._not_shared = str(why)
+                if self._one_trace is True:
+                    warn(f"one_trace=True is off: {why}")
                 self._turn_off_xla(self._not_shared)
         return on.run(self._run_once, batch, states, rows)
 
     def _shared_step(self, args: Sequence[Sequence[Any]]) -> SharedStep:
-        on, kind = self._reduction, kind_of(args)
+        on, kind = self.reduction, kind_of(args)
         if kind not in self._shared:
             self._shared[kind] = step = SharedStep(
                 on.strategy,
@@ -259,37 +254,57 @@ class ModelStep:
         self, part: Part, states: list[tf.Tensor], rows_of_all: tf.Tensor | None
     ) -> ReplicaResult:
         """Run the step on one replica's part of a global batch, in that replica's context."""
-        before = self.stacked.unstack(states)
-        timer = self._timer.replica_timer()
+        before = self._stacked.unstack(states)
+        timer = None if self.timer is None else ReplicaTimer()
         context = None
         if tf.distribute.has_strategy() or timer is not None:
             context = self._context(part, rows_of_all, timer)
         with (
             tf.name_scope(""),  # a summary's tag would begin with "while/"
             running_step(context),
-            ReplicaScope(zip(self.metrics, before, strict=True), self._others, self._own) as scope,
+            ReplicaScope(
+                zip(self.metrics, before, strict=True), self._others, self._local
+            ) as scope,
         ):
             returned = self._step(part[-1] if context is None else context.batch)
-            outputs = self._collect(returned, scope, before, context)
+            outputs = self._outputs(returned, scope, before, context)
         if context is not None:
             self._check(scope, context)
-        scope.forget_losses(self._model)
+        scope.forget_losses(self.model)
         self.updated |= scope.updated
-        new = self.stacked.after_step(scope, context, states)
-        notes = () if timer is None else timer.notes(new)
-        return ReplicaResult(new, scope.written(context), outputs, notes)
+        new = self._stacked.after_step(scope, context, states)
+        ready = None if timer is None else timer.ready(new)
+        return new, scope.written(context), outputs, ready
 
-    def _context(self, part: Part, rows_of_all: tf.Tensor | None, timer: Any) -> StepContext:
+    def _outputs(
+        self,
+        returned: Structure,
+        scope: ReplicaScope,
+        before: Sequence[tf.Tensor],
+        context: StepContext | None,
+    ) -> Any:
+        """The outputs of the replica; the context is None in plain Keras."""
+        if self._kind == "predict":
+            return returned if context is None else _own_rows(returned, context.rows)
+        several = self.reduction.replicas > 1
+        outputs = self.own.others(returned, scope, before, warns=several)
+        if context is None:
+            return outputs
+        return {name: context.contribution(value) for name, value in outputs.items()}
+
+    def _context(
+        self, part: Part, rows_of_all: tf.Tensor | None, timer: ReplicaTimer | None
+    ) -> StepContext:
         """The context of the running replica."""
         rows, of, batch = part
         context = StepContext(
             rows,
             of if rows_of_all is None else rows_of_all,
-            self._reduction.replicas,
-            self._reduction.local_replicas,
+            self.reduction.replicas,
+            self.reduction.local_replicas,
             batch,
             keras_step=self._keras_step,
-            between_workers=self._reduction.between_workers,
+            between_workers=self.reduction.between_workers,
             timer=timer,
             cut_evenly=rows_of_all is None,
             batch_size=self.batch_size,
@@ -307,48 +322,29 @@ class ModelStep:
         if self._checked and tf.executing_eagerly():
             return
         if self._kind != "predict":
-            check_called(self._model, self._kind, context.called, scope.state_mapping)
+            check_called(self.model, self._kind, context.called, scope.state_mapping)
             if context.replicas > 1:
-                check_activity_regularizers(self._model)
+                check_activity_regularizers(self.model)
         self._checked = True
 
     def _copies(self) -> Iterator[Sequence[tf.Variable]]:
         """The variables that a step may use: of each, the copies of all local replicas."""
-        on = self._reduction
-        yield from copies_of_model(self._model, on.strategy, on.local_replicas)
-        yield from self._own.copies()
+        on = self.reduction
+        yield from copies_of_model(self.model, on.strategy, on.local_replicas)
+        yield from self._local.copies()
         if self._seeds.generators:
             yield [kp.raw_value(generator.state) for generator in self._seeds.generators]
 
     @contextlib.contextmanager
-    def _drawing(self, *, eager: bool = False) -> Iterator[None]:
-        """Scope of steps that may draw without a seed. Only a trace tells whether they do."""
-        draws = eager or bool(self._seeds.generators)
-        if draws:
-            self._seeds.begin()
-        yield
-        if draws:
-            self._seeds.end()
-
-    @contextlib.contextmanager
     def _reporting_compilation(self) -> Iterator[None]:
-        """Scope of a trace, which may take minutes: the chief reports after 10 s, then less often.
-
-        A thread reports: the trace stays in the main thread, where Ctrl-C reaches it.
-        """
-        done = threading.Event()
-
-        def report() -> None:
-            waited, pause = 0.0, FIRST_AFTER
-            while not done.wait(pause):
-                waited += pause
-                replicas = self._reduction.replicas
-                say(f"compiling the first step ({replicas} replicas), for {waited:.0f} s ...")
-                pause = min(waited, LONGEST_PAUSE)
-
-        thread = threading.Thread(target=report, name="tfdist-progress", daemon=True)
-        if self._reduction.is_chief:
-            thread.start()
+        """Scope of a trace, which may take minutes: after 10 s the chief says what it does."""
+        replicas = self.reduction.replicas
+        line = f"compiling the first step ({replicas} replicas) ..."
+        # A thread reports: the trace stays in the main thread, where Ctrl-C reaches it.
+        report = threading.Timer(FIRST_AFTER, say, [line])
+        report.daemon = True
+        if self.reduction.is_chief:
+            report.start()
         collects = gc.isenabled()
         gc.disable()  # a trace makes very many objects, and hardly any garbage
         try:
@@ -356,18 +352,37 @@ class ModelStep:
         finally:
             if collects:
                 gc.enable()
-            done.set()
-            if self._reduction.is_chief:
-                thread.join()
+            report.cancel()
 
 
-def trace_for_each(on: SynchronousReduction, *, jit_compile: bool) -> str | None:
-    """Why each replica of a task has its own trace; None where the step decides it."""
-    if isinstance(on.strategy, tf.distribute.TPUStrategy):
+def trace_for_each(
+    on: SynchronousReduction, one_trace: OneTrace, *, jit_compile: bool
+) -> str | None:
+    """Why each replica of a task has its own trace; None if the step can share one.
+
+    On devices other than CPUs, "auto" leaves the traces to TensorFlow, because one trace has never
+    run there.
+    """
+    kinds = sorted({tf.DeviceSpec.from_string(name).device_type for name in on.devices})
+    if "TPU" in kinds:
         return "a TPU compiles the step"
     if on.multi_worker and on.local_replicas > 1:  # several GPUs on each: untested
         return "other workers have replicas, too"
     # XLA cannot compile the sums over tasks. A shared step is compiled between the sums.
     if on.local_replicas == 1 and not (on.multi_worker and jit_compile):
         return "there is one replica"
-    return None
+    if one_trace == "auto" and kinds != ["CPU"]:
+        return f"one_trace='auto' shares a trace on CPUs only, and the replicas are on {kinds[0]}s"
+    return "one_trace=False" if one_trace is False else None
+
+
+def _own_rows(outputs: Structure, rows: tf.Tensor) -> Structure:
+    """The outputs of one replica; none where it has no rows and ran on another replica's row."""
+
+    def own_rows(value: tf.Tensor) -> tf.Tensor:
+        if isinstance(value, tf.SparseTensor) or value.shape.rank == 0:
+            return value
+        length = value.nrows() if isinstance(value, tf.RaggedTensor) else tf.shape(value)[0]
+        return value[: tf.where(rows > 0, length, tf.zeros_like(length))]
+
+    return keras.tree.map_structure(own_rows, outputs)

@@ -8,6 +8,7 @@ row once, in input order.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -18,20 +19,11 @@ import tensorflow as tf
 from tfdist_ext.strategies._tf_private import per_replica
 from tfdist_ext.training.inputs import Parts
 from tfdist_ext.training.programs import StepProgram
-from tfdist_ext.training.protocols import (
-    BatchIterator,
-    Epoch,
-    Execution,
-    StepFunction,
-    Structure,
-)
-from tfdist_ext.training.steps.context import StepContext
+from tfdist_ext.training.protocols import BatchIterator, Epoch, Execution, Structure
 from tfdist_ext.training.steps.logs import names_of_updated, results, results_of
-from tfdist_ext.training.steps.random_numbers import Seeds
 from tfdist_ext.training.steps.scope import ReplicaScope, assign_each
-from tfdist_ext.training.steps.step_timer import NullStepTimer
 from tfdist_ext.training.synchronous.model_step import ModelStep
-from tfdist_ext.training.synchronous.reduction import States, SynchronousReduction
+from tfdist_ext.training.synchronous.reduction import States
 from tfdist_ext.training.variables import default_strategy_scope
 
 __all__ = ["Predictor", "SynchronousProgram"]
@@ -52,30 +44,15 @@ Finished: TypeAlias = tuple[dict[str, tf.Tensor], States, tf.Tensor, tf.Tensor]
 
 
 class SynchronousProgram(StepProgram):
-    """The compiled executions of one step of a model, on all replicas of a strategy.
+    """The compiled executions of a "train" or "test" step, on all replicas of a strategy."""
 
-    Args:
-        reduction: over the replicas.
-        timer: records when steps begin and when they are done.
-        seeds: the random generators of the replicas.
-    """
-
-    def __init__(
-        self,
-        model: keras.Model,
-        reduction: SynchronousReduction,
-        kind: str,
-        step: StepFunction,
-        timer: NullStepTimer,
-        seeds: Seeds,
-    ):
-        super().__init__(model, kind, step)
-        self._reduction = reduction
-        self._timer = timer
-        self._on_replicas = ModelStep(model, reduction, kind, step, seeds, timer, self._collect)
-        self._updated = self._on_replicas.updated
+    def __init__(self, step: ModelStep):
+        self.timer = step.timer
+        self._step = step
+        self._model = step.model
+        self._reduction = step.reduction
         self._batches_read: tf.Variable | None = None
-        if reduction.multi_worker:
+        if step.reduction.multi_worker:
             with default_strategy_scope(), tf.device("CPU:0"):
                 self._batches_read = tf.Variable(0, trainable=False, dtype=tf.int64)
         self._executions: dict[str, Callable[..., Finished]] = {}  # by the name of a NextStep
@@ -83,28 +60,28 @@ class SynchronousProgram(StepProgram):
 
     @property
     def traces(self) -> str:
-        return self._on_replicas.traces
+        return self._step.traces
 
     def reset(self, *, resume: bool = False) -> None:
         """Reset the metrics, as at the beginning of an epoch, or continue from their values."""
         if not resume:
             self._model.reset_metrics()
-        self._states = self._on_replicas.split_states()
+        self._states = self._step.split_states()
 
     def run(self, data: Epoch, n: int, seconds: float, *, told: bool = False) -> Execution:
         """Run `n` steps of an epoch, or fewer where its data may end and does."""
-        step = self._on_replicas
-        step.batch_size = data.batch_size
+        self._step.batch_size = data.batch_size
         if self._batches_read is not None:
             self._reduction.peers.reads_batches(self._batches_read.numpy)
         next_step = self._next_counted if data.known_length else self._next_if_any
         next_step = self._next_agreed if data.needs_row_count else next_step
         if next_step.__name__ not in self._executions:
             run = functools.partial(self._run, next_step)
-            self._executions[next_step.__name__] = step.in_graph(run)
+            self._executions[next_step.__name__] = self._step.in_graph(run)
         execution = self._executions[next_step.__name__]
         report = tf.constant([seconds if self._reduction.is_chief else 0.0, float(told)])
-        finished = step.call(execution, data.iterator, tf.constant(n), report, self._states)
+        args = data.iterator, tf.constant(n), report, self._states
+        finished = self._step.call(execution, *args)
         logs, self._states, steps, report = finished
         chief_seconds, tasks_told = report.numpy().tolist()
         logs = {  # by name, as Keras sorts them
@@ -115,17 +92,17 @@ class SynchronousProgram(StepProgram):
 
     def logs_of_this_task(self) -> dict[str, float]:
         """The metrics over this task's own rows of the epoch so far, without the other tasks."""
-        states = self._on_replicas.unstack(self._states)
+        states = self._step.unstack(self._states)
         values = [
             tf.add_n(list(of_replicas)) if variable.aggregation == "sum" else of_replicas[0]
-            for variable, *of_replicas in zip(self._metrics, *states, strict=True)
+            for variable, *of_replicas in zip(self._step.metrics, *states, strict=True)
         ]
-        with ReplicaScope(zip(self._metrics, values, strict=True)):
+        with ReplicaScope(zip(self._step.metrics, values, strict=True)):
             logs = results(self._model, {}, {}, set())
-            if self._own_outputs:
-                updated = names_of_updated(self._model, self._updated)
+            if self._step.own.exist:
+                updated = names_of_updated(self._model, self._step.updated)
                 logs = {name: value for name, value in logs.items() if name in updated}
-                logs |= results_of(self._metric_logs)
+                logs |= results_of(self._step.own.of_metrics)
         return {name: float(value) for name, value in logs.items() if value.shape.rank == 0}
 
     def _run(
@@ -137,12 +114,11 @@ class SynchronousProgram(StepProgram):
         states: States,
     ) -> Finished:
         """An execution: traced as one graph, or run eagerly."""
-        batches = self._timer.timed_iterator(iterator)
 
         def body(
             i: tf.Tensor, _: tf.Tensor, before: Carried
         ) -> tuple[tf.Tensor, tf.Tensor, Carried]:
-            more, after = next_step(batches, before)
+            more, after = next_step(iterator, before)
             return i + tf.cast(more, tf.int32), more, after
 
         steps, more = tf.constant(0), tf.constant(True)
@@ -159,59 +135,52 @@ class SynchronousProgram(StepProgram):
 
     def _next_counted(self, batches: BatchIterator, before: Carried) -> tuple[tf.Tensor, Carried]:
         """The next step of data with a known number of batches."""
-        batch = next(batches)
-        self._count_batch(batch)
-        return tf.constant(True), self._one_step(batch, before[0])
+        return tf.constant(True), self._one_step(self._next_batch(batches), before[0])
 
     def _next_if_any(self, batches: BatchIterator, before: Carried) -> tuple[tf.Tensor, Carried]:
         """The next step of data that may end, if every worker has a batch."""
-        batch = batches.get_next_as_optional()
-        self._count_batch(batch.has_value())
-        more = self._timer.synchronize(self._reduction.on_all_workers, batch.has_value())
+        batch = self._next_batch(batches, if_any=True)
+        more = self._synchronize(self._reduction.on_all_workers, batch.has_value())
         step = functools.partial(self._one_step, states=before[0])
         return more, tf.cond(more, lambda: step(batch.get_value()), lambda: before)
 
     def _next_agreed(self, batches: BatchIterator, before: Carried) -> tuple[tf.Tensor, Carried]:
         """The next step of data of which workers have different numbers of rows."""
-        batch = next(batches)
-        self._count_batch(batch)
-        rows, real = self._timer.synchronize(self._reduction.rows_of_all, batch)
+        batch = self._next_batch(batches)
+        rows, real = self._synchronize(self._reduction.rows_of_all, batch)
         step = functools.partial(self._one_step, batch, before[0], rows)
         return real > 0, tf.cond(rows > 0, step, lambda: before)
 
-    def _count_batch(self, batch: Structure) -> None:
-        """Count a batch that was read: the other workers find out which worker reads slowly."""
+    def _next_batch(self, batches: BatchIterator, *, if_any: bool = False) -> Any:
+        """The next batch, or an Optional of it: the beginning of a step.
+
+        Batches are counted: the other workers find out which worker reads slowly.
+        """
+        with contextlib.nullcontext() if self.timer is None else self.timer.step():
+            batch = batches.get_next_as_optional() if if_any else next(batches)
         if self._batches_read is not None:
-            tensors = tf.nest.flatten(batch, expand_composites=True)
+            read = batch.has_value() if if_any else batch
+            tensors = tf.nest.flatten(read, expand_composites=True)
             with tf.control_dependencies([each for each in tensors if each is not None]):
                 self._batches_read.assign_add(1, read_value=False)
+        return batch
+
+    def _synchronize(self, function: Callable[[Any], Any], value: Any) -> Any:
+        """`function(value)`, which waits for all workers before the step of a batch."""
+        return function(value) if self.timer is None else self.timer.synchronize(function, value)
 
     def _one_step(self, batch: Parts, states: States, rows: tf.Tensor | None = None) -> Carried:
         """One global batch, in cross-replica context."""
-        states, outputs = self._on_replicas(batch, states, rows)
+        states, outputs = self._step(batch, states, rows)
         return states, {name: _sum([each[name] for each in outputs]) for name in outputs[0]}
-
-    def _collect(
-        self,
-        returned: Structure,
-        scope: ReplicaScope,
-        before: Sequence[tf.Tensor],
-        context: StepContext | None,
-    ) -> Outputs:
-        """The outputs of one replica: its contributions to the means over all rows."""
-        warns = self._reduction.replicas > 1
-        outputs = self._other_outputs(returned, scope, before, warns=warns)
-        if context is None:
-            return outputs
-        return {name: context.contribution(value) for name, value in outputs.items()}
 
     def _empty_outputs(self, iterator: BatchIterator, states: States) -> Outputs:
         """Zeros of the structure that an overridden step returns, so that a loop can carry it."""
-        if not self._own_outputs:
+        if not self._step.own.exist:
             return {}
 
         def outputs(iterator: BatchIterator) -> Outputs:
-            return self._one_step(next(self._timer.timed_iterator(iterator)), states)[1]
+            return self._one_step(self._next_batch(iterator), states)[1]
 
         trace = tf.function(outputs, autograph=False)  # never runs
         spec_of = trace.get_concrete_function(iterator).structured_outputs
@@ -222,12 +191,15 @@ class SynchronousProgram(StepProgram):
 
     def _finish(self, last: Carried, steps: tf.Tensor, report: tf.Tensor) -> Finished:
         """Reduce the metrics over all replicas and compute the logs."""
-        states = self._on_replicas.unstack(last[0])
-        values, outputs, report = self._reduction.over_all(self._metrics, states, last[1], report)
-        self._timer.execution_is_done(steps)
-        assign_each(self._reduction.strategy, self._metrics, values)
-        with ReplicaScope(zip(self._metrics, values, strict=True)):
-            logs = results(self._model, outputs, self._metric_logs, self._updated)
+        states = self._step.unstack(last[0])
+        metrics = self._step.metrics
+        values, outputs, report = self._reduction.over_all(metrics, states, last[1], report)
+        if self.timer is not None:
+            self.timer.execution_is_done(steps)
+        assign_each(self._reduction.strategy, metrics, values)
+        with ReplicaScope(zip(metrics, values, strict=True)):
+            of_metrics, updated = self._step.own.of_metrics, self._step.updated
+            logs = results(self._model, outputs, of_metrics, updated)
         return logs, last[0], steps, report
 
 
@@ -240,28 +212,17 @@ class Predictor:
 
     A global batch is cut into contiguous parts in replica order. The outputs of the parts, one
     after another, are in the order of the rows.
-
-    Args:
-        seeds: the random generators of the replicas.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        reduction: SynchronousReduction,
-        step: StepFunction,
-        seeds: Seeds,
-    ):
-        self._reduction = reduction
-        self._on_replicas = ModelStep(
-            model, reduction, "predict", step, seeds, NullStepTimer(), _outputs_of_own_rows
-        )
-        self._of_batch = self._on_replicas.in_graph(self._outputs_of_batch)
-        self._of_next = self._on_replicas.in_graph(self._outputs_of_next)
+    def __init__(self, step: ModelStep):
+        self._reduction = step.reduction
+        self._step = step
+        self._of_batch = step.in_graph(self._outputs_of_batch)
+        self._of_next = step.in_graph(self._outputs_of_next)
 
     @property
     def traces(self) -> str:
-        return self._on_replicas.traces
+        return self._step.traces
 
     def outputs(self, data: Epoch) -> Iterator[Structure]:
         """The outputs for each global batch, in order."""
@@ -272,7 +233,7 @@ class Predictor:
                 return
 
     def _next_outputs(self, data: Epoch) -> Structure:
-        call = self._on_replicas.call
+        call = self._step.call
         if data.steps is not None or not self._reduction.multi_worker:
             return call(self._of_next, data.iterator, data.needs_row_count)
         # gather is a collective: no worker may continue alone.
@@ -285,16 +246,12 @@ class Predictor:
         return self._outputs_of_batch(next(iterator), needs_row_count)
 
     def _outputs_of_batch(self, batch: Parts, needs_row_count: bool) -> Structure:
-        step, on = self._on_replicas, self._reduction
+        step, on = self._step, self._reduction
         rows_of_all = on.rows_of_all(batch)[0] if needs_row_count else None
         states, outputs = step(batch, step.split_states(), rows_of_all)
-        # Layers may update metrics in their call.
-        places = [i for i, variable in enumerate(step.metrics) if id(variable) in step.updated]
-        if places:
-            variables = [step.metrics[i] for i in places]
-            new = [[of_replica[i] for i in places] for of_replica in step.unstack(states)]
-            values, _, _ = on.over_all(variables, new, {}, tf.constant(0.0))
-            assign_each(on.strategy, variables, values)
+        if step.updated:  # layers may update metrics in their call
+            values, _, _ = on.over_all(step.metrics, step.unstack(states), {}, tf.constant(0.0))
+            assign_each(on.strategy, step.metrics, values)
         return keras.tree.map_structure(self._rows_of_all, *outputs)
 
     def _rows_of_all(self, *parts: tf.Tensor) -> tf.Tensor:
@@ -306,20 +263,3 @@ class Predictor:
         if isinstance(parts[0], tf.SparseTensor):
             return tf.sparse.concat(axis=0, sp_inputs=list(parts))
         return tf.concat(parts, axis=0)
-
-
-def _outputs_of_own_rows(
-    outputs: Structure, scope: ReplicaScope, before: Any, context: StepContext | None
-) -> Structure:
-    """The outputs of one replica; none where it has no rows and ran on another replica's row."""
-    if context is None:
-        return outputs
-    rows = context.rows
-
-    def own_rows(value: tf.Tensor) -> tf.Tensor:
-        if isinstance(value, tf.SparseTensor) or value.shape.rank == 0:
-            return value
-        length = value.nrows() if isinstance(value, tf.RaggedTensor) else tf.shape(value)[0]
-        return value[: tf.where(rows > 0, length, tf.zeros_like(length))]
-
-    return keras.tree.map_structure(own_rows, outputs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -13,7 +12,13 @@ import tensorflow as tf
 
 from tfdist_ext.strategies._tf_private import per_replica
 from tfdist_ext.strategies.explanation import computing_tasks
-from tfdist_ext.strategies.reductions import METRIC, OTHER, all_reduce, tells_what_it_reduces
+from tfdist_ext.strategies.reductions import (
+    METRIC,
+    OTHER,
+    Reduced,
+    all_reduce,
+    tells_what_it_reduces,
+)
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.barriers import SAME_CALLS, peers_of
 from tfdist_ext.training.agreement.equality import check_equal_across_workers
@@ -23,10 +28,6 @@ from tfdist_ext.training.steps.context import StepContext
 from tfdist_ext.training.steps.scope import ReplicaScope
 
 __all__ = ["StackedStates", "States", "SynchronousReduction"]
-
-
-# Elements of a state that is faster to copy than to pass on by itself.
-_SMALL = 4096
 
 
 # For each local replica, the value of each metric variable.
@@ -140,31 +141,27 @@ class SynchronousReduction(Reduction):
         if self.replicas == 1:
             return states[0], outputs, report
         numbers = {name: value for name, value in outputs.items() if value.dtype != tf.string}
+        of_task = [*numbers.values(), report]
+        kinds = [variable.aggregation for variable in variables]
         # Of a value that is not a mean, the chief's counts.
-        of_task = [
-            value if value.dtype.is_floating or self.is_chief else tf.zeros_like(value)
-            for value in map(_addable, numbers.values())
-        ]
-        of_task.append(report)
-        of_replicas = []
+        kinds += ["sum" if value.dtype.is_floating else None for value in of_task]
+        vectors = []
         for replica, state in enumerate(states):
             first = self.is_chief and replica == 0
-            of_metrics = [
-                _contribution(variable, value, self.replicas, first)
-                for variable, value in zip(variables, state, strict=True)
+            mine = [*state, *(of_task if replica == 0 else map(tf.zeros_like, of_task))]
+            parts = [
+                _contribution(value, kind, self.replicas, first=first)
+                for value, kind in zip(mine, kinds, strict=True)
             ]
-            others = of_task if replica == 0 else list(map(tf.zeros_like, of_task))
-            of_replicas.append(of_metrics + others)
-        reduced = self._sum_of_replicas(of_replicas)
-        values = [
-            tf.cast(value, state.dtype) for value, state in zip(reduced, states[0], strict=False)
+            vectors.append(tf.concat([tf.reshape(part, [-1]) for part in parts], 0))
+        like = [*states[0], *of_task]
+        pieces = tf.split(self._sum_of_replicas(vectors), [tf.size(value) for value in like])
+        *totals, report = [
+            tf.cast(tf.reshape(piece, tf.shape(value)), value.dtype)
+            for piece, value in zip(pieces, like, strict=True)
         ]
-        *summed, report = reduced[len(values) :]
-        summed_outputs = {
-            name: tf.cast(value, numbers[name].dtype)
-            for name, value in zip(numbers, summed, strict=True)
-        }
-        return values, {**outputs, **summed_outputs}, report
+        summed = dict(zip(numbers, totals[len(variables) :], strict=True))
+        return totals[: len(variables)], {**outputs, **summed}, report
 
     def sum_over_workers(self, value: Any) -> np.ndarray:
         """The sum over workers of each worker's number or array; every worker must call."""
@@ -188,59 +185,43 @@ class SynchronousReduction(Reduction):
 
     def rows_of_all(self, batch: Parts) -> tuple[tf.Tensor, tf.Tensor]:
         """In a step: (rows of all parts, sum of the parts' sizes of the global batch)."""
-
-        def counted(part: Part, _: None) -> tf.Tensor:
-            counts = tf.stack([tf.cast(part[0], tf.int64), tf.cast(part[1], tf.int64)])
-            return all_reduce(tf.distribute.ReduceOp.SUM, [counts], [OTHER])[0]
-
-        summed = self.run(counted, batch, [None] * self.local_replicas)[0]
+        counts = [tf.cast(tf.stack([rows, of]), tf.int64) for rows, of, _ in self.parts(batch)]
+        summed = self._sum_of_replicas(counts, OTHER)
         return summed[0], summed[1]
 
     def _sum_of_tasks(self, value: tf.Tensor) -> tf.Tensor:
         """The sum over tasks of a value that each task has once, in the graph."""
-        others = [[tf.zeros_like(value)] for _ in range(self.local_replicas - 1)]
-        return self._sum_of_replicas([[value], *others])[0]
+        others = [tf.zeros_like(value) for _ in range(self.local_replicas - 1)]
+        return self._sum_of_replicas([value, *others])
 
-    def _sum_of_replicas(self, of_replicas: list[list[tf.Tensor]]) -> list[tf.Tensor]:
-        """Sum lists of tensors over all replicas; over workers, one collective for each dtype."""
+    def _sum_of_replicas(self, values: Sequence[tf.Tensor], what: Reduced = METRIC) -> tf.Tensor:
+        """The sum over all replicas, of the tensors of the local replicas."""
         if not self.multi_worker and not tells_what_it_reduces(self.strategy):
-            return [tf.add_n(list(of_all)) for of_all in zip(*of_replicas, strict=True)]
-        dtypes = [value.dtype for value in of_replicas[0]]
+            return tf.add_n(list(values))
 
-        def in_replica(mine: list[tf.Tensor]) -> list[tf.Tensor]:
-            summed: dict[int, tf.Tensor] = {}
-            for dtype in dict.fromkeys(dtypes):
-                places = [i for i, other in enumerate(dtypes) if other == dtype]
-                # A tensor from outside has no device, and the reduction needs its device.
-                values = [tf.identity(mine[i]) for i in places]
-                what = [METRIC] * len(values)
-                reduced = all_reduce(tf.distribute.ReduceOp.SUM, values, what)
-                summed.update(zip(places, reduced, strict=True))
-            return [summed[i] for i in range(len(dtypes))]
+        def in_replica(mine: tf.Tensor) -> tf.Tensor:
+            # A tensor from outside has no device, and the reduction needs its device.
+            return all_reduce(tf.distribute.ReduceOp.SUM, [tf.identity(mine)], [what])[0]
 
-        results = self.strategy.run(in_replica, args=(per_replica(of_replicas),))
-        return [self.strategy.experimental_local_results(value)[0] for value in results]
+        results = self.strategy.run(in_replica, args=(per_replica(values),))
+        return self.strategy.experimental_local_results(results)[0]
 
 
 def _contribution(
-    variable: keras.Variable, value: tf.Tensor, replicas: int, first: tf.Tensor | bool
+    value: tf.Tensor, aggregation: str | None, replicas: int, *, first: bool
 ) -> tf.Tensor:
-    """Returns what one replica's metric state adds to the state over all replicas.
+    """What one replica adds to a value over all replicas, as float64.
+
+    float64 holds every count below 2**53; float32 loses counts above 16 million.
 
     Args:
-        variable: its `aggregation` says how states are combined.
+        aggregation: "sum" and "mean" as of Keras variables; else the first replica's value counts.
         first: whether it is the first of all replicas.
     """
-    value = _addable(value)
-    if variable.aggregation == "sum":
-        return value
-    if variable.aggregation == "mean":
-        return tf.cast(value / replicas, value.dtype)
-    return tf.where(first, value, tf.zeros_like(value))  # the first replica speaks for all
-
-
-def _addable(value: tf.Tensor) -> tf.Tensor:
-    return tf.cast(value, tf.int32) if value.dtype == tf.bool else value
+    value = tf.cast(value, tf.float64)
+    if aggregation == "mean":
+        return value / replicas
+    return value if first or aggregation == "sum" else tf.zeros_like(value)
 
 
 class StackedStates:
@@ -252,9 +233,7 @@ class StackedStates:
     def __init__(self, variables: Sequence[keras.Variable]):
         by_kind: dict[Any, list[int]] = {}
         for place, variable in enumerate(variables):
-            shape = tuple(variable.shape)
-            small = None not in shape and math.prod(shape) <= _SMALL
-            kind = (shape, variable.dtype, variable.aggregation) if small else place
+            kind = tuple(variable.shape), variable.dtype, variable.aggregation
             by_kind.setdefault(kind, []).append(place)
         self._kinds = list(by_kind.values())
         self._is_sum = [variables[places[0]].aggregation == "sum" for places in self._kinds]
