@@ -126,6 +126,7 @@ def distributed_fit(
     *data: Any,
     strategy: Any = None,
     synchronize_batch_norm: bool | None = None,
+    one_trace: Any = "auto",
     **arguments: Any,
 ) -> Any:
     """(distributed model, history); on two mirrored replicas unless a strategy is given.
@@ -137,7 +138,8 @@ def distributed_fit(
         model = _shared_classifier()
     else:
         strategy = strategy or mirrored()
-        model = tfd.distribute(build, strategy, synchronize_batch_norm=synchronize_batch_norm)
+        parts = {"synchronize_batch_norm": synchronize_batch_norm, "one_trace": one_trace}
+        model = tfd.distribute(build, strategy, **parts)
     return model, model.fit(*data, **{"verbose": 0, "shuffle": False, **arguments}).history
 
 

@@ -67,6 +67,7 @@ from tfdist_ext.training.state.chief import (
 )
 from tfdist_ext.training.state.values import assign_whole, whole_value
 from tfdist_ext.training.synchronous.engine import SynchronousEngine
+from tfdist_ext.training.synchronous.model_step import OneTrace
 from tfdist_ext.user_frames import filter_traceback, warn
 
 __all__ = ["DistributedModel", "check_counts", "distribute"]
@@ -87,6 +88,7 @@ class DistributedModel(SavingMixin):
         builder: Callable[[], keras.Model] | None = None,
         *,
         synchronize_batch_norm: bool | None = None,
+        one_trace: OneTrace = "auto",
         created: list[tf.Variable] | None = None,
     ):
         if not all(belongs_to(variable, strategy) for variable in model.weights):
@@ -106,9 +108,11 @@ class DistributedModel(SavingMixin):
         self._in_epoch = False  # of a fit; callbacks may evaluate meanwhile
         # Data of a validation by the model's own `evaluate`, and the listener to its steps.
         self._validation: tuple[Epochs, StepListener | None] | None = None
-        asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
-        engine = ParameterServerEngine if asynchronous else SynchronousEngine
-        self._engine: Engine[Reduction] = engine(strategy)
+        self._engine: Engine[Reduction]
+        if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+            self._engine = ParameterServerEngine(strategy)
+        else:
+            self._engine = SynchronousEngine(strategy, one_trace)
         self._reduction = self._engine.reduction
         self._check_batch_normalization()
         self._compared: dict[str, tuple[object, ...]] = {}  # kind of step -> what was compared
@@ -662,6 +666,7 @@ def distribute(
     strategy: tf.distribute.Strategy | None = None,
     *,
     synchronize_batch_norm: bool | None = None,
+    one_trace: OneTrace = "auto",
     alone: bool = False,
 ) -> DistributedModel:
     """Put a Keras model on a strategy.
@@ -676,6 +681,10 @@ def distribute(
             then normalizes by the statistics of the global batch, as on one device, instead of
             those of each replica's part. A saved model keeps the setting. False leaves the layers
             as they are. So does None, with a warning if several replicas train such a layer.
+        one_trace: True traces each step once for all replicas of a task, which makes the first
+            step shorter. A warning and `tfd.explain(model)` say where that is not possible. False
+            leaves the traces to TensorFlow, one for each replica. "auto" is True on CPUs, and False
+            on GPUs and TPUs, where one trace has never run.
         alone: each task of the cluster that the environment describes trains by itself, on the
             replicas of its machine.
 
@@ -684,6 +693,8 @@ def distribute(
             strategy.
         StrategyError: a strategy of one machine in a cluster of several tasks.
     """
+    if one_trace not in ("auto", True, False):
+        raise TrainingError(f"one_trace must be 'auto', True or False, got {one_trace!r}.")
     if strategy is not None and not isinstance(strategy, tf.distribute.Strategy):
         raise TrainingError(
             f"strategy must be a tf.distribute.Strategy, got {strategy!r}; create_strategy(name)"
@@ -704,6 +715,7 @@ def distribute(
             strategy,
             builder,
             synchronize_batch_norm=synchronize_batch_norm,
+            one_trace=one_trace,
             created=created,
         )
 

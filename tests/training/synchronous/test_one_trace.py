@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -13,15 +14,19 @@ from keras import layers
 from training_cases import (
     X,
     Y,
+    assert_same_history,
+    assert_same_weights,
     assert_trains_as_keras,
     compiled,
     distributed_fit,
     mirrored,
+    plain_fit,
     stack,
     strategy_of,
 )
 
 import tfdist_ext as tfd
+from tfdist_ext.training.synchronous.model_step import trace_for_each
 
 FIT = {"batch_size": 22, "epochs": 2}  # 64 rows: the last batch is uneven
 CALLS: list[str] = []
@@ -116,6 +121,41 @@ def test_layers_of_all_kinds(between: Any) -> None:
     build = of_layers(*between)
     _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), **FIT)
     assert tfd.explain(ours).steps == (ONE_TRACE,)
+
+
+@pytest.mark.parametrize(
+    ("devices", "one_trace", "why"),
+    [
+        (["CPU:0", "CPU:1"], "auto", None),
+        (["CPU:0", "CPU:1"], True, None),
+        (["CPU:0", "CPU:1"], False, "one_trace=False"),
+        (["GPU:0", "GPU:1"], "auto", "one_trace='auto' shares a trace on CPUs only"),
+        (["GPU:0", "CPU:0"], "auto", "one_trace='auto' shares a trace on CPUs only"),
+        (["GPU:0", "GPU:1"], True, None),
+        (["GPU:0", "GPU:1"], False, "one_trace=False"),
+        (["TPU:0", "TPU:1"], "auto", "a TPU compiles the step"),
+        (["TPU:0", "TPU:1"], True, "a TPU compiles the step"),
+        (["CPU:0"], True, "there is one replica"),
+        ([], "auto", "there is one replica"),  # the default strategy
+    ],
+)
+def test_which_replicas_share_a_trace(devices: list[str], one_trace: Any, why: str | None) -> None:
+    names = [f"/job:localhost/replica:0/task:0/device:{name}" for name in devices]
+    on: Any = SimpleNamespace(devices=names, multi_worker=False, local_replicas=len(names) or 1)
+    found = trace_for_each(on, one_trace, jit_compile=False)
+    assert found == why or (why and found is not None and found.startswith(why))
+
+
+def test_one_trace_is_turned_off() -> None:
+    """TensorFlow traces each replica; the numbers are those of one device."""
+    build = of_layers(statistics)
+    plain, expected = plain_fit(build, X, Y, **FIT)
+    ours, history = distributed_fit(build, X, Y, strategy=mirrored(2), one_trace=False, **FIT)
+    assert_same_weights(plain, ours)
+    assert_same_history(expected, history)
+    assert tfd.explain(ours).steps == ("train: a trace for each of 2 replicas: one_trace=False",)
+    with pytest.raises(tfd.TrainingError, match="one_trace must be 'auto', True or False, got 2"):
+        tfd.distribute(build, mirrored(2), one_trace=2)
 
 
 class AsksForItsNumber(keras.Sequential):

@@ -34,6 +34,9 @@ class SynchronousEngine(Engine[SynchronousReduction]):
         super().__init__(strategy, SynchronousReduction(strategy))
         on = self.reduction
         self._one_trace = one_trace
+        why = trace_for_each(on, one_trace, jit_compile=False)
+        if why and one_trace is True and on.local_replicas > 1:
+            warn(f"one_trace=True is off: {why}.")
         # On a TPU steps cannot write what was made outside; they run in the calling thread. So does
         # the one replica of the default strategy, which has no devices.
         devices = [] if isinstance(strategy, tf.distribute.TPUStrategy) else on.devices

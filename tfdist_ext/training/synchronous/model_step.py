@@ -208,7 +208,7 @@ class ModelStep:
                 return self._shared_step(args)(args)
             except (NotSharedError, StrategyError) as why:
                 self._not_shared = str(why)
-                if self._one_trace is True:
+                if self._one_trace != "auto":
                     warn(f"one_trace=True is off: {why}")
                 self._turn_off_xla(self._not_shared)
         return on.run(self._run_once, batch, states, rows)
@@ -372,8 +372,8 @@ def trace_for_each(
     if on.local_replicas == 1 and not (on.multi_worker and jit_compile):
         return "there is one replica"
     if one_trace == "auto" and kinds != ["CPU"]:
-        return f"one_trace='auto' shares a trace on CPUs only, and the replicas are on {kinds[0]}s"
-    return "one_trace=False" if one_trace is False else None
+        return f"one_trace='auto' shares a trace on CPUs only, and devices are {', '.join(kinds)}"
+    return None if one_trace else "one_trace=False"
 
 
 def _own_rows(outputs: Structure, rows: tf.Tensor) -> Structure:
