@@ -85,7 +85,21 @@ def cut(
             for source in _sources(by_name[name]):
                 needed[source] = min(needed.get(source, stage), stage)
 
-    stages = [Stage(set(), {}, {}) for _ in range(len(sync_points) + 1)]
+    stages = _stages(by_name, stage_of, len(sync_points) + 1)
+    for tensor, number in leaving:
+        source = _node_of(tensor)
+        if known[source] > number:
+            raise NotSharedError(f"{tensor} is needed for the sum over replicas that it depends on")
+        if source in stage_of:
+            stages[stage_of[source]].outputs[tensor] = None
+    return stages
+
+
+def _stages(
+    by_name: Mapping[str, tf.compat.v1.NodeDef], stage_of: Mapping[str, int], count: int
+) -> list[Stage]:
+    """The stages, with the tensors that they pass to each other."""
+    stages = [Stage(set(), {}, {}) for _ in range(count)]
     for name, number in stage_of.items():
         stages[number].nodes.add(name)
         for tensor in map(tensor_name, by_name[name].input):
@@ -94,12 +108,6 @@ def cut(
                 stages[number].inputs[tensor] = None
                 if source in stage_of:
                     stages[stage_of[source]].outputs[tensor] = None
-    for tensor, number in leaving:
-        source = _node_of(tensor)
-        if known[source] > number:
-            raise NotSharedError(f"{tensor} is needed for the sum over replicas that it depends on")
-        if source in stage_of:
-            stages[stage_of[source]].outputs[tensor] = None
     return stages
 
 

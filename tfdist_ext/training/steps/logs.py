@@ -29,7 +29,6 @@ __all__ = [
     "has_own_outputs",
     "metric_variables",
     "metrics_of",
-    "names_of_updated",
     "observed_metrics",
     "results",
     "results_of",
@@ -227,7 +226,7 @@ def results(
     """
     found = _flat(model.get_metrics_result())
     if outputs or of_metrics:
-        live = names_of_updated(model, updated)
+        live = _names_of_updated(model, updated)
         known = {name: found[name] for name in outputs if name in live and name in found}
         found = {**outputs, **known, **results_of(of_metrics)}
     return {name: tf.convert_to_tensor(value) for name, value in found.items()}
@@ -241,7 +240,7 @@ def results_of(of_metrics: MetricLogs) -> dict[str, tf.Tensor]:
     }
 
 
-def names_of_updated(model: keras.Model, updated: set[int]) -> set[str]:
+def _names_of_updated(model: keras.Model, updated: set[int]) -> set[str]:
     """Names of the values of those metrics that have one of these variables, by id."""
     names = set()
     for metric in model.metrics:

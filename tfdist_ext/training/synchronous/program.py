@@ -20,7 +20,7 @@ from tfdist_ext.strategies._tf_private import per_replica
 from tfdist_ext.training.inputs import Parts
 from tfdist_ext.training.programs import StepProgram
 from tfdist_ext.training.protocols import BatchIterator, Epoch, Execution, Structure
-from tfdist_ext.training.steps.logs import names_of_updated, results, results_of
+from tfdist_ext.training.steps.logs import results, results_of
 from tfdist_ext.training.steps.scope import ReplicaScope, assign_each
 from tfdist_ext.training.synchronous.model_step import ModelStep
 from tfdist_ext.training.synchronous.reduction import States
@@ -98,11 +98,8 @@ class SynchronousProgram(StepProgram):
             for variable, *of_replicas in zip(self._step.metrics, *states, strict=True)
         ]
         with ReplicaScope(zip(self._step.metrics, values, strict=True)):
-            logs = results(self._model, {}, {}, set())
-            if self._step.own.exist:
-                updated = names_of_updated(self._model, self._step.updated)
-                logs = {name: value for name, value in logs.items() if name in updated}
-                logs |= results_of(self._step.own.of_metrics)
+            own = self._step.own
+            logs = results_of(own.of_metrics) if own.exist else results(self._model, {}, {}, set())
         return {name: float(value) for name, value in logs.items() if value.shape.rank == 0}
 
     def _run(

@@ -140,7 +140,11 @@ class SynchronousReduction(Reduction):
         """
         if self.replicas == 1:
             return states[0], outputs, report
-        numbers = {name: value for name, value in outputs.items() if value.dtype != tf.string}
+        numbers = {
+            name: value
+            for name, value in outputs.items()
+            if value.dtype != tf.string and not value.dtype.is_complex
+        }
         of_task = [*numbers.values(), report]
         kinds = [variable.aggregation for variable in variables]
         # Of a value that is not a mean, the chief's counts.
