@@ -23,7 +23,6 @@ import keras
 from tfdist_ext.data.pipelines import data_errors_as_raised
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks
 from tfdist_ext.training.epochs import Epochs
 from tfdist_ext.training.programs import Engine, StepProgram, StepsPerExecutionTuner
@@ -38,7 +37,7 @@ class Loop:
     def __init__(
         self,
         model: keras.Model,
-        engine: Engine[Reduction],
+        engine: Engine,
         hooks: keras.callbacks.CallbackList,
         kind: str,
         listener: StepListener | None = None,
@@ -132,7 +131,7 @@ def validates(epoch: int, frequency: int | list[int]) -> bool:
 
 def predict(
     model: keras.Model,
-    engine: Engine[Reduction],
+    engine: Engine,
     epochs: Epochs,
     hooks: keras.callbacks.CallbackList,
 ) -> Structure:

@@ -31,7 +31,7 @@ from tfdist_ext.training.agreement.equality import (
     check_equal_models,
     first_batch_comparison,
 )
-from tfdist_ext.training.agreement.single_task import Reduction, on_every_worker
+from tfdist_ext.training.agreement.single_task import on_every_worker
 from tfdist_ext.training.building.build import (
     adopt,
     batch_normalization_layers,
@@ -108,7 +108,7 @@ class DistributedModel(SavingMixin):
         self._in_epoch = False  # of a fit; callbacks may evaluate meanwhile
         # Data of a validation by the model's own `evaluate`, and the listener to its steps.
         self._validation: tuple[Epochs, StepListener | None] | None = None
-        self._engine: Engine[Reduction]
+        self._engine: Engine
         if isinstance(strategy, tf.distribute.ParameterServerStrategy):
             self._engine = ParameterServerEngine(strategy)
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
@@ -134,10 +134,7 @@ class PredictProgram(Protocol):
         """The outputs for each global batch, in order; None if all rows of a batch are damaged."""
 
 
-_Reduction = TypeVar("_Reduction", bound=Reduction, covariant=True)
-
-
-class Engine(ABC, Generic[_Reduction]):
+class Engine(ABC):
     """Runs a model's steps: on replicas of this process, or on workers elsewhere.
 
     Programs are kept until the model is compiled again.
@@ -149,7 +146,7 @@ class Engine(ABC, Generic[_Reduction]):
 
     state_is_here: bool
 
-    def __init__(self, strategy: tf.distribute.Strategy, reduction: _Reduction):
+    def __init__(self, strategy: tf.distribute.Strategy, reduction: Reduction):
         self._strategy = strategy
         self.reduction = reduction
         # (kind, timed) -> what the program was compiled for, the program.
@@ -203,20 +200,18 @@ class Engine(ABC, Generic[_Reduction]):
         Raises:
             TrainingError: an optimizer has no variables, or the steps cannot be timed.
         """
-        found, made_for = self._programs.get((kind, timed)), compiled_parts(model)
-        if found is None or found[0] != made_for:
+        key, made_for = (kind, timed), compiled_parts(model)
+        if key not in self._programs or self._programs[key][0] != made_for:
             check_built(model)
-            found = made_for, self._make_program(model, kind, timed)
-            self._programs[kind, timed] = found
-        return found[1]
+            self._programs[key] = made_for, self._make_program(model, kind, timed)
+        return self._programs[key][1]
 
     def predictor(self, model: keras.Model) -> PredictProgram:
         """The compiled predict step."""
-        found, made_for = self._programs.get(("predict", False)), model.run_eagerly
-        if found is None or found[0] != made_for:
-            found = made_for, self._make_predictor(model)
-            self._programs["predict", False] = found
-        return found[1]
+        key, made_for = ("predict", False), model.run_eagerly
+        if key not in self._programs or self._programs[key][0] != made_for:
+            self._programs[key] = made_for, self._make_predictor(model)
+        return self._programs[key][1]
 
     def traces(self) -> list[str]:
         """How the steps that have run are traced, one line for each kind."""
@@ -227,7 +222,7 @@ class Engine(ABC, Generic[_Reduction]):
         """Whether `fit` knows at each step where it is in this data."""
         return isinstance(data, ShardedDataset)
 
-    def state_is_restored(self) -> None:
+    def state_is_restored(self) -> None:  # noqa: B027 - most engines have nothing to do
         """Called when the model and the random generator have the state of a checkpoint."""
 
     @abstractmethod

@@ -58,7 +58,7 @@ class SavingMixin:
     _model: keras.Model
     _strategy: tf.distribute.Strategy
     _reduction: Reduction
-    _engine: Engine[Reduction]
+    _engine: Engine
     _builder: Builder
     _built_for: Specs  # tf.TypeSpecs of a batch, once one was seen
     _progress: Progress

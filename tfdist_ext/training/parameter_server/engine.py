@@ -27,7 +27,7 @@ from tfdist_ext.user_frames import warn
 __all__ = ["ParameterServerEngine"]
 
 
-class ParameterServerEngine(Engine[Reduction]):
+class ParameterServerEngine(Engine):
     """Steps on the workers of a parameter server cluster, asynchronously.
 
     Each global batch is one step, on one worker. A step uses the weights as they are when its

@@ -21,13 +21,14 @@ from tfdist_ext.user_frames import warn
 __all__ = ["SynchronousEngine"]
 
 
-class SynchronousEngine(Engine[SynchronousReduction]):
+class SynchronousEngine(Engine):
     """Steps on all replicas of a synchronous strategy, each task running its own part.
 
     Args:
         one_trace: as `distribute` takes it.
     """
 
+    reduction: SynchronousReduction
     state_is_here = True
 
     def __init__(self, strategy: tf.distribute.Strategy, one_trace: OneTrace = "auto"):

@@ -48,6 +48,7 @@ from tfdist_ext.training.synchronous.reduction import (
     StackedStates,
     States,
     SynchronousReduction,
+    device_types,
 )
 from tfdist_ext.training.variables import copies_of_model
 from tfdist_ext.user_frames import warn
@@ -363,7 +364,7 @@ def trace_for_each(
     On devices other than CPUs, "auto" leaves the traces to TensorFlow, because one trace has never
     run there.
     """
-    kinds = sorted({tf.DeviceSpec.from_string(name).device_type for name in on.devices})
+    kinds = device_types(on.devices)
     if "TPU" in kinds:
         return "a TPU compiles the step"
     if on.multi_worker and on.local_replicas > 1:  # several GPUs on each: untested

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.strategies._tf_private import per_replica
+from tfdist_ext.strategies._tf_private import of_replica, per_replica
 from tfdist_ext.strategies.explanation import computing_tasks
 from tfdist_ext.strategies.reductions import (
     METRIC,
@@ -27,7 +27,7 @@ from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.steps.context import StepContext
 from tfdist_ext.training.steps.scope import ReplicaScope
 
-__all__ = ["StackedStates", "States", "SynchronousReduction"]
+__all__ = ["StackedStates", "States", "SynchronousReduction", "device_types"]
 
 
 # For each local replica, the value of each metric variable.
@@ -53,8 +53,7 @@ class SynchronousReduction(Reduction):
         self.worker = self.first_replica // self.local_replicas  # which of them this task is
         self.devices = _devices(strategy)  # of this worker's replicas
         # CPU replicas are fed from a plain iterator on the host.
-        on_cpus = all("CPU" in name.upper() for name in self.devices)
-        self.feeds_on_host = bool(self.devices) and on_cpus
+        self.feeds_on_host = device_types(self.devices) == ["CPU"]
         # TensorFlow's own word for "this task is the one that writes".
         self.is_chief = bool(strategy.extended.should_checkpoint)
         self._sums: dict[tf.TensorSpec, tf.types.experimental.ConcreteFunction] = {}
@@ -95,15 +94,7 @@ class SynchronousReduction(Reduction):
 
     def of_each(self, values: Any) -> list[Any]:
         """A structure of values of all replicas, as a structure for each local replica."""
-        local = self.strategy.experimental_local_results
-        leaves = [
-            [None] * self.local_replicas if leaf is None else local(leaf)
-            for leaf in tf.nest.flatten(values)
-        ]
-        return [
-            tf.nest.pack_sequence_as(values, [leaf[number] for leaf in leaves])
-            for number in range(self.local_replicas)
-        ]
+        return [of_replica(number, values) for number in range(self.local_replicas)]
 
     def parts(self, batch: Parts) -> list[Part]:
         """The parts of the local replicas."""
@@ -282,6 +273,11 @@ def _stack(values: Sequence[tf.Tensor]) -> tf.Tensor:
 def _replica_id() -> tf.Tensor:
     # identity: some strategies give a number, and one that is no tensor is not per replica.
     return tf.identity(tf.distribute.get_replica_context().replica_id_in_sync_group)
+
+
+def device_types(devices: Sequence[str]) -> list[str]:
+    """The types of these devices, such as "GPU", each once."""
+    return sorted({tf.DeviceSpec.from_string(name).device_type for name in devices})
 
 
 def _devices(strategy: tf.distribute.Strategy) -> list[str]:
