@@ -180,7 +180,10 @@ class SynchronousReduction(Reduction):
 
     def rows_of_all(self, batch: Parts) -> tuple[tf.Tensor, tf.Tensor]:
         """In a step: (rows of all parts, sum of the parts' sizes of the global batch)."""
-        counts = [tf.cast(tf.stack([rows, of]), tf.int64) for rows, of, _ in self.parts(batch)]
+        counts = [
+            tf.stack([tf.cast(rows, tf.int64), tf.cast(of, tf.int64)])
+            for rows, of, _ in self.parts(batch)
+        ]
         summed = self._sum_of_replicas(counts, OTHER)
         return summed[0], summed[1]
 
