@@ -34,11 +34,11 @@ from tfdist_ext.training.protocols import (
 from tfdist_ext.training.steps.logs import (
     MetricLogs,
     StepScope,
-    computed_from_metrics,
     has_own_outputs,
     metric_logs,
     own_outputs,
 )
+from tfdist_ext.training.steps.rows import follows_from
 from tfdist_ext.training.steps.scope import metrics_and_others
 from tfdist_ext.training.steps.step_timer import NullStepTimer, StepTimer
 from tfdist_ext.training.variables import check_built
@@ -157,15 +157,15 @@ class StepProgram(ABC):
 
         Args:
             before: the states of the metrics before the step.
-            warns: a number that is computed from a metric gets a warning.
+            warns: a number that is computed from a metric gets a warning, in a compiled step.
         """
         if not self._own_outputs:
             return {}
         logs = own_outputs(self._model, returned)
         self._metric_logs = known = metric_logs(logs, scope)
         others = {n: tf.convert_to_tensor(value) for n, value in logs.items() if n not in known}
-        if warns:
-            self._warn_of(computed_from_metrics(others, known, scope, before))
+        if warns and not tf.executing_eagerly():
+            self._warn_of([n for n, value in others.items() if follows_from(value, before)])
         return others
 
     def _warn_of(self, names: Sequence[str]) -> None:
@@ -285,9 +285,6 @@ class Engine(ABC, Generic[_Reduction]):
     def keeps_position(self, data: Any) -> bool:
         """Whether `fit` knows at each step where it is in this data."""
         return isinstance(data, ShardedDataset)
-
-    def state_is_restored(self) -> None:
-        """Called when the model and the random generator have the state of a checkpoint."""
 
     @abstractmethod
     def _make_program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram: ...

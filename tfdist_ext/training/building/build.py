@@ -179,7 +179,11 @@ def _build_from_call_or_step(model: keras.Model, kind: str, batch: Structure) ->
         if own_step:  # which need not use the call that Keras cannot trace
             warnings.filterwarnings("ignore", ".*unbuilt state", UserWarning)
         try:
-            (kp.symbolic_call if kind == "predict" else kp.symbolic_build)(model, batch)
+            if kind != "predict":
+                kp.symbolic_build(model, batch)
+            elif not all(layer.built for layer in kp.flat_layers(model)):
+                x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+                kp.call_symbolically(model, x, training=False)
             return
         except Exception:
             if not own_step:

@@ -22,17 +22,12 @@ from tfdist_ext.strategies.traced_replica import copy_number, once_for_all
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import is_recording
 from tfdist_ext.training.protocols import Structure
-from tfdist_ext.training.steps.context import StepContext, running_step
+from tfdist_ext.training.steps.context import StepContext, all_rows, running_step
 from tfdist_ext.training.steps.random_numbers import RANDOM, rows_at
-from tfdist_ext.training.steps.replaced import (
-    Target,
-    not_called,
-    substitutes,
-)
+from tfdist_ext.training.steps.replaced import Original, Target, substitutes
 from tfdist_ext.training.steps.rows import Gradient, compared_rows
 from tfdist_ext.training.steps.scope import (
     ReplicaScope,
-    check_aggregated,
     check_equal,
     check_indices,
     check_value,
@@ -92,7 +87,7 @@ def substitutes_of(
 def _take(
     context: StepContext,
     take: Callable[..., tf.Tensor],
-    original: Callable[..., tf.Tensor],
+    original: Original,
     x: Any,
     indices: Any,
     axis: int | None = None,
@@ -102,11 +97,7 @@ def _take(
 
 
 def _write_variable(
-    context: StepContext,
-    original: Callable[..., Any],
-    variable: tf.Variable,
-    *args: Any,
-    **named: Any,
+    context: StepContext, original: Original, variable: tf.Variable, *args: Any, **named: Any
 ) -> Any:
     """A method of a tf.Variable of the user's that writes one copy."""
     scope = kp.stateless_scope()
@@ -124,28 +115,11 @@ def _write_variable(
 
 
 def _update_variable(
-    context: StepContext,
-    original: Callable[..., Any],
-    variable: tf.Variable,
-    *args: Any,
-    **named: Any,
+    context: StepContext, original: Original, variable: tf.Variable, *args: Any, **named: Any
 ) -> Any:
-    """Writes a tf.Variable of the user's that the strategy has made.
-
-    A replica writes its own copy. If replicas share one copy, TensorFlow combines their values, if
-    the result is a sum, a mean over all rows, or a counter.
-    """
-    aggregation, is_shared = variable.aggregation, hasattr(variable, "get")
-    sums = aggregation == tf.VariableAggregation.SUM
-    averages = aggregation == tf.VariableAggregation.MEAN
-    counts = not variable.dtype.is_floating and aggregation != tf.VariableAggregation.NONE
-    if sums or (is_shared and (averages or counts)):
-        check_aggregated(context, variable)
-        if averages:  # TensorFlow averages over replicas, not over rows
-            value = context.contribution(tf.convert_to_tensor(args[0], variable.dtype))
-            args = (value * context.replicas, *args[1:])
-        return original(variable, *args, **named)
-    if is_shared:
+    """Writes the replica's own copy of a tf.Variable of the user's that the strategy has made."""
+    del original
+    if hasattr(variable, "get") or variable.aggregation == tf.VariableAggregation.SUM:
         raise shared_by_replicas(variable, context.local_replicas)
     update, value = args
     copies = tf.distribute.get_strategy().experimental_local_results(variable)
@@ -171,7 +145,7 @@ def own_applies(model: keras.Model) -> list[Target]:
 
 def _apply(
     context: StepContext,
-    original: Callable[..., Any],
+    original: Original,
     optimizer: keras.optimizers.Optimizer,
     grads: Iterable[Any],
     *more: Any,
@@ -220,11 +194,10 @@ def _with_global_gradients(
         context.gradients_are_weighted = False
     else:
         weighted = context.weighted(weighted)
-    if context.timer is not None:
-        own = [*weighted, *(_own_gradient(context, gradient) for gradient in known)]
+    if context.timer is not None and weighted:
         with running_step(None):
             loss_scale = tf.cast(optimizer.scale_loss(tf.constant(1.0)), tf.float64)
-        context.timer.gradients(own, context.batch_fraction(tf.float64) * loss_scale)
+        context.timer.gradients(weighted, context.batch_fraction(tf.float64) * loss_scale)
 
     def apply_to(sums: list[Gradient]) -> Any:
         by_index = dict(zip([*local, *summed], sums, strict=True))
@@ -240,17 +213,11 @@ def _with_global_gradients(
     if context.local_replicas > 1 and is_updated_once(touched, strategy, context.local_replicas):
         return _update_once(context, optimizer, weighted, known, owned, touched, apply_to)
     what = [reduced_for("gradient", variable) for variable in owned]
-    sums = context.sums.all_reduce_timed(weighted, what)
+    sums = context.sums.all_reduce(weighted, what)
     number = copy_number()
     copies = LocalCopies(lambda variable: local_copy(variable, strategy, number), optimizers)
     with running_step(None), default_strategy_scope(optimizers), copies:
         return apply_to([*sums, *known])
-
-
-def _own_gradient(context: StepContext, gradient: Gradient) -> Gradient:
-    """Returns this replica's weighted part of a gradient of the global batch."""
-    known = context.own_gradients.get(id(gradient))
-    return context.weighted([gradient])[0] if known is None else known[1]
 
 
 def _update_once(
@@ -305,7 +272,7 @@ def _sums_on_owners(
 
 def _update_mean(
     context: StepContext,
-    original: Callable[..., Any],
+    original: Original,
     metric: keras.metrics.Metric,
     values: npt.ArrayLike | tf.Tensor,
     sample_weight: npt.ArrayLike | tf.Tensor | None = None,
@@ -321,15 +288,10 @@ def _update_mean(
 
 
 def _moments(
-    context: StepContext,
-    original: Callable[..., Moments],
-    x: tf.Tensor,
-    axes: Sequence[int],
-    keepdims: bool,
+    context: StepContext, original: Original, x: tf.Tensor, axes: Sequence[int], keepdims: bool
 ) -> Moments:
     """Returns mean and variance over the rows of all replicas, by Keras's formula."""
     del original
-    context.synchronized_moments += 1
     present = context.is_nonempty(x.dtype)
     sums = [tf.reduce_sum(v, axes, keepdims=True) for v in (x, tf.square(x), tf.ones_like(x))]
     total, squares, count = context.differentiable_sum([value * present for value in sums])
@@ -342,31 +304,16 @@ def _moments(
 
 def _moments_of_layer(
     context: StepContext,
-    original: Callable[..., Moments],
+    original: Original,
     layer: keras.layers.BatchNormalization,
     inputs: tf.Tensor,
     mask: tf.Tensor | None,
 ) -> Moments:
     """Returns mean and variance of a BatchNormalization; a mask is used on all replicas."""
-    if mask is None or not layer.synchronized:
-        before = context.synchronized_moments
-        moments: Moments = original(layer, inputs, mask)
-        if layer.synchronized and context.synchronized_moments == before:
-            raise not_called("moments")
-        return moments
-    axes = [axis for axis in range(inputs.shape.rank) if axis != layer.axis % inputs.shape.rank]
-    mask = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
-    present = context.is_nonempty(inputs.dtype)
-
-    def sum_of(value: tf.Tensor) -> tf.Tensor:
-        value = tf.where(mask, value, tf.zeros_like(value))
-        return tf.reduce_sum(value, axes, keepdims=True) * present
-
-    total, count = context.differentiable_sum([sum_of(inputs), sum_of(tf.ones_like(inputs))])
-    epsilon = keras.config.epsilon()
-    mean = total / (count + epsilon)
-    (squares,) = context.differentiable_sum([sum_of(tf.square(inputs - mean))])
-    return tf.squeeze(mean), tf.squeeze(squares / (count + epsilon))
+    if mask is not None and layer.synchronized:
+        context.called.add("moments")
+        inputs, mask = all_rows((inputs, mask))
+    return original(layer, inputs, mask)
 
 
 _RATIOS = (keras.losses.dice, keras.losses.tversky)
@@ -374,7 +321,7 @@ _RATIOS = (keras.losses.dice, keras.losses.tversky)
 
 def _reduce_loss(
     context: StepContext,
-    original: Callable[..., tf.Tensor],
+    original: Original,
     values: tf.Tensor,
     sample_weight: tf.Tensor | None = None,
     mask: tf.Tensor | None = None,
@@ -414,22 +361,22 @@ def _reduce_loss(
 
 def _loss_of_batch(
     context: StepContext,
-    original: Callable[..., tf.Tensor],
+    original: Original,
     loss: keras.losses.Loss,
-    *given: Any,
+    y_true: Any,
+    y_pred: Any,
+    *more: Any,
     **named: Any,
 ) -> tf.Tensor:
     """Calls a loss. Without an axis, Dice and Tversky are ratios of sums over the whole batch."""
     is_ratio = type(loss).call is keras.losses.Dice.call and loss.fn in _RATIOS
     if is_ratio and loss.get_config().get("axis") is None:
-        loss = _RatioOfSums(context, loss)
-    return original(loss, *given, **named)
+        y_true, y_pred = all_rows((y_true, y_pred))
+    return original(loss, y_true, y_pred, *more, **named)
 
 
 @contextlib.contextmanager
-def _average_loss(
-    context: StepContext, original: Callable[..., Any], losses: tf.Tensor
-) -> Iterator[None]:
+def _average_loss(context: StepContext, original: Original, losses: tf.Tensor) -> Iterator[None]:
     """Scope of `tf.nn.compute_average_loss`, which makes its result a mean over the part.
 
     With a `global_batch_size`, TensorFlow divides the sum over the part by the rows of all parts.
@@ -441,7 +388,7 @@ def _average_loss(
         is_mean = True  # without a size, TensorFlow divides by the rows of the part
         return 1
 
-    def divide(original: Callable[..., tf.Tensor], total: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+    def divide(original: Original, total: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
         loss = original(total, size)
         return loss if is_mean else original(loss, context.batch_fraction(loss.dtype))
 
@@ -449,28 +396,7 @@ def _average_loss(
         yield
 
 
-class _RatioOfSums(keras.losses.Loss):
-    """Dice or Tversky over the rows of all replicas."""
-
-    def __init__(self, context: StepContext, loss: keras.losses.Loss):
-        super().__init__(loss.name, loss.reduction, loss.dtype)
-        self._context = context
-        self._loss = loss
-
-    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-        context = self._context
-        y_pred = tf.convert_to_tensor(y_pred)
-        y_true = tf.cast(y_true, y_pred.dtype)
-        present = context.is_nonempty(y_pred.dtype)
-        sums = [tf.reduce_sum(value) * present for value in (y_true * y_pred, y_true, y_pred)]
-        both, wanted, found = context.differentiable_sum(sums)
-        # Three numbers that have the global sums, for the formula of any release of Keras.
-        one, zero = tf.ones_like(both), tf.zeros_like(both)
-        three = tf.stack([one, wanted - one, zero]), tf.stack([both, zero, found - both])
-        return self._loss.call(*three)
-
-
-def _clear_losses(context: StepContext, original: Callable[..., None], layer: keras.Layer) -> None:
+def _clear_losses(context: StepContext, original: Original, layer: keras.Layer) -> None:
     """Drops the losses that this replica's last call of a layer has added.
 
     A layer keeps the ids of its losses, and all replicas share the layer. While a replica waits for
@@ -488,7 +414,7 @@ def _scope() -> ReplicaScope | None:
 
 
 def _added_loss(
-    context: StepContext, original: Callable[..., tf.Tensor], model: keras.Model, loss: tf.Tensor
+    context: StepContext, original: Original, model: keras.Model, loss: tf.Tensor
 ) -> tf.Tensor:
     """Adds up what a layer gave to `add_loss`; Keras sums one number per row over all rows."""
     total = original(model, loss)
@@ -499,7 +425,7 @@ def _added_loss(
 
 def _gradient(
     context: StepContext,
-    original: Callable[..., Structure],
+    original: Original,
     tape: tf.GradientTape,
     target: Structure,
     sources: Structure,
@@ -546,10 +472,9 @@ def _summed(context: StepContext, gradients: Structure, variables: Structure) ->
     weighted = context.weighted([each for each in flat if each is not None])
     pairs = zip(flat, tf.nest.flatten(variables), strict=True)
     what = [reduced_for("gradient", v) for each, v in pairs if each is not None]
-    summed = context.sums.all_reduce_timed(weighted, what)
-    for own, gradient in zip(weighted, summed, strict=True):
-        context.own_gradients[id(gradient)] = gradient, own
-    rest = iter(summed)
+    if context.timer is not None:
+        context.timer.gradients(weighted, context.batch_fraction(tf.float64))
+    rest = iter(context.sums.all_reduce(weighted, what))
     return tf.nest.pack_sequence_as(
         gradients, [None if each is None else next(rest) for each in flat]
     )

@@ -10,7 +10,7 @@ names a number that is computed from a metric and is not its `result()`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
@@ -20,12 +20,10 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.replaced import redirect_methods
-from tfdist_ext.training.steps.rows import follows_from
 
 __all__ = [
     "MetricLogs",
     "StepScope",
-    "computed_from_metrics",
     "has_own_outputs",
     "metric_logs",
     "metric_variables",
@@ -119,29 +117,6 @@ def metric_logs(logs: Mapping[str, Any], scope: StepScope) -> MetricLogs:
         for index, value in enumerate(result.values)
     }
     return {name: found[id(value)] for name, value in logs.items() if id(value) in found}
-
-
-def computed_from_metrics(
-    others: Mapping[str, tf.Tensor],
-    known: MetricLogs,
-    scope: StepScope,
-    before: Sequence[tf.Tensor],
-) -> list[str]:
-    """Names of the logs that are computed from metrics and are not a `result()`.
-
-    In eager code nothing tells what a value was computed from. There every other log is named if
-    the step called the `result()` of a metric and did not return it.
-
-    Args:
-        others: the logs that are no `result()`.
-        known: the logs that are one.
-        before: the states of the metrics before the step.
-    """
-    if not tf.executing_eagerly():
-        return [name for name, value in others.items() if follows_from(value, before)]
-    returned = {id(metric) for metric, _ in known.values()}
-    is_unused = any(id(result.metric) not in returned for result in scope.results)
-    return list(others) if is_unused else []
 
 
 def has_own_outputs(model: keras.Model, kind: str) -> bool:

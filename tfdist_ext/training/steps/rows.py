@@ -29,7 +29,6 @@ __all__ = [
     "compared_rows",
     "first_size",
     "follows_from",
-    "has_rows_of",
     "joined",
     "lookups_of",
     "merged",
@@ -217,96 +216,29 @@ def places_rows(value: tf.Tensor, equal: EqualTensors, *, is_metric: bool) -> st
     return None
 
 
-# Which input is the shape of the result.
-_SHAPE_INPUTS = {"Fill": 0, "BroadcastTo": 1}
-
-_PICKS = {"Pad", "PadV2", "Slice", "Unique", "Where"}
-
-# Operations after which the first dimension does not follow from that of an input.
-_ENDS = {"Pack", "Shape", "Tile", "If", "StatelessIf", "While", "StatelessWhile"}
-
-
 def first_size(shape: tf.Tensor) -> tf.Tensor:
     """The tensor that gives the first number of a shape: a scalar, or a shape itself."""
     return _behind(shape, ("Cast", "ConcatV2", "Identity", "Pack"))
 
 
 def blocks_of_rows(size: tf.Tensor) -> int:
-    """How many tensors of rows, one after another, a first dimension counts.
+    """Returns how many tensors of rows were concatenated to the one that has a shape.
 
-    Two where real and generated images were concatenated.
+    Two for a discriminator's batch of real and generated images.
 
     Args:
-        size: the first dimension, or a shape that begins with it.
+        size: a shape, or the tensor itself.
     """
-    op = first_size(size).op
-    if op.type == "StridedSlice":
-        return blocks_of_rows(op.inputs[0])
-    if op.type in ("Add", "AddV2"):
-        return sum(map(blocks_of_rows, op.inputs))
-    return _blocks_in(op.inputs[0]) if op.type == "Shape" else 1
-
-
-def _blocks_in(tensor: tf.Tensor) -> int:
-    source: tf.Tensor | None = tensor
-    while source is not None:
-        op = source.op
-        if _is_concatenation(op):
-            return sum(map(_blocks_in, op.inputs[:-1]))
-        if op.type in _SHAPE_INPUTS:
-            return blocks_of_rows(op.inputs[_SHAPE_INPUTS[op.type]])
-        source = next(iter(_sources_of_rows(op)), None)
+    while size.op.inputs:
+        if _is_concatenation(size.op) and size.shape.rank and size.shape[0] is None:
+            return sum(map(blocks_of_rows, size.op.inputs[:-1]))
+        of_rows = [each for each in size.op.inputs if each.shape.rank and each.shape[0] is None]
+        size = (of_rows or size.op.inputs)[0]
     return 1
-
-
-def _sources_of_rows(op: tf.Operation) -> list[tf.Tensor]:
-    """The inputs from which the first dimension of an operation's result may come."""
-    if op.type in ("GatherV2", "ResourceGather"):
-        return [op.inputs[1]]
-    if op.type in _ENDS:
-        return []
-    return [each for each in op.inputs if each.shape.rank and each.shape[0] is None]
 
 
 def _is_concatenation(op: tf.Operation) -> bool:
     return op.type == "ConcatV2" and tf.get_static_value(op.inputs[-1]) == 0
-
-
-def has_rows_of(tensor: tf.Tensor, batch: Structure) -> bool:
-    """Whether a tensor has one entry for each row of a batch, or is a range of as many numbers."""
-    rows, seen = set(map(_key, _leaves(batch))), set[_Key]()
-    tensor = _behind(tensor, ("Cast", "Identity"))
-    source = _measured(tensor.op.inputs[1]) if tensor.op.type == "Range" else tensor
-    waiting = [] if source is None else [source]
-    while waiting:
-        tensor = waiting.pop()
-        if _key(tensor) in rows:
-            return True
-        if _key(tensor) not in seen:
-            seen.add(_key(tensor))
-            before = _sources_of_rows(tensor.op)
-            waiting += [each for each in before if _keeps_rows(tensor, each)]
-    return False
-
-
-def _measured(size: tf.Tensor) -> tf.Tensor | None:
-    """The tensor of which a number is the first size."""
-    while size.op.type in ("Cast", "Identity", "StridedSlice"):
-        if _is_other_size(size):
-            return None
-        size = size.op.inputs[0]
-    return size.op.inputs[0] if size.op.type == "Shape" else None
-
-
-def _keeps_rows(after: tf.Tensor, before: tf.Tensor) -> bool:
-    """Whether an operation neither joins nor repeats nor picks the rows of its input."""
-    op = after.op
-    if op.type == "StridedSlice":
-        return bool(op.get_attr("begin_mask") & op.get_attr("end_mask") & 1)
-    if op.type == "Reshape":
-        of_row = after.shape[1:].num_elements()
-        return of_row is not None and of_row == before.shape[1:].num_elements()
-    return op.type not in _PICKS and not _is_concatenation(op)
 
 
 # Which output of an operation has distinct numbers. Keras and TensorFlow look up sparse ids by it.

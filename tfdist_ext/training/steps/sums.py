@@ -97,15 +97,10 @@ class ReplicaSums:
         lookups = list(map(self.lookups, values))
         parts = [each.value for of_one in lookups for each in of_one]
         what = [each for of_one, each in zip(lookups, what, strict=True) for _ in of_one]
-        summed = self.merged(lookups, self._sums(parts, what))
+        sums = self.synchronize(lambda mine: self._sums(mine, what), parts)
+        summed = self.merged(lookups, sums)
         self.equal.add(summed)
         return summed
-
-    def all_reduce_timed(
-        self, values: Sequence[Gradient], what: Sequence[Reduced]
-    ) -> list[Gradient]:
-        """Returns `all_reduce(values, what)`; the timer records that the replica waits."""
-        return self.synchronize(lambda mine: self.all_reduce(mine, what), values)
 
     def lookups(self, gradient: Gradient) -> list[Lookup]:
         """Returns the lookups in a gradient, which are summed one by one."""
@@ -124,7 +119,7 @@ class ReplicaSums:
     def of_replicas(self, numbers: tf.Tensor) -> tf.Tensor:
         """Returns the numbers (int64, a vector) of each replica, one row per replica."""
         mine = tf.one_hot(replica_number(), self.replicas, dtype=tf.int64)[:, tf.newaxis] * numbers
-        return self.all_reduce_timed([mine], [OTHER])[0]
+        return self.all_reduce([mine], [OTHER])[0]
 
     def _sums(self, values: Sequence[Gradient], what: Sequence[Reduced]) -> list[Gradient]:
         groups: dict[tuple[Any, ...], list[int]] = {}

@@ -32,18 +32,12 @@ class SynchronousEngine(Engine[SynchronousReduction]):
         # On a TPU steps cannot write what was made outside; they run in the calling thread. So does
         # the one replica of the default strategy, which has no devices.
         on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
-        on = self.reduction
-        self._seeds = Seeds(
-            [] if on_tpu else on.devices, on.from_chief if on.multi_worker else None
-        )
+        self._seeds = Seeds([] if on_tpu else self.reduction.devices, self.reduction.from_chief)
         self._timer: StepTimer | None = None
 
     def _read_sharded(self, data: ShardedDataset, *, from_position: bool) -> GlobalBatches:
         check_equal_positions(self.reduction, data)
         return super()._read_sharded(data, from_position=from_position)
-
-    def state_is_restored(self) -> None:
-        self._seeds.forget()
 
     def feed(self, batches: GlobalBatches) -> Iterable[Parts]:
         """The input that the programs iterate over: the parts of this task's replicas."""
