@@ -87,23 +87,31 @@ def test_sums_are_equal() -> None:
     traced(step)
 
 
-def test_lookups_of_one_table() -> None:
-    def kinds(x: Any) -> list[str]:
-        distinct = tf.unique(tf.reshape(x, [-1]))[0]
-        indices = tf.concat([tf.concat([tf.range(3), x[:, 0]], 0), distinct], 0)
-        slices = tf.IndexedSlices(tf.ones([tf.size(indices), 2]), indices, tf.constant([9, 2]))
-        return [lookup.kind for lookup in rows.lookups_of(slices, EqualTensors(x))]
+@tf.function(autograph=False)
+def slots(x: Any) -> Any:
+    """Of a table that is looked up by positions, by a column, and by distinct numbers."""
+    distinct = tf.unique(tf.reshape(x, [-1]))[0]
+    indices = tf.concat([tf.concat([tf.range(3), x[:, 0]], 0), distinct], 0)
+    slices = tf.IndexedSlices(tf.ones([tf.size(indices), 2]), indices, tf.constant([9, 2]))
+    (_, found), numbers = rows.with_slots([slices], EqualTensors(x))
+    assert numbers == [0]
+    return found.values
 
-    assert traced(kinds) == ["equal", "rows", "distinct"]
+
+def test_slots_of_the_lookups_of_one_table() -> None:
+    lookup = 2**24
+    found = slots(tf.constant([[5, 5], [6, 5]])).numpy().tolist()
+    assert found == [0, 1, 2, -1, -1, 2 * lookup, 2 * lookup]
 
 
-def test_equal_lookups_are_summed() -> None:
-    """Two replicas with positions 0, 1 and 0, 1, 2; the shorter ones are padded."""
-    values, indices = tf.range(1.0, 7.0)[:, None], [0, 1, 0, 0, 1, 2]
-    total = rows.merged("equal", tf.IndexedSlices(values, tf.constant(indices)), 2)
-    dense = tf.scatter_nd(total.indices[:, None], total.values[:, 0], [3])
-    assert dense.numpy().tolist() == [8, 7, 6]
-    assert total.values[:, 0].numpy().tolist() == [5, 7, 3, 6]
+def test_slices_of_one_slot_are_summed() -> None:
+    """Two replicas with positions 0, 1 and 0, 1, 2, a shorter one of them padded, and a row."""
+    values, indices = tf.range(1.0, 9.0)[:, None], tf.constant([0, 1, 0, 4, 0, 1, 2, 4])
+    slots = tf.constant([0, 1, 0, -1, 0, 1, 2, -1], tf.int64)
+    sums = [tf.IndexedSlices(values, indices), tf.IndexedSlices(slots, indices)]
+    (total,) = rows.merged(sums, [0])
+    assert total.indices.numpy().tolist() == [0, 1, 4, 2, 4]
+    assert total.values[:, 0].numpy().tolist() == [9, 8, 4, 7, 8]
 
 
 BLOCKS = {

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.strategies.reductions import batch_reduce_to
+from tfdist_ext.strategies.reductions import OTHER, batch_reduce_to
 from tfdist_ext.strategies.traced_replica import copy_number, once_for_all
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import is_recording
@@ -25,7 +25,7 @@ from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.context import StepContext, all_rows, running_step
 from tfdist_ext.training.steps.random_numbers import RANDOM, rows_at
 from tfdist_ext.training.steps.replaced import Original, Target, substitutes
-from tfdist_ext.training.steps.rows import Gradient, compared_rows
+from tfdist_ext.training.steps.rows import Gradient, compared_rows, merged, with_slots
 from tfdist_ext.training.steps.scope import (
     ReplicaScope,
     check_equal,
@@ -240,10 +240,16 @@ def _update_once(
     """
     strategy = tf.distribute.get_strategy()
     optimizers = with_inner_optimizers(optimizer)
-    lookups = list(map(context.sums.lookups, weighted))
+    parts, numbers = with_slots(weighted, context.equal)
+    owners = [*variables, *(variables[number] for number in numbers)]
+    what = [reduced_for("gradient", variable) for variable in variables]
+    what += [OTHER] * len(numbers)
 
-    def update(values: tuple[list[list[Gradient]], list[Gradient]]) -> tuple[Any, tf.Tensor]:
-        summed = context.sums.merged(lookups, _sums_on_owners(values[0], variables, strategy))
+    def update(values: tuple[list[Gradient], list[Gradient]]) -> tuple[Any, tf.Tensor]:
+        devices = [device_of_update(owner_copy(variable, strategy)) for variable in owners]
+        pairs = list(zip(values[0], devices, strict=True))
+        sums = batch_reduce_to(strategy, tf.distribute.ReduceOp.SUM, pairs, what) if pairs else []
+        summed = merged(sums, numbers)
         summed += [strategy.experimental_local_results(each)[0] for each in values[1]]
         copies = LocalCopies(lambda variable: owner_copy(variable, strategy), optimizers)
         scope = default_strategy_scope(optimizers, UpdatesInPlace(optimizer))
@@ -253,21 +259,8 @@ def _update_once(
         return result, tf.constant(0.0) if context.timer is None else timestamp_after(summed)
 
     context.sums.check_graph()
-    mine = [[each.value for each in of_one] for of_one in lookups], list(known)
+    mine = parts, list(known)
     return context.sums.synchronize(functools.partial(once_for_all, update), mine)[0]
-
-
-def _sums_on_owners(
-    values: Sequence[Sequence[Gradient]],
-    variables: Sequence[keras.Variable],
-    strategy: tf.distribute.Strategy,
-) -> list[Gradient]:
-    """Returns sums of gradients' lookups, on the devices that compute the updates."""
-    devices = [device_of_update(owner_copy(variable, strategy)) for variable in variables]
-    of_all = list(zip(values, devices, variables, strict=True))
-    pairs = [(value, device) for of_one, device, _ in of_all for value in of_one]
-    what = [reduced_for("gradient", variable) for of_one, _, variable in of_all for _ in of_one]
-    return batch_reduce_to(strategy, tf.distribute.ReduceOp.SUM, pairs, what) if pairs else []
 
 
 def _update_mean(

@@ -9,14 +9,15 @@ values as they are.
 It matters for the slices of a sparse gradient (`tf.IndexedSlices`), because optimizers with second
 moments square slices one by one. Slices of the batch's rows stay apart, as on one device. What all
 replicas look up by the same constant indices, such as positions, is one lookup on one device, so
-these slices are summed (`lookups_of`).
+these slices are summed (`with_slots`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.training.protocols import Structure
@@ -24,15 +25,13 @@ from tfdist_ext.training.protocols import Structure
 __all__ = [
     "EqualTensors",
     "Gradient",
-    "Lookup",
     "blocks_of_rows",
     "compared_rows",
     "first_size",
     "follows_from",
-    "joined",
-    "lookups_of",
     "merged",
     "places_rows",
+    "with_slots",
     "with_unknown_rows",
 ]
 
@@ -250,65 +249,69 @@ _OF_DISTINCT = {
 _SAME_ORDER = ("Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StopGradient")
 
 _INDICES = 1 << 32  # more than a table has rows
+_APART = np.int64(-1)
+_PLACES = 1 << 24  # more than a lookup that is the same on all replicas has indices
 
 
-class Lookup(NamedTuple):
-    """A gradient, or the slices that one of the lookups of a table gives.
+def with_slots(
+    gradients: Sequence[Gradient], equal: EqualTensors
+) -> tuple[list[Gradient], list[int]]:
+    """Returns gradients and the slots of their slices, both to be summed over replicas.
 
-    Attributes:
-        value: to be summed over replicas.
-        kind: of its indices: the same on all replicas, distinct in the rows of a replica, or of the
-            replica's rows. Dense gradients are "rows".
+    The slices of one slot and one index are one slice on one device. A slice of a row of the batch
+    has the slot -1, and stays apart.
+
+    Returns:
+        The gradients, and after them the slots. The gradients, by number, that have slots.
     """
-
-    value: Gradient
-    kind: Literal["equal", "distinct", "rows"]
-
-
-def lookups_of(gradient: Gradient, equal: EqualTensors) -> list[Lookup]:
-    """The lookups of which TensorFlow has concatenated the slices of a gradient."""
-    if not isinstance(gradient, tf.IndexedSlices):
-        return [Lookup(gradient, "rows")]
-    indices = _concatenated(gradient.indices)
-    kinds = [_kind_of(each, equal) for each in indices]
-    if len(indices) == 1 or set(kinds) == {"rows"}:
-        return [Lookup(gradient, kinds[0])]
-    sizes = tf.stack([tf.size(each) for each in indices])
-    values = tf.split(gradient.values, sizes, num=len(kinds))
-    parts = tf.split(gradient.indices, sizes, num=len(kinds))
-    return [
-        Lookup(tf.IndexedSlices(each, part, gradient.dense_shape), kind)
-        for each, part, kind in zip(values, parts, kinds, strict=True)
-    ]
+    slots = {
+        number: _slots(gradient, equal)
+        for number, gradient in enumerate(gradients)
+        if isinstance(gradient, tf.IndexedSlices)
+    }
+    slots = {number: each for number, each in slots.items() if each is not None}
+    return [*gradients, *slots.values()], list(slots)
 
 
-def merged(kind: str, total: Gradient, replicas: int) -> Gradient:
-    """The sum of a lookup over replicas, with the slices that one device would have."""
-    if kind == "rows" or not isinstance(total, tf.IndexedSlices):  # a StrategyTemplate's is dense
-        return total
-    keys = tf.cast(total.indices, tf.int64)
-    if kind == "equal":  # an index may be there several times
-        of_all = tf.size(keys, tf.int64)
-        keys += tf.range(of_all) % tf.maximum(of_all // replicas, 1) * _INDICES
-    keys, number = tf.unique(keys, tf.int64)
+def _slots(gradient: tf.IndexedSlices, equal: EqualTensors) -> tf.IndexedSlices | None:
+    """The slots of the lookups of which TensorFlow has concatenated the slices of a gradient."""
+    parts = _concatenated(gradient.indices)
+    kinds = [_kind_of(each, equal) for each in parts]
+    if set(kinds) == {"rows"}:
+        return None
+    slots = []
+    for number, (part, kind) in enumerate(zip(parts, kinds, strict=True)):
+        size = tf.size(part, tf.int64)
+        places = tf.range(size) if kind == "equal" else tf.zeros([size], tf.int64)
+        slots.append(tf.fill([size], _APART) if kind == "rows" else number * _PLACES + places)
+    shape = gradient.dense_shape
     return tf.IndexedSlices(
-        tf.math.unsorted_segment_sum(total.values, number, tf.size(keys)),
-        tf.cast(keys % _INDICES, total.indices.dtype),
-        total.dense_shape,
+        tf.concat(slots, 0), gradient.indices, None if shape is None else shape[:1]
     )
 
 
-def joined(lookups: Sequence[Gradient]) -> Gradient:
-    """The gradient of a variable from those of its lookups."""
-    if len(lookups) == 1:
-        return lookups[0]
-    if not all(isinstance(slices, tf.IndexedSlices) for slices in lookups):
-        return tf.add_n([tf.convert_to_tensor(slices) for slices in lookups])
-    return tf.IndexedSlices(
-        tf.concat([slices.values for slices in lookups], 0),
-        tf.concat([slices.indices for slices in lookups], 0),
-        lookups[0].dense_shape,
-    )
+def merged(sums: Sequence[Gradient], numbers: Sequence[int]) -> list[Gradient]:
+    """Returns sums of gradients, with the slices that one device would have.
+
+    Args:
+        sums: of the gradients and slots that `with_slots` returned.
+        numbers: of the gradients that have slots.
+    """
+    count = len(sums) - len(numbers)
+    found = list(sums[:count])
+    for number, slots in zip(numbers, sums[count:], strict=True):
+        total = found[number]
+        if not isinstance(total, tf.IndexedSlices):  # a StrategyTemplate's sum may be dense
+            continue
+        apart = -1 - tf.range(tf.size(slots.values, tf.int64))
+        keys = tf.where(slots.values < 0, apart, slots.values) * _INDICES
+        keys, places = tf.unique(keys + tf.cast(total.indices, tf.int64), tf.int64)
+        found[number] = tf.IndexedSlices(
+            tf.math.unsorted_segment_sum(total.values, places, tf.size(keys)),
+            tf.cast(keys % _INDICES, total.indices.dtype),
+            total.dense_shape,
+        )
+    return found
 
 
 def _concatenated(indices: tf.Tensor) -> list[tf.Tensor]:
