@@ -29,7 +29,6 @@ NAMES = PrivateNames(
         "backend.compute_output_spec": "variables of a model that is not compiled",
         "backend.tensorflow.trainer.convert_to_np_if_not_ragged": "the outputs of predict",
         "backend.tensorflow.trainer.potentially_ragged_concat": "the outputs of predict",
-        "losses.loss.apply_mask": "what a weighted mean divides by",
         "models.functional.Functional": "cloning a model layer by layer",
         "saving.serialization_lib.SafeModeScope": "cloning objects with lambdas",
         "random.seed_generator.global_seed_generator": "random numbers without a seed",
@@ -279,15 +278,13 @@ def call_symbolically(function: Callable[..., Any], *args: Any, **named: Any) ->
     return NAMES("backend.compute_output_spec")(function, *args, **named)
 
 
-def flat_layers(model: keras.Model | keras.Layer) -> list[keras.Layer]:
-    """The model and every layer inside it. Private: the public list has one level only."""
-    return list(NAMES.of(model, "_flatten_layers", "layers inside of layers")())
+def flat_layers(model: keras.Model | keras.Layer, **options: bool) -> list[keras.Layer]:
+    """The model and every layer inside it. Private: the public list has one level only.
 
-
-def inner_layers(layer: keras.Layer) -> list[keras.Layer]:
-    """The layers directly inside a layer or model. Private: the public list is of models alone."""
-    flatten = NAMES.of(layer, "_flatten_layers", "layers inside of layers")
-    return list(flatten(recursive=False, include_self=False))
+    Args:
+        options: `recursive` and `include_self`, both True.
+    """
+    return list(NAMES.of(model, "_flatten_layers", "layers inside of layers")(**options))
 
 
 def is_graph_of_layers(model: keras.Model) -> bool:
@@ -301,15 +298,6 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
     arguments["optimizer"] = model.optimizer  # with its loss scaling, where compile added it
     arguments["auto_scale_loss"] = False
     return arguments
-
-
-def metrics_in_use(model: keras.Model) -> list[keras.metrics.Metric]:
-    """The metric objects that the user gave to `compile`, before and after they are built."""
-    compiled = NAMES.of(model, "_compile_metrics", use := "the metrics given to compile")
-    if compiled is None:
-        return []
-    given = [NAMES.of(compiled, name, use) for name in ("_user_metrics", "_user_weighted_metrics")]
-    return [m for m in keras.tree.flatten(given) if isinstance(m, keras.metrics.Metric)]
 
 
 def metrics_in_order(model: keras.Model, logs: Logs) -> list[float]:
@@ -400,16 +388,6 @@ def distribution_strategy_of(
         for optimizer, original in zip(optimizers, before, strict=True):
             optimizer._distribution_strategy = original
             vars(optimizer).pop("_all_reduce_sum_gradients", None)
-
-
-def loss_weights(
-    sample_weight: tf.Tensor | None, mask: tf.Tensor | None, reduction: str, dtype: tf.DType | str
-) -> tf.Tensor | None:
-    """Sample weights and mask as one tensor, by whose sum Keras's reduction divides; or None."""
-    if sample_weight is not None:
-        sample_weight = tf.convert_to_tensor(sample_weight, dtype)
-    apply_mask = NAMES("losses.loss.apply_mask")
-    return apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
 
 
 def stateless_scope() -> keras.StatelessScope | None:

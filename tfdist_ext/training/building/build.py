@@ -216,8 +216,10 @@ def recompile(
     if not source.compiled:
         return
     before = optimizers_of(source)
-    stateful = [*kp.metrics_in_use(source), *before.values()]
-    variables = [v for thing in stateful for v in thing.variables]
+    given = kp.compile_arguments(source)
+    metrics = keras.tree.flatten([given["metrics"], given["weighted_metrics"]])
+    stateful = [each for each in metrics if isinstance(each, keras.metrics.Metric)]
+    variables = [v for thing in [*stateful, *before.values()] for v in thing.variables]
     if source is target and all(belongs_to(variable, strategy) for variable in variables):
         return
     if type(source).compile_from_config is not keras.Model.compile_from_config:

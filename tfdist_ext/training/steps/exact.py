@@ -340,14 +340,13 @@ def _reduce_loss(
         if context.has_all_rows(values):
             return loss
         return tf.math.divide_no_nan(loss, context.batch_fraction(loss.dtype))
-    # The divisor of the mean, unless it is the number of rows.
-    if reduction == "mean_with_sample_weight":
-        divisor = kp.loss_weights(sample_weight, mask, reduction, loss.dtype)
-    else:
-        divisor = mask
-    if divisor is None:
-        return loss
-    mine = tf.reduce_sum(tf.cast(divisor, loss.dtype)) * context.is_nonempty(loss.dtype)
+    if reduction != "mean_with_sample_weight":
+        sample_weight = None
+    if sample_weight is None and mask is None:
+        return loss  # divided by the number of rows
+    ones = tf.ones_like(values, loss.dtype)
+    divisor = original(ones, sample_weight=sample_weight, mask=mask, reduction="sum")
+    mine = divisor * context.is_nonempty(loss.dtype)
     (whole,) = context.sums.all_reduce([mine])
     return loss * tf.math.divide_no_nan(mine, whole * context.batch_fraction(loss.dtype))
 
@@ -441,14 +440,14 @@ def _gradient(
         sources = tf.nest.map_structure(scope.source_of, sources)
     targets = tf.nest.flatten(target)
     _warn_of_compared_rows(context, targets)
-    output_gradients = _upstream_of_sums(context, targets, output_gradients)
+    upstream = _upstream(context, targets, output_gradients)
     # What a model's own tape gives is taken while the step's tape still records.
     of_step = context.keras_step and not is_recording()
     if of_step:
-        output_gradients = context.weighted(_upstream(targets, output_gradients))
+        upstream = context.weighted(upstream)
     context.computes_gradients, context.gradients_are_weighted = True, of_step
     try:
-        made = original(tape, target, sources, output_gradients, *options, **named_options)
+        made = original(tape, target, sources, upstream, *options, **named_options)
     finally:
         context.computes_gradients = False
     # Replicas cannot wait for each other in graphs inside the step's graph. A tape that still
@@ -473,10 +472,8 @@ def _summed(context: StepContext, gradients: Structure, variables: Structure) ->
     )
 
 
-def _upstream_of_sums(
-    context: StepContext, targets: list[tf.Tensor], output_gradients: Structure
-) -> Structure:
-    """Returns upstream gradients; those of targets with rows are divided by `batch_fraction`.
+def _upstream(context: StepContext, targets: list[tf.Tensor], given: Structure) -> list[tf.Tensor]:
+    """Returns the upstream gradient of each target; those of rows are divided by `batch_fraction`.
 
     Raises:
         TrainingError: a target may or may not have rows.
@@ -489,19 +486,18 @@ def _upstream_of_sums(
                 " with tf.reduce_sum(loss, axis=...) to one number per row, or with"
                 " tf.reduce_sum(loss) if it has no rows."
             )
-    if not any(map(context.has_rows, targets)):
-        return output_gradients
+    upstream = list(map(tf.ones_like, targets)) if given is None else tf.nest.flatten(given)
     return [
-        upstream * tf.math.reciprocal_no_nan(context.batch_fraction(upstream.dtype))
+        each * tf.math.reciprocal_no_nan(context.batch_fraction(each.dtype))
         if context.has_rows(target)
-        else upstream
-        for target, upstream in zip(targets, _upstream(targets, output_gradients), strict=True)
+        else each
+        for target, each in zip(targets, upstream, strict=True)
     ]
 
 
 def _warn_of_compared_rows(context: StepContext, targets: list[tf.Tensor]) -> None:
     """Warns once, while the first replica is traced, of a loss such as in-batch negatives."""
-    if context.replicas == 1 or context.graph is None or copy_number() % context.local_replicas:
+    if context.graph is None or copy_number() % context.local_replicas:
         return
     if name := compared_rows(targets, context.equal):
         warn(
@@ -510,8 +506,3 @@ def _warn_of_compared_rows(context: StepContext, targets: list[tf.Tensor]) -> No
             " device. Take one side from tfd.all_rows: logits = tf.matmul(queries,"
             " tfd.all_rows(candidates), transpose_b=True)."
         )
-
-
-def _upstream(targets: list[tf.Tensor], given: Structure) -> list[tf.Tensor]:
-    """Returns the upstream gradient of each target; ones if none are given."""
-    return [tf.ones_like(t) for t in targets] if given is None else tf.nest.flatten(given)

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.training.protocols import Structure
@@ -249,7 +248,6 @@ _OF_DISTINCT = {
 _SAME_ORDER = ("Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StopGradient")
 
 _INDICES = 1 << 32  # more than a table has rows
-_APART = np.int64(-1)
 _PLACES = 1 << 24  # more than a lookup that is the same on all replicas has indices
 
 
@@ -283,7 +281,7 @@ def _slots(gradient: tf.IndexedSlices, equal: EqualTensors) -> tf.IndexedSlices 
     for number, (part, kind) in enumerate(zip(parts, kinds, strict=True)):
         size = tf.size(part, tf.int64)
         places = tf.range(size) if kind == "equal" else tf.zeros([size], tf.int64)
-        slots.append(tf.fill([size], _APART) if kind == "rows" else number * _PLACES + places)
+        slots.append(places - 1 if kind == "rows" else number * _PLACES + places)
     shape = gradient.dense_shape
     return tf.IndexedSlices(
         tf.concat(slots, 0), gradient.indices, None if shape is None else shape[:1]

@@ -27,12 +27,7 @@ from tfdist_ext.strategies.traced_replica import replica_number, sum_up
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import gathered_values
 from tfdist_ext.training.steps.replaced import not_called, substitutes
-from tfdist_ext.training.steps.rows import (
-    EqualTensors,
-    Gradient,
-    merged,
-    with_slots,
-)
+from tfdist_ext.training.steps.rows import EqualTensors, Gradient, merged, with_slots
 from tfdist_ext.training.steps.step_timer import ReplicaTimer
 
 __all__ = ["ReplicaSums", "current_graph", "outside_of_inner_graphs", "reduced_for"]
