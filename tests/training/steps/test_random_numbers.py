@@ -225,7 +225,8 @@ class TwoBatches(keras.layers.Layer):
         words = ops.reshape(ops.repeat(x, 3, axis=1), (-1, 5))
         words = self.drop(words, training=True) + draw.uniform((ops.shape(words)[0], 1), seed=4)
         words = ops.reshape(words, (-1, 15))
-        return {"first": noisy[:rows], "second": noisy[rows:], "words": words}
+        mixed = ops.take(x, draw.shuffle(ops.arange(rows), seed=5), axis=0)
+        return {"first": noisy[:rows], "second": noisy[rows:], "words": words, "mixed": mixed}
 
 
 @pytest.mark.parametrize(("replicas", "eager"), [(3, False), (2, True)])
@@ -241,7 +242,7 @@ def test_where_sizes_are_numbers(four_cpus: None, eager: bool, replicas: int) ->
     one_device, ours = drawn
     assert len(np.unique(ours["second"][:12], axis=0)) == 12
     if eager:
-        one_device, ours = ({"words": each["words"]} for each in drawn)
+        one_device, ours = ({k: each[k] for k in ("words", "mixed")} for each in drawn)
     assert_same(ours, one_device)
 
 

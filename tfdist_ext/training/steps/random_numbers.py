@@ -35,7 +35,7 @@ from tfdist_ext.placement.live.initial_values import counter_at, group_size
 from tfdist_ext.strategies.traced_replica import copy_number
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.steps.context import StepContext, gather_rows
-from tfdist_ext.training.steps.replaced import Original
+from tfdist_ext.training.steps.replaced import Original, substitutes
 from tfdist_ext.training.steps.rows import blocks_of_rows, first_size
 from tfdist_ext.training.variables import outside_of_scopes
 
@@ -222,7 +222,9 @@ def _shuffled(
     before, _ = context.position()
     are_numbers = _are_row_numbers(x)
     rows = x + tf.cast(before, x.dtype) if are_numbers else x
-    shuffled = original(gather_rows(context, [rows])[0], 0, seed)
+    # In an eager step the number of all rows is a multiple of the part's.
+    with substitutes({"draw": lambda draw, *args, **named: draw(*args, **named)}, context.called):
+        shuffled = original(gather_rows(context, [rows])[0], 0, seed)
     mine = shuffled[before : before + context.rows_read]
     mine.set_shape(x.shape)
     if are_numbers:
