@@ -29,7 +29,6 @@ NAMES = PrivateNames(
         "backend.compute_output_spec": "variables of a model that is not compiled",
         "backend.tensorflow.trainer.convert_to_np_if_not_ragged": "the outputs of predict",
         "backend.tensorflow.trainer.potentially_ragged_concat": "the outputs of predict",
-        "losses.loss.apply_mask": "what a weighted mean divides by",
         "models.functional.Functional": "cloning a model layer by layer",
         "saving.serialization_lib.SafeModeScope": "cloning objects with lambdas",
         "random.seed_generator.global_seed_generator": "random numbers without a seed",
@@ -55,10 +54,7 @@ def get_data_adapter(*data: Any, **options: Any) -> Any:
 
 
 def in_one_array(*parts: tf.Tensor | np.ndarray) -> np.ndarray | tf.RaggedTensor:
-    """The outputs of several batches as one NumPy array, or ragged tensor.
-
-    Private because Keras's predict has no public function that concatenates batches.
-    """
+    """The outputs of several batches in one, as Keras's predict concatenates them."""
     if len(parts) == 1 and isinstance(parts[0], np.ndarray):
         return parts[0]  # Keras's function takes it for a tensor
     concat = NAMES("backend.tensorflow.trainer.potentially_ragged_concat")
@@ -96,173 +92,130 @@ class Replaced(NamedTuple):
             return pkgutil.resolve_name(f"{module}:{owner}"), name
 
 
-def _replaced(key: str, why: str, *paths: str) -> list[Replaced]:
-    return [Replaced(key, path, "the same" if n else why) for n, path in enumerate(paths)]
-
-
 _OPS = "tensorflow.python.ops"
 _STATELESS = f"{_OPS}.gen_stateless_random_ops"
 _STATEFUL = f"{_OPS}.gen_random_ops"
-_VARIABLE = f"{_OPS}.resource_variable_ops:BaseResourceVariable"
+_VARIABLES = f"{_OPS}.resource_variable_ops"
 _LAUNCHER = "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher"
 
+_ASSIGN = ("assign", "assign_add", "assign_sub")
+_ASSIGN_ROWS = (
+    *("_strided_slice_assign", "batch_scatter_update"),
+    *(f"scatter_{how}" for how in ("add", "div", "max", "min", "mul", "sub", "update")),
+    *(f"scatter_nd_{how}" for how in ("add", "max", "min", "sub", "update")),
+)
 
-REPLACED = (
-    *_replaced(
-        "apply",
+# Key -> what the functions do in a step and why they are replaced, their paths.
+_REPLACED = {
+    "apply": (
         "gets the gradients of the global batch, before it clips, accumulates or applies them",
         "keras:optimizers.Optimizer.apply",
         "keras:optimizers.LossScaleOptimizer.apply",
         "keras:optimizers.Optimizer.apply_gradients",
     ),
-    *_replaced(
-        "gradient",
-        "gradients of variables are those of the global batch. At this point the loss is final, so"
-        " a loss that is still a vector can be treated as a sum",
+    "gradient": (
+        "returns the gradient of the global batch; only here the loss of a step is known",
         "tensorflow:GradientTape.gradient",
     ),
-    *_replaced(
-        "loss",
-        "Dice and Tversky are ratios of sums over the global batch",
+    "loss": (
+        "computes Dice and Tversky, ratios of sums, from the rows of all replicas",
         "keras:losses.Loss.__call__",
     ),
-    *_replaced(
-        "reduce_loss",
-        "a loss over a part counts with the part's share of what the whole sums or divides by."
-        " The public `Loss.__call__` gives neither the mask nor the divisor",
+    "reduce_loss": (
+        "weighs a loss by the part's share of the divisor, which no public function returns",
         "keras.src.losses.loss:reduce_weighted_values",
     ),
-    *_replaced(
-        "average_loss",
-        "`tf.nn.compute_average_loss` divides by the rows of the global batch. It calls this"
-        " function whichever of its own names a step uses",
+    "average_loss": (
+        "is called by every name of `tf.nn.compute_average_loss`, whose divisor is of all rows",
         f"{_OPS}.losses.util:check_per_example_loss_rank",
     ),
-    *_replaced(
-        "divide_average_loss", "the same: the division itself", f"{_OPS}.math_ops:div_no_nan"
-    ),
-    *_replaced(
-        "added_loss",
-        "Keras sums what a layer gives to add_loss. A sum over a part's rows is no mean",
+    "divide_average_loss": ("the same: the division itself", f"{_OPS}.math_ops:div_no_nan"),
+    "added_loss": (
+        "sums what a layer gives to add_loss, and a sum over a part's rows is no mean",
         "keras:Model._aggregate_additional_loss",
     ),
-    *_replaced(
-        "clear_losses",
-        "replicas share a layer, which keeps the losses of its last call. The losses of another"
-        " replica must stay",
+    "clear_losses": (
+        "keeps the losses of other replicas, which share the layer",
         "keras:Layer._clear_losses",
     ),
-    *_replaced(
-        "update_mean",
-        "a single number is the mean over a part, and counts with the part's share",
+    "update_mean": (
+        "counts a single number, the mean over a part, with the part's share",
         "keras:metrics.Mean.update_state",
     ),
-    *_replaced(
-        "moments",
-        "statistics over all replicas. The gradient of Keras's function does not weigh the"
-        " replicas, and counts a part of 0 rows",
+    "moments": (
+        "weighs the replicas; the gradient of Keras's function does not",
         "keras.src.backend.tensorflow.nn:_compute_moments_sync",
     ),
-    *_replaced(
-        "moments_of_layer",
+    "moments_of_layer": (
         "the same with a mask, where Keras ignores `synchronized`",
         "keras:layers.BatchNormalization._moments",
     ),
-    *_replaced(
-        "replicas",
-        "is 1 in a step: Keras and users divide a mean loss by it, and the shares do that",
+    "replicas": (
+        "is 1: Keras and users divide a mean loss by it, but gradients are weighted already",
         "tensorflow:distribute.Strategy.num_replicas_in_sync",
     ),
-    *_replaced(
-        "take",
-        "rows of a table that replicas share, or that is in shards, are gathered where they are."
-        " Keras makes a tensor of the whole table first",
+    "take": (
+        "gathers rows of a shared table where they are; Keras copies the whole table first",
         "keras.src.backend.tensorflow.numpy:take",
     ),
-    *_replaced(
-        "draw",
-        "draws the rows of one replica's part. All ways of drawing call these operations, which get"
-        " the counter from which rows are drawn",
-        *(
-            f"{_STATELESS}_v2:stateless_{name}_v2"
-            for name in (
-                *("random_uniform", "random_uniform_int", "random_uniform_full_int"),
-                *("random_normal", "truncated_normal"),
-            )
-        ),
+    "draw": (
+        "draws the rows of one replica's part, from the counter of their first number",
+        f"{_STATELESS}_v2:stateless_random_uniform_v2",
+        f"{_STATELESS}_v2:stateless_random_uniform_int_v2",
+        f"{_STATELESS}_v2:stateless_random_uniform_full_int_v2",
+        f"{_STATELESS}_v2:stateless_random_normal_v2",
+        f"{_STATELESS}_v2:stateless_truncated_normal_v2",
     ),
-    *_replaced(
-        "draw_with_state",
-        "draws a seed, of which each replica has its rows: what shares a trace would draw the same",
-        *(
-            f"{_STATEFUL}:{name}"
-            for name in (
-                *("random_uniform", "random_uniform_int"),
-                *("random_standard_normal", "truncated_normal"),
-            )
-        ),
+    "draw_with_state": (
+        "draws a seed, and each replica its rows: replicas that share a trace would draw the same",
+        f"{_STATEFUL}:random_uniform",
+        f"{_STATEFUL}:random_uniform_int",
+        f"{_STATEFUL}:random_standard_normal",
+        f"{_STATEFUL}:truncated_normal",
     ),
-    *_replaced(
-        "draw_by_parameters",
-        "the same, for distributions that draw all values of one parameter before the next",
+    "draw_whole": (
+        "the same as draw, for distributions that draw in another order than that of the rows",
         f"{_STATELESS}_v2:stateless_random_gamma_v3",
         f"{_STATELESS}:stateless_random_binomial",
         f"{_STATELESS}:stateless_random_poisson",
+        f"{_STATELESS}:stateless_multinomial",
     ),
-    *_replaced("draw_categories", "the same, of categories", f"{_STATELESS}:stateless_multinomial"),
-    *_replaced(
-        "seed_generator",
-        "each replica has one, which is made outside of the step",
+    "seed_generator": (
+        "returns the replica's own, which is made outside of the step",
         "keras.src.random.seed_generator:global_seed_generator",
     ),
-    *_replaced(
-        "shuffle",
-        "rows are shuffled over all replicas",
+    "shuffle": (
+        "shuffles the rows of all replicas",
         "keras.src.backend.tensorflow.random:shuffle",
     ),
-    *_replaced(
-        "gather",
+    "gather": (
         "finds rows of other replicas by the numbers that a shuffle gave",
         "tensorflow:gather",
     ),
-    *_replaced(
-        "write_variable",
+    "write_variable": (
         "what a replica writes to a tf.Variable of the user's becomes the mean over all rows",
-        *(
-            f"{_VARIABLE.replace('Base', '')}.{name}"
-            for name in ("assign", "assign_add", "assign_sub")
-        ),
-        f"{_VARIABLE}._strided_slice_assign",
-        f"{_VARIABLE}.batch_scatter_update",
-        *(
-            f"{_VARIABLE}.scatter_{how}"
-            for how in ("add", "div", "max", "min", "mul", "sub", "update")
-        ),
-        *(f"{_VARIABLE}.scatter_nd_{how}" for how in ("add", "max", "min", "sub", "update")),
+        *(f"{_VARIABLES}:ResourceVariable.{name}" for name in _ASSIGN),
+        *(f"{_VARIABLES}:BaseResourceVariable.{name}" for name in _ASSIGN_ROWS),
     ),
-    *_replaced(
-        "update_variable",
-        "each replica writes its own copy: TensorFlow's function is a cross-replica call, which a"
-        " cond cannot contain, and weighs replicas without regard to their rows",
+    "update_variable": (
+        "writes the replica's own copy, also in a cond, which TensorFlow's function does not allow",
         "tensorflow.python.distribute.values:MirroredVariable._update_replica",
-    ),
-    *_replaced(
-        "update_variable",
-        "an error names the variable that replicas share and each would write",
         "tensorflow.python.distribute.ps_values:AggregatingVariable._assign_func",
     ),
-    *_replaced(
-        "collective_key",
-        "all turns of a loop in the graph have one key for a collective: what is gathered may have"
-        " several sizes",
+    "collective_key": (
+        "has a key for each size: in TensorFlow all turns of a loop in the graph have one",
         f"{_LAUNCHER}._next_instance_key",
     ),
-    *_replaced(
-        "reduce_slices",
-        "workers know that they have equally many slices: one collective gathers those of all"
-        " tables, instead of three for each",
+    "reduce_slices": (
+        "gathers the slices of all tables in one collective, in place of three for each",
         f"{_LAUNCHER}.all_reduce_indexed_slices",
     ),
+}
+
+REPLACED = tuple(
+    Replaced(key, path, "the same" if number else why)
+    for key, (why, *paths) in _REPLACED.items()
+    for number, path in enumerate(paths)
 )
 
 
@@ -272,10 +225,7 @@ def loss_ids(layer: keras.Layer) -> set[int]:
 
 
 def raw_value(variable: keras.Variable | tf.Variable) -> tf.Variable:  # None if uninitialized
-    """The tf.Variable behind a Keras variable, whatever stateless scope is open.
-
-    Private because `.value` asks the open scope first, and the scope asks us.
-    """
+    """The tf.Variable behind a Keras variable. Private: `.value` asks the open scope first."""
     if isinstance(variable, tf.Variable):
         return variable
     return NAMES.of(variable, "_value", "variables in a step")
@@ -284,8 +234,7 @@ def raw_value(variable: keras.Variable | tf.Variable) -> tf.Variable:  # None if
 def array_parts(adapter: Any) -> tuple[Structure, int, int] | None:
     """Arrays as tensors, rows and global batch of an adapter; None if it holds no arrays.
 
-    Private because the adapter's own dataset shuffles in an unseeded order, and a cluster needs one
-    order for all workers. The adapter's checks and conversions are used.
+    Private because the adapter's own dataset shuffles in an order of this process alone.
     """
     if not isinstance(adapter, NAMES("trainers.data_adapters.array_data_adapter.ArrayDataAdapter")):
         return None
@@ -301,10 +250,7 @@ def array_parts(adapter: Any) -> tuple[Structure, int, int] | None:
 
 
 def batches_of(adapter: object) -> Iterator[Structure]:
-    """The batches of one pass as the adapter gives them to tf.data.
-
-    Private because the public iterators convert batches to NumPy arrays, or begin again at the end.
-    """
+    """The batches of one pass. Private: the public iterators convert to NumPy, or begin again."""
     return NAMES.of(adapter, "_get_iterator", "a PyDataset as data")()
 
 
@@ -323,42 +269,26 @@ def take(parts: Structure, indices: tf.Tensor) -> Structure:
 
 
 def symbolic_build(model: keras.Model, batch: Structure) -> None:
-    """Build model, metrics, losses and optimizer from the shapes of one batch.
-
-    Private because Keras offers no public way to build metrics before the first step, and
-    variables must exist before a step is traced.
-    """
+    """Build model, metrics, losses and optimizer. Private: Keras builds metrics in a step."""
     NAMES.of(model, "_symbolic_build", "metrics and optimizers before a step")(data_batch=batch)
 
 
-def symbolic_call(model: keras.Model, batch: Structure) -> None:
-    """Build the model alone, where there are no targets. Private: public ways need real data."""
-    if not all(layer.built for layer in flat_layers(model)):
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        NAMES("backend.compute_output_spec")(model, x, training=False)
+def call_symbolically(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Trace a function for the variables it makes. Private: public ways need real data."""
+    return NAMES("backend.compute_output_spec")(function, *args, **named)
 
 
-def call_symbolically(function: Callable[..., Any], *args: Any) -> Any:
-    """Trace a function for the variables it makes. Private: public ways trace a model's call."""
-    return NAMES("backend.compute_output_spec")(function, *args)
+def flat_layers(model: keras.Model | keras.Layer, **options: bool) -> list[keras.Layer]:
+    """The model and every layer inside it. Private: the public list has one level only.
 
-
-def flat_layers(model: keras.Model | keras.Layer) -> list[keras.Layer]:
-    """The model and every layer inside it. Private: the public list has one level only."""
-    return list(NAMES.of(model, "_flatten_layers", "layers inside of layers")())
-
-
-def inner_layers(layer: keras.Layer) -> list[keras.Layer]:
-    """The layers directly inside a layer or model. Private: the public list is of models alone."""
-    flatten = NAMES.of(layer, "_flatten_layers", "layers inside of layers")
-    return list(flatten(recursive=False, include_self=False))
+    Args:
+        options: `recursive` and `include_self`, both True.
+    """
+    return list(NAMES.of(model, "_flatten_layers", "layers inside of layers")(**options))
 
 
 def is_graph_of_layers(model: keras.Model) -> bool:
-    """Whether it is Functional or Sequential, and can be cloned layer by layer.
-
-    Private because Keras exports no name for the class of functional models.
-    """
+    """Whether it is Functional or Sequential. Private: Keras exports no name for Functional."""
     return isinstance(model, keras.Sequential | NAMES("models.functional.Functional"))
 
 
@@ -368,15 +298,6 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
     arguments["optimizer"] = model.optimizer  # with its loss scaling, where compile added it
     arguments["auto_scale_loss"] = False
     return arguments
-
-
-def metrics_in_use(model: keras.Model) -> list[keras.metrics.Metric]:
-    """The metric objects that the user gave to `compile`, before and after they are built."""
-    compiled = NAMES.of(model, "_compile_metrics", use := "the metrics given to compile")
-    if compiled is None:
-        return []
-    given = [NAMES.of(compiled, name, use) for name in ("_user_metrics", "_user_weighted_metrics")]
-    return [m for m in keras.tree.flatten(given) if isinstance(m, keras.metrics.Metric)]
 
 
 def metrics_in_order(model: keras.Model, logs: Logs) -> list[float]:
@@ -405,10 +326,7 @@ def traces_batches(callback: keras.callbacks.TensorBoard) -> bool:
 
 
 def remembered_by(callback: keras.callbacks.Callback) -> Sequence[str]:
-    """The attributes in which a callback of Keras keeps its state between epochs.
-
-    Private: some attributes of ModelCheckpoint, SwapEMAWeights and TensorBoard.
-    """
+    """The attributes in which a callback of Keras keeps its state, some of them private."""
     return next((names for kind, names in _REMEMBERED.items() if isinstance(callback, kind)), ())
 
 
@@ -428,10 +346,7 @@ _REMEMBERED: dict[type[keras.callbacks.Callback], Sequence[str]] = {
 
 
 def seed_state() -> np.ndarray | None:
-    """The state of `global_seed_generator`; None if nothing was drawn from it yet.
-
-    Private: asking for the generator would make it, which draws a seed from Python's generator.
-    """
+    """The state of `global_seed_generator`; None if none was made, which would draw a seed."""
     found = NAMES("backend.common.global_state.get_global_attribute")("global_seed_generator")
     return None if found is None else found.state.numpy()
 
@@ -464,8 +379,7 @@ def distribution_strategy_of(
     before = [NAMES.of(each, "_distribution_strategy", use) for each in optimizers]
     for optimizer in optimizers:
         optimizer._distribution_strategy = strategy
-        # There is nothing to sum. Keras would call TensorFlow's sum over replicas, which registers
-        # a gradient, and with it the graph of the step, for the life of the process.
+        # TensorFlow's sum over replicas would keep the graph of the step for the process's life.
         NAMES.of(optimizer, "_all_reduce_sum_gradients", use)
         vars(optimizer)["_all_reduce_sum_gradients"] = lambda grads_and_vars: grads_and_vars
     try:
@@ -476,19 +390,6 @@ def distribution_strategy_of(
             vars(optimizer).pop("_all_reduce_sum_gradients", None)
 
 
-def loss_weights(
-    sample_weight: tf.Tensor | None, mask: tf.Tensor | None, reduction: str, dtype: tf.DType | str
-) -> tf.Tensor | None:
-    """Sample weights and mask as one tensor, by whose sum Keras's reduction divides; or None.
-
-    Private because the reduction does not return its divisor.
-    """
-    if sample_weight is not None:
-        sample_weight = tf.convert_to_tensor(sample_weight, dtype)
-    apply_mask = NAMES("losses.loss.apply_mask")
-    return apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
-
-
 def stateless_scope() -> keras.StatelessScope | None:
     """The open keras.StatelessScope, or None. Private: no public function returns it."""
     return NAMES("backend.common.stateless_scope.get_stateless_scope")()
@@ -497,10 +398,7 @@ def stateless_scope() -> keras.StatelessScope | None:
 def step_variables(
     optimizer: keras.optimizers.Optimizer,
 ) -> tuple[keras.Variable, keras.Variable | None]:
-    """(the variable that counts steps, that of the learning rate, or None under a schedule).
-
-    Private because `iterations` and `learning_rate` give values computed from them.
-    """
+    """(the variable that counts steps, that of the learning rate, or None under a schedule)."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     rate = NAMES.of(inner, "_learning_rate", use := "steps on parameter servers")
     return NAMES.of(inner, "_iterations", use), rate if isinstance(rate, keras.Variable) else None

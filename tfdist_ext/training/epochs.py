@@ -96,7 +96,7 @@ class Epochs:
                 batches.needs_row_count,
                 completed,
                 batches.advance,
-                None if batches.arrays is None else batches.batch_size,
+                batches.batch_size or _batch_size_of(batches.dataset),
             )
         except BaseException:
             batches.on_epoch_end()  # stops workers that read ahead
@@ -233,6 +233,15 @@ class Epochs:
             f"the data ended after {steps} of the {self._requested} steps requested in this epoch."
             " Request fewer steps, or repeat the data with .repeat()."
         )
+
+
+def _batch_size_of(dataset: tf.data.Dataset | None) -> int | None:
+    """The rows of the batches that a dataset makes; None if only reading tells."""
+    if dataset is None:
+        return None
+    variant = tf.data.experimental.to_variant(dataset)
+    size = int(tf.raw_ops.ComputeBatchSize(input_dataset=variant))
+    return size if size > 0 else None
 
 
 def _without_prefetch(dataset: tf.data.Dataset) -> tf.data.Iterator:

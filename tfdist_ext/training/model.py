@@ -248,8 +248,6 @@ class DistributedModel(SavingMixin):
         )
         self._model.stop_training = False
         initial_epoch = saved.resume(train, initial_epoch, hooks.callbacks)
-        if checkpoint_dir is not None:
-            self._engine.state_is_restored()
         is_chief = self._reduction.is_chief
         with (
             saved.training(),

@@ -222,9 +222,6 @@ class Engine(ABC):
         """Whether `fit` knows at each step where it is in this data."""
         return isinstance(data, ShardedDataset)
 
-    def state_is_restored(self) -> None:  # noqa: B027 - most engines have nothing to do
-        """Called when the model and the random generator have the state of a checkpoint."""
-
     @abstractmethod
     def _make_program(self, model: keras.Model, kind: str, timed: bool) -> StepProgram: ...
 

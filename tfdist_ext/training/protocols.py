@@ -99,7 +99,7 @@ class Epoch:
         needs_row_count: whether the tasks have to agree in each step on what the global batch is.
         completed: global batches of the same epoch that are in the metrics already.
         advance: called with the number of batches that an execution used.
-        batch_size: examples of a global batch, of data that is in memory; else None.
+        batch_size: examples of a global batch; None if only reading tells.
     """
 
     iterator: BatchIterator

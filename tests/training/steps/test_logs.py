@@ -155,7 +155,6 @@ class OneLog(keras.Sequential):
         return {"shown": self.log(self.accuracy, y, predicted)}
 
 
-@pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize(
     "log",
     [
@@ -164,9 +163,9 @@ class OneLog(keras.Sequential):
         lambda metric, y, p: tf.reduce_mean(metric.result() * y),
     ],
 )
-def test_what_is_computed_from_a_metric_is_warned_of_by_name(eager: bool, log: Any) -> None:
+def test_what_is_computed_from_a_metric_is_warned_of_by_name(log: Any) -> None:
     def build() -> keras.Model:
-        return OneLog(log, run_eagerly=eager)
+        return OneLog(log)
 
     with pytest.warns(UserWarning, match=r"OneLog.train_step returns 'shown'.*a metric") as told:
         distributed_fit(build, X, Y, **FIT)

@@ -153,13 +153,29 @@ class OfABatch(keras.layers.Layer):
         return x + self.draw((16, 5))
 
 
-@pytest.mark.parametrize("draw", [keras.random.normal, tf.random.normal])
-def test_the_rows_of_the_global_batch_as_a_number(draw: Any) -> None:
+@pytest.mark.parametrize(
+    ("draw", "as_dataset"), [(keras.random.normal, False), (tf.random.normal, True)]
+)
+def test_the_rows_of_the_global_batch_as_a_number(draw: Any, as_dataset: bool) -> None:
     def build() -> keras.Model:
         return compiled(keras.Sequential([OfABatch(draw), keras.layers.Dense(1)]))
 
+    model = tfd.distribute(build, mirrored())
+    data: dict[str, Any] = {"x": X, "y": Y, "batch_size": 16}
+    if as_dataset:
+        data = {"x": tf.data.Dataset.from_tensor_slices((X, Y)).batch(16).prefetch(1)}
     with pytest.raises(tfd.TrainingError, match=r"shape \(16, 5\), .*keras\.ops\.shape\(x\)"):
-        tfd.distribute(build, mirrored()).fit(X[:48], Y[:48], batch_size=16, verbose=0)
+        model.fit(**data, verbose=0)
+
+
+def test_a_shuffle_of_several_entries_of_each_row() -> None:
+    class Shuffles(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return x * keras.random.shuffle(keras.ops.reshape(x, (-1,)))[0]
+
+    model = tfd.distribute(lambda: drawing(Shuffles), mirrored())
+    with pytest.raises(tf.errors.InvalidArgumentError, match="axis 0 of x must hold the rows"):
+        model.predict(X[:16], verbose=0)
 
 
 class WithPositions(keras.layers.Layer):
@@ -209,7 +225,8 @@ class TwoBatches(keras.layers.Layer):
         words = ops.reshape(ops.repeat(x, 3, axis=1), (-1, 5))
         words = self.drop(words, training=True) + draw.uniform((ops.shape(words)[0], 1), seed=4)
         words = ops.reshape(words, (-1, 15))
-        return {"first": noisy[:rows], "second": noisy[rows:], "words": words}
+        mixed = ops.take(x, draw.shuffle(ops.arange(rows), seed=5), axis=0)
+        return {"first": noisy[:rows], "second": noisy[rows:], "words": words, "mixed": mixed}
 
 
 @pytest.mark.parametrize(("replicas", "eager"), [(3, False), (2, True)])
@@ -225,7 +242,7 @@ def test_where_sizes_are_numbers(four_cpus: None, eager: bool, replicas: int) ->
     one_device, ours = drawn
     assert len(np.unique(ours["second"][:12], axis=0)) == 12
     if eager:
-        one_device, ours = ({"words": each["words"]} for each in drawn)
+        one_device, ours = ({k: each[k] for k in ("words", "mixed")} for each in drawn)
     assert_same(ours, one_device)
 
 

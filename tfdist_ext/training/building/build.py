@@ -179,7 +179,11 @@ def _build_from_call_or_step(model: keras.Model, kind: str, batch: Structure) ->
         if own_step:  # which need not use the call that Keras cannot trace
             warnings.filterwarnings("ignore", ".*unbuilt state", UserWarning)
         try:
-            (kp.symbolic_call if kind == "predict" else kp.symbolic_build)(model, batch)
+            if kind != "predict":
+                kp.symbolic_build(model, batch)
+            elif not all(layer.built for layer in kp.flat_layers(model)):
+                x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+                kp.call_symbolically(model, x, training=False)
             return
         except Exception:
             if not own_step:
@@ -212,8 +216,10 @@ def recompile(
     if not source.compiled:
         return
     before = optimizers_of(source)
-    stateful = [*kp.metrics_in_use(source), *before.values()]
-    variables = [v for thing in stateful for v in thing.variables]
+    given = kp.compile_arguments(source)
+    metrics = keras.tree.flatten([given["metrics"], given["weighted_metrics"]])
+    stateful = [each for each in metrics if isinstance(each, keras.metrics.Metric)]
+    variables = [v for thing in [*stateful, *before.values()] for v in thing.variables]
     if source is target and all(belongs_to(variable, strategy) for variable in variables):
         return
     if type(source).compile_from_config is not keras.Model.compile_from_config:

@@ -23,11 +23,11 @@ from tfdist_ext.training.callbacks.worker_tensorboard import check_tensorboard
 from tfdist_ext.training.protocols import Callbacks, TrainedModel
 from tfdist_ext.training.state.chief import broadcast_state
 from tfdist_ext.training.steps.replaced import (
-    Target,
     functions_in_place,
     redirect_methods,
     substitute_of,
     substitutes,
+    target_of,
 )
 from tfdist_ext.user_frames import filter_traceback
 
@@ -167,7 +167,7 @@ TRAINER_METHODS = (
 )
 
 
-_TARGETS = [Target(name, keras.Model, name) for name in TRAINER_METHODS]
+_TARGETS = [target_of(name, keras.Model, name) for name in TRAINER_METHODS]
 
 
 Function: TypeAlias = Callable[..., Any]

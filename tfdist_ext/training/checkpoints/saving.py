@@ -30,7 +30,6 @@ from tfdist_ext.training.checkpoints.format import (
     encode_checkpoint,
 )
 from tfdist_ext.training.checkpoints.paths import os_errors, write_atomically
-from tfdist_ext.training.programs import Engine
 from tfdist_ext.training.protocols import Specs
 from tfdist_ext.training.state.chief import broadcast_bytes, broadcast_state, run_on_chief
 from tfdist_ext.training.state.naming import (
@@ -58,7 +57,6 @@ class SavingMixin:
     _model: keras.Model
     _strategy: tf.distribute.Strategy
     _reduction: Reduction
-    _engine: Engine
     _builder: Builder
     _built_for: Specs  # tf.TypeSpecs of a batch, once one was seen
     _progress: Progress
@@ -131,7 +129,6 @@ class SavingMixin:
         check_has_variables(self._model, "restore_checkpoint")
         self._build_optimizer()
         self._progress, _ = restore_checkpoint(self._model, self._reduction, os.fspath(path))
-        self._engine.state_is_restored()
         return self._progress
 
     @on_every_worker

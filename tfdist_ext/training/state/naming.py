@@ -74,7 +74,7 @@ def _variables_in(layer: keras.Layer, parent: str) -> Iterator[tuple[str, keras.
 
     The variable's own path says where its layer was built, and may differ in a copy.
     """
-    inner = kp.inner_layers(layer)
+    inner = kp.flat_layers(layer, recursive=False, include_self=False)
     of_inner = {id(variable) for part in inner for variable in part.variables}
     own = [(each.name, each) for each in layer.variables if id(each) not in of_inner]
     for name, variable in _renumbered(own):

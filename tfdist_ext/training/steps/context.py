@@ -67,7 +67,6 @@ class StepContext:
         computes_gradients: True while a gradient tape is computing gradients.
         gradients_are_weighted: the gradients of Keras's own step are weighted with the part's
             fraction of the rows, and are not summed yet.
-        synchronized_moments: how many statistics were computed over all replicas.
         row_numbers: shuffled numbers of rows in the global batch.
     """
 
@@ -104,7 +103,6 @@ class StepContext:
         self.has_all_rows_tensors = False
         self.computes_gradients = False
         self.gradients_are_weighted = False
-        self.synchronized_moments = 0
         self.row_numbers: list[tf.Tensor] = []
         self._position: tuple[tf.Tensor, tf.Tensor] | None = None
 
@@ -199,7 +197,7 @@ class StepContext:
         """
 
         def sum_up(parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            return self.sums.all_reduce_timed(parts, [what] * len(parts))
+            return self.sums.all_reduce(parts, [what] * len(parts))
 
         @tf.custom_gradient
         def summed(*parts: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:

@@ -17,22 +17,17 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.strategies.reductions import batch_reduce_to
+from tfdist_ext.strategies.reductions import OTHER, batch_reduce_to
 from tfdist_ext.strategies.traced_replica import copy_number, once_for_all
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import is_recording
 from tfdist_ext.training.protocols import Structure
-from tfdist_ext.training.steps.context import StepContext, running_step
+from tfdist_ext.training.steps.context import StepContext, all_rows, running_step
 from tfdist_ext.training.steps.random_numbers import RANDOM, rows_at
-from tfdist_ext.training.steps.replaced import (
-    Target,
-    not_called,
-    substitutes,
-)
-from tfdist_ext.training.steps.rows import Gradient, compared_rows
+from tfdist_ext.training.steps.replaced import Original, Target, substitutes
+from tfdist_ext.training.steps.rows import Gradient, compared_rows, merged, with_slots
 from tfdist_ext.training.steps.scope import (
     ReplicaScope,
-    check_aggregated,
     check_equal,
     check_indices,
     check_value,
@@ -92,7 +87,7 @@ def substitutes_of(
 def _take(
     context: StepContext,
     take: Callable[..., tf.Tensor],
-    original: Callable[..., tf.Tensor],
+    original: Original,
     x: Any,
     indices: Any,
     axis: int | None = None,
@@ -102,11 +97,7 @@ def _take(
 
 
 def _write_variable(
-    context: StepContext,
-    original: Callable[..., Any],
-    variable: tf.Variable,
-    *args: Any,
-    **named: Any,
+    context: StepContext, original: Original, variable: tf.Variable, *args: Any, **named: Any
 ) -> Any:
     """A method of a tf.Variable of the user's that writes one copy."""
     scope = kp.stateless_scope()
@@ -124,28 +115,11 @@ def _write_variable(
 
 
 def _update_variable(
-    context: StepContext,
-    original: Callable[..., Any],
-    variable: tf.Variable,
-    *args: Any,
-    **named: Any,
+    context: StepContext, original: Original, variable: tf.Variable, *args: Any, **named: Any
 ) -> Any:
-    """Writes a tf.Variable of the user's that the strategy has made.
-
-    A replica writes its own copy. If replicas share one copy, TensorFlow combines their values, if
-    the result is a sum, a mean over all rows, or a counter.
-    """
-    aggregation, is_shared = variable.aggregation, hasattr(variable, "get")
-    sums = aggregation == tf.VariableAggregation.SUM
-    averages = aggregation == tf.VariableAggregation.MEAN
-    counts = not variable.dtype.is_floating and aggregation != tf.VariableAggregation.NONE
-    if sums or (is_shared and (averages or counts)):
-        check_aggregated(context, variable)
-        if averages:  # TensorFlow averages over replicas, not over rows
-            value = context.contribution(tf.convert_to_tensor(args[0], variable.dtype))
-            args = (value * context.replicas, *args[1:])
-        return original(variable, *args, **named)
-    if is_shared:
+    """Writes the replica's own copy of a tf.Variable of the user's that the strategy has made."""
+    del original
+    if hasattr(variable, "get") or variable.aggregation == tf.VariableAggregation.SUM:
         raise shared_by_replicas(variable, context.local_replicas)
     update, value = args
     copies = tf.distribute.get_strategy().experimental_local_results(variable)
@@ -171,7 +145,7 @@ def own_applies(model: keras.Model) -> list[Target]:
 
 def _apply(
     context: StepContext,
-    original: Callable[..., Any],
+    original: Original,
     optimizer: keras.optimizers.Optimizer,
     grads: Iterable[Any],
     *more: Any,
@@ -235,7 +209,7 @@ def _with_global_gradients(
     if context.local_replicas > 1 and is_updated_once(touched, strategy, context.local_replicas):
         return _update_once(context, optimizer, weighted, known, owned, touched, apply_to)
     what = [reduced_for("gradient", variable) for variable in owned]
-    sums = context.sums.all_reduce_timed(weighted, what)
+    sums = context.sums.all_reduce(weighted, what)
     number = copy_number()
     copies = LocalCopies(lambda variable: local_copy(variable, strategy, number), optimizers)
     with running_step(None), default_strategy_scope(optimizers), copies:
@@ -262,10 +236,16 @@ def _update_once(
     """
     strategy = tf.distribute.get_strategy()
     optimizers = with_inner_optimizers(optimizer)
-    lookups = list(map(context.sums.lookups, weighted))
+    parts, numbers = with_slots(weighted, context.equal)
+    owners = [*variables, *(variables[number] for number in numbers)]
+    what = [reduced_for("gradient", variable) for variable in variables]
+    what += [OTHER] * len(numbers)
 
-    def update(values: tuple[list[list[Gradient]], list[Gradient]]) -> tf.Tensor:
-        summed = context.sums.merged(lookups, _sums_on_owners(values[0], variables, strategy))
+    def update(values: tuple[list[Gradient], list[Gradient]]) -> tf.Tensor:
+        devices = [device_of_update(owner_copy(variable, strategy)) for variable in owners]
+        pairs = list(zip(values[0], devices, strict=True))
+        sums = batch_reduce_to(strategy, tf.distribute.ReduceOp.SUM, pairs, what) if pairs else []
+        summed = merged(sums, numbers)
         summed += [strategy.experimental_local_results(each)[0] for each in values[1]]
         copies = LocalCopies(lambda variable: owner_copy(variable, strategy), optimizers)
         scope = default_strategy_scope(optimizers, UpdatesInPlace(optimizer))
@@ -275,27 +255,14 @@ def _update_once(
         return timestamp_after(summed)
 
     context.sums.check_graph()
-    mine = [[each.value for each in of_one] for of_one in lookups], list(known)
+    mine = parts, list(known)
     context.sums.synchronize(functools.partial(once_for_all, update), mine)
     return optimizer.iterations
 
 
-def _sums_on_owners(
-    values: Sequence[Sequence[Gradient]],
-    variables: Sequence[keras.Variable],
-    strategy: tf.distribute.Strategy,
-) -> list[Gradient]:
-    """Returns sums of gradients' lookups, on the devices that compute the updates."""
-    devices = [device_of_update(owner_copy(variable, strategy)) for variable in variables]
-    of_all = list(zip(values, devices, variables, strict=True))
-    pairs = [(value, device) for of_one, device, _ in of_all for value in of_one]
-    what = [reduced_for("gradient", variable) for of_one, _, variable in of_all for _ in of_one]
-    return batch_reduce_to(strategy, tf.distribute.ReduceOp.SUM, pairs, what) if pairs else []
-
-
 def _update_mean(
     context: StepContext,
-    original: Callable[..., Any],
+    original: Original,
     metric: keras.metrics.Metric,
     values: npt.ArrayLike | tf.Tensor,
     sample_weight: npt.ArrayLike | tf.Tensor | None = None,
@@ -311,15 +278,10 @@ def _update_mean(
 
 
 def _moments(
-    context: StepContext,
-    original: Callable[..., Moments],
-    x: tf.Tensor,
-    axes: Sequence[int],
-    keepdims: bool,
+    context: StepContext, original: Original, x: tf.Tensor, axes: Sequence[int], keepdims: bool
 ) -> Moments:
     """Returns mean and variance over the rows of all replicas, by Keras's formula."""
     del original
-    context.synchronized_moments += 1
     present = context.is_nonempty(x.dtype)
     sums = [tf.reduce_sum(v, axes, keepdims=True) for v in (x, tf.square(x), tf.ones_like(x))]
     total, squares, count = context.differentiable_sum([value * present for value in sums])
@@ -332,31 +294,16 @@ def _moments(
 
 def _moments_of_layer(
     context: StepContext,
-    original: Callable[..., Moments],
+    original: Original,
     layer: keras.layers.BatchNormalization,
     inputs: tf.Tensor,
     mask: tf.Tensor | None,
 ) -> Moments:
     """Returns mean and variance of a BatchNormalization; a mask is used on all replicas."""
-    if mask is None or not layer.synchronized:
-        before = context.synchronized_moments
-        moments: Moments = original(layer, inputs, mask)
-        if layer.synchronized and context.synchronized_moments == before:
-            raise not_called("moments")
-        return moments
-    axes = [axis for axis in range(inputs.shape.rank) if axis != layer.axis % inputs.shape.rank]
-    mask = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
-    present = context.is_nonempty(inputs.dtype)
-
-    def sum_of(value: tf.Tensor) -> tf.Tensor:
-        value = tf.where(mask, value, tf.zeros_like(value))
-        return tf.reduce_sum(value, axes, keepdims=True) * present
-
-    total, count = context.differentiable_sum([sum_of(inputs), sum_of(tf.ones_like(inputs))])
-    epsilon = keras.config.epsilon()
-    mean = total / (count + epsilon)
-    (squares,) = context.differentiable_sum([sum_of(tf.square(inputs - mean))])
-    return tf.squeeze(mean), tf.squeeze(squares / (count + epsilon))
+    if mask is not None and layer.synchronized:
+        context.called.add("moments")
+        inputs, mask = all_rows((inputs, mask))
+    return original(layer, inputs, mask)
 
 
 _RATIOS = (keras.losses.dice, keras.losses.tversky)
@@ -364,7 +311,7 @@ _RATIOS = (keras.losses.dice, keras.losses.tversky)
 
 def _reduce_loss(
     context: StepContext,
-    original: Callable[..., tf.Tensor],
+    original: Original,
     values: tf.Tensor,
     sample_weight: tf.Tensor | None = None,
     mask: tf.Tensor | None = None,
@@ -390,36 +337,35 @@ def _reduce_loss(
         if context.has_all_rows(values):
             return loss
         return tf.math.divide_no_nan(loss, context.batch_fraction(loss.dtype))
-    # The divisor of the mean, unless it is the number of rows.
-    if reduction == "mean_with_sample_weight":
-        divisor = kp.loss_weights(sample_weight, mask, reduction, loss.dtype)
-    else:
-        divisor = mask
-    if divisor is None:
-        return loss
-    mine = tf.reduce_sum(tf.cast(divisor, loss.dtype)) * context.is_nonempty(loss.dtype)
+    if reduction != "mean_with_sample_weight":
+        sample_weight = None
+    if sample_weight is None and mask is None:
+        return loss  # divided by the number of rows
+    ones = tf.ones_like(values, loss.dtype)
+    divisor = original(ones, sample_weight=sample_weight, mask=mask, reduction="sum")
+    mine = divisor * context.is_nonempty(loss.dtype)
     (whole,) = context.sums.all_reduce([mine])
     return loss * tf.math.divide_no_nan(mine, whole * context.batch_fraction(loss.dtype))
 
 
 def _loss_of_batch(
     context: StepContext,
-    original: Callable[..., tf.Tensor],
+    original: Original,
     loss: keras.losses.Loss,
-    *given: Any,
+    y_true: Any,
+    y_pred: Any,
+    *more: Any,
     **named: Any,
 ) -> tf.Tensor:
     """Calls a loss. Without an axis, Dice and Tversky are ratios of sums over the whole batch."""
     is_ratio = type(loss).call is keras.losses.Dice.call and loss.fn in _RATIOS
     if is_ratio and loss.get_config().get("axis") is None:
-        loss = _RatioOfSums(context, loss)
-    return original(loss, *given, **named)
+        y_true, y_pred = all_rows((y_true, y_pred))
+    return original(loss, y_true, y_pred, *more, **named)
 
 
 @contextlib.contextmanager
-def _average_loss(
-    context: StepContext, original: Callable[..., Any], losses: tf.Tensor
-) -> Iterator[None]:
+def _average_loss(context: StepContext, original: Original, losses: tf.Tensor) -> Iterator[None]:
     """Scope of `tf.nn.compute_average_loss`, which makes its result a mean over the part.
 
     With a `global_batch_size`, TensorFlow divides the sum over the part by the rows of all parts.
@@ -431,7 +377,7 @@ def _average_loss(
         is_mean = True  # without a size, TensorFlow divides by the rows of the part
         return 1
 
-    def divide(original: Callable[..., tf.Tensor], total: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+    def divide(original: Original, total: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
         loss = original(total, size)
         return loss if is_mean else original(loss, context.batch_fraction(loss.dtype))
 
@@ -439,28 +385,7 @@ def _average_loss(
         yield
 
 
-class _RatioOfSums(keras.losses.Loss):
-    """Dice or Tversky over the rows of all replicas."""
-
-    def __init__(self, context: StepContext, loss: keras.losses.Loss):
-        super().__init__(loss.name, loss.reduction, loss.dtype)
-        self._context = context
-        self._loss = loss
-
-    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-        context = self._context
-        y_pred = tf.convert_to_tensor(y_pred)
-        y_true = tf.cast(y_true, y_pred.dtype)
-        present = context.is_nonempty(y_pred.dtype)
-        sums = [tf.reduce_sum(value) * present for value in (y_true * y_pred, y_true, y_pred)]
-        both, wanted, found = context.differentiable_sum(sums)
-        # Three numbers that have the global sums, for the formula of any release of Keras.
-        one, zero = tf.ones_like(both), tf.zeros_like(both)
-        three = tf.stack([one, wanted - one, zero]), tf.stack([both, zero, found - both])
-        return self._loss.call(*three)
-
-
-def _clear_losses(context: StepContext, original: Callable[..., None], layer: keras.Layer) -> None:
+def _clear_losses(context: StepContext, original: Original, layer: keras.Layer) -> None:
     """Drops the losses that this replica's last call of a layer has added.
 
     A layer keeps the ids of its losses, and all replicas share the layer. While a replica waits for
@@ -478,7 +403,7 @@ def _scope() -> ReplicaScope | None:
 
 
 def _added_loss(
-    context: StepContext, original: Callable[..., tf.Tensor], model: keras.Model, loss: tf.Tensor
+    context: StepContext, original: Original, model: keras.Model, loss: tf.Tensor
 ) -> tf.Tensor:
     """Adds up what a layer gave to `add_loss`; Keras sums one number per row over all rows."""
     total = original(model, loss)
@@ -489,7 +414,7 @@ def _added_loss(
 
 def _gradient(
     context: StepContext,
-    original: Callable[..., Structure],
+    original: Original,
     tape: tf.GradientTape,
     target: Structure,
     sources: Structure,
@@ -512,14 +437,14 @@ def _gradient(
         sources = tf.nest.map_structure(scope.source_of, sources)
     targets = tf.nest.flatten(target)
     _warn_of_compared_rows(context, targets)
-    output_gradients = _upstream_of_sums(context, targets, output_gradients)
+    upstream = _upstream(context, targets, output_gradients)
     # What a model's own tape gives is taken while the step's tape still records.
     of_step = context.keras_step and not is_recording()
     if of_step:
-        output_gradients = context.weighted(_upstream(targets, output_gradients))
+        upstream = context.weighted(upstream)
     context.computes_gradients, context.gradients_are_weighted = True, of_step
     try:
-        made = original(tape, target, sources, output_gradients, *options, **named_options)
+        made = original(tape, target, sources, upstream, *options, **named_options)
     finally:
         context.computes_gradients = False
     # Replicas cannot wait for each other in graphs inside the step's graph. A tape that still
@@ -536,17 +461,14 @@ def _summed(context: StepContext, gradients: Structure, variables: Structure) ->
     weighted = context.weighted([each for each in flat if each is not None])
     pairs = zip(flat, tf.nest.flatten(variables), strict=True)
     what = [reduced_for("gradient", v) for each, v in pairs if each is not None]
-    summed = context.sums.all_reduce_timed(weighted, what)
-    rest = iter(summed)
+    rest = iter(context.sums.all_reduce(weighted, what))
     return tf.nest.pack_sequence_as(
         gradients, [None if each is None else next(rest) for each in flat]
     )
 
 
-def _upstream_of_sums(
-    context: StepContext, targets: list[tf.Tensor], output_gradients: Structure
-) -> Structure:
-    """Returns upstream gradients; those of targets with rows are divided by `batch_fraction`.
+def _upstream(context: StepContext, targets: list[tf.Tensor], given: Structure) -> list[tf.Tensor]:
+    """Returns the upstream gradient of each target; those of rows are divided by `batch_fraction`.
 
     Raises:
         TrainingError: a target may or may not have rows.
@@ -559,19 +481,18 @@ def _upstream_of_sums(
                 " with tf.reduce_sum(loss, axis=...) to one number per row, or with"
                 " tf.reduce_sum(loss) if it has no rows."
             )
-    if not any(map(context.has_rows, targets)):
-        return output_gradients
+    upstream = list(map(tf.ones_like, targets)) if given is None else tf.nest.flatten(given)
     return [
-        upstream * tf.math.reciprocal_no_nan(context.batch_fraction(upstream.dtype))
+        each * tf.math.reciprocal_no_nan(context.batch_fraction(each.dtype))
         if context.has_rows(target)
-        else upstream
-        for target, upstream in zip(targets, _upstream(targets, output_gradients), strict=True)
+        else each
+        for target, each in zip(targets, upstream, strict=True)
     ]
 
 
 def _warn_of_compared_rows(context: StepContext, targets: list[tf.Tensor]) -> None:
     """Warns once, while the first replica is traced, of a loss such as in-batch negatives."""
-    if context.replicas == 1 or context.graph is None or copy_number() % context.local_replicas:
+    if context.graph is None or copy_number() % context.local_replicas:
         return
     if name := compared_rows(targets, context.equal):
         warn(
@@ -580,8 +501,3 @@ def _warn_of_compared_rows(context: StepContext, targets: list[tf.Tensor]) -> No
             " device. Take one side from tfd.all_rows: logits = tf.matmul(queries,"
             " tfd.all_rows(candidates), transpose_b=True)."
         )
-
-
-def _upstream(targets: list[tf.Tensor], given: Structure) -> list[tf.Tensor]:
-    """Returns the upstream gradient of each target; ones if none are given."""
-    return [tf.ones_like(t) for t in targets] if given is None else tf.nest.flatten(given)

@@ -10,7 +10,7 @@ names a number that is computed from a metric and is not its `result()`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
@@ -131,15 +131,15 @@ class OwnOutputs:
 
         Args:
             before: the states of the metrics before the step.
-            warns: a number that is computed from a metric gets a warning.
+            warns: a number that is computed from a metric gets a warning, in a compiled step.
         """
         if not self.exist:
             return {}
         logs = _own_outputs(self._model, returned)
         self.of_metrics = known = _metric_logs(logs, scope)
         others = {n: tf.convert_to_tensor(value) for n, value in logs.items() if n not in known}
-        if warns:
-            self._warn_of(_computed_from_metrics(others, known, scope, before))
+        if warns and not tf.executing_eagerly():
+            self._warn_of([n for n, value in others.items() if follows_from(value, before)])
         return others
 
     def _warn_of(self, names: Sequence[str]) -> None:
@@ -164,29 +164,6 @@ def _metric_logs(logs: Mapping[str, Any], scope: StepScope) -> MetricLogs:
         for index, value in enumerate(result.values)
     }
     return {name: found[id(value)] for name, value in logs.items() if id(value) in found}
-
-
-def _computed_from_metrics(
-    others: Mapping[str, tf.Tensor],
-    known: MetricLogs,
-    scope: StepScope,
-    before: Sequence[tf.Tensor],
-) -> list[str]:
-    """Names of the logs that are computed from metrics and are not a `result()`.
-
-    In eager code nothing tells what a value was computed from. There every other log is named if
-    the step called the `result()` of a metric and did not return it.
-
-    Args:
-        others: the logs that are no `result()`.
-        known: the logs that are one.
-        before: the states of the metrics before the step.
-    """
-    if not tf.executing_eagerly():
-        return [name for name, value in others.items() if follows_from(value, before)]
-    returned = {id(metric) for metric, _ in known.values()}
-    is_unused = any(id(result.metric) not in returned for result in scope.results)
-    return list(others) if is_unused else []
 
 
 def has_own_outputs(model: keras.Model, kind: str) -> bool:

@@ -6,9 +6,10 @@ them: it begins at a later counter. `keras.random`, Keras's layers and `tf.rando
 all draw by a few functions, which are replaced (`_drawn`).
 
 The first dimension of a tensor that is drawn is the batch if its size is unknown while the step is
-traced, follows from the size of the batch, and is a multiple of the part's rows when the step runs.
-The entries of a row are one after another. If tensors of rows were concatenated, such as generated
-and real images, each of them has its rows. The batch size as a number is an error.
+traced and depends on the part of the batch. The tensor has the same number of entries for each row
+of the part, and the entries of a row are one after another. If tensors of rows were concatenated,
+such as generated and real images, each of them has its rows. The batch size as a number is an
+error.
 
 In an eager step all sizes are numbers. There the first dimension is the batch if it is the number
 of the part's rows or a multiple of that number. Any other tensor is the same on all replicas.
@@ -20,8 +21,8 @@ calling thread is, and leaves it where one device would have (`Seeds`).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,9 @@ from tfdist_ext.placement.live.initial_values import counter_at, group_size
 from tfdist_ext.strategies.traced_replica import copy_number
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.steps.context import StepContext, gather_rows
-from tfdist_ext.training.steps.rows import blocks_of_rows, first_size, has_rows_of
+from tfdist_ext.training.steps.replaced import Original, substitutes
+from tfdist_ext.training.steps.rows import blocks_of_rows, first_size
+from tfdist_ext.training.variables import outside_of_scopes
 
 __all__ = ["RANDOM", "Seeds", "rows_at"]
 
@@ -48,48 +51,39 @@ _STATELESS = {
 }
 
 # Arguments of a distribution, which may have numbers for each row.
-_PARAMETERS = frozenset(["alpha", "counts", "probs", "lam"])
+_PARAMETERS = frozenset(["alpha", "counts", "lam", "logits", "probs"])
 
 
 @dataclass
 class Seeds:
-    """What a worker's replicas draw from where no seed is given.
+    """The generators from which a worker's replicas draw without a seed.
 
     Attributes:
         devices: of the replicas; none where Keras's own generator serves.
-        from_chief: gives the chief's number on every worker; None where there is one worker.
-        generators: of each replica, from the first draw on.
+        from_chief: returns the chief's number on every worker.
+        generators: one for each replica, from the first draw on.
     """
 
     devices: Sequence[str]
-    from_chief: Callable[[Any], Any] | None = None
+    from_chief: Callable[[Any], Any]
     generators: list[keras.random.SeedGenerator] = field(default_factory=list)
-    _has_begun: bool = False
 
     def of_replica(
         self, original: Callable[[], keras.random.SeedGenerator]
     ) -> keras.random.SeedGenerator:
-        """The generator of the running replica."""
+        """Returns the generator of the running replica."""
         if not self.devices:
             return original()
-        self.generators = self.generators or self._new()
+        self.generators = self.generators or outside_of_scopes(self._new)
         return self.generators[copy_number() % len(self.generators)]
 
     def begin(self) -> None:
-        """Begin where the calling thread's generator is; every worker must call."""
-        if not self.devices or (self.from_chief and self._has_begun):
-            return
-        self._has_begun = True
-        self.generators = self.generators or self._new()
-        state = kp.global_seed_generator().state.numpy()
-        if self.from_chief:
-            state = self.from_chief(state)
-        for generator in self.generators:
-            generator.state.assign(state)
-
-    def forget(self) -> None:
-        """Begin anew where the calling thread's generator is; every worker must call."""
-        self._has_begun = False
+        """Begin where the chief's calling thread is; every worker must call."""
+        if self.devices:
+            self.generators = self.generators or outside_of_scopes(self._new)
+            state = self.from_chief(kp.global_seed_generator().state.numpy())
+            for generator in self.generators:
+                generator.state.assign(state)
 
     def end(self) -> None:
         """Leave the calling thread's generator where the replicas' generators are."""
@@ -97,13 +91,11 @@ class Seeds:
             kp.global_seed_generator().state.assign(self.generators[0].state.numpy())
 
     def _new(self) -> list[keras.random.SeedGenerator]:
-        def generator(device: str) -> keras.random.SeedGenerator:
+        generators = []
+        for device in self.devices:
             with tf.device(device):
-                return keras.random.SeedGenerator(0)
-
-        # A new thread is outside of all scopes and graphs that are open in this one.
-        with ThreadPoolExecutor(1) as thread:
-            return list(thread.map(generator, self.devices))
+                generators.append(keras.random.SeedGenerator(0))
+        return generators
 
 
 def _blocks_of_rows(context: StepContext, shape: tf.Tensor, known: tf.TensorShape) -> int:
@@ -133,96 +125,67 @@ def _blocks_of_rows(context: StepContext, shape: tf.Tensor, known: tf.TensorShap
 
 def _drawn(
     context: StepContext,
-    original: Callable[..., tf.Tensor],
+    original: Original,
     shape: tf.Tensor,
     *,
     counter: tf.Tensor,
     **named: Any,
 ) -> tf.Tensor:
-    """What one device would draw: this part's rows of it, or all where it has no rows."""
+    """Draws this part's rows of what one device would draw, or all where it has no rows."""
     whole = original(shape, counter=counter, **named)
     named.pop("name", None)
     if not (blocks := _blocks_of_rows(context, shape, whole.shape)):
         return whole
     op = "".join(word.title() for word in original.__name__.split("_"))
     sizes = tf.cast(shape, tf.int64)
-    width = whole.shape[1:].num_elements()  # None where it is not known
-    size = tf.reduce_prod(sizes) if width is None else sizes[0] * width
-    length = -(-size // blocks)
-    entries = length // context.rows_read  # of a row in a block
-    before, global_rows = context.position()
-    is_batch = sizes[0] % (blocks * context.rows_read) == 0
     group = group_size(whole.dtype)
-    aligned = blocks == 1 and width is not None and width % group == 0
+    width = whole.shape[1:].num_elements()  # None where it is not known
+    # A replica begins with a whole group, and drops the values before its own.
+    spare = 0 if width is not None and width % group == 0 else group - 1
+    width = tf.reduce_prod(sizes[1:]) if width is None else width
+    entries = -(-sizes[0] // (blocks * context.rows_read))  # of a row in a block
+    before, global_rows = context.position()
+    length = -(-sizes[0] // blocks) * width
     pieces = []
     for block in range(blocks):
-        first = tf.where(is_batch, (block * global_rows + before) * entries, block * length)
-        skipped = 0 if aligned else first % group
-        values = original(
-            [length if aligned else length + group - 1],
-            counter=counter_at(counter, first - skipped, op, whole.dtype),
-            **named,
-        )
-        pieces.append(values if aligned else tf.slice(values, [skipped], [length]))
-    drawn = pieces[0] if blocks == 1 else tf.concat(pieces, 0)[:size]
-    drawn = tf.reshape(drawn, shape)
-    drawn.set_shape(whole.shape)
-    return drawn
+        first = (block * global_rows + before) * entries * width
+        dropped = first % group
+        start = counter_at(counter, first - dropped, op, whole.dtype)
+        values = original([length + spare], counter=start, **named)
+        pieces.append(tf.slice(values, [dropped], [length]))
+    drawn = tf.concat(pieces, 0)[: sizes[0] * width]
+    return tf.ensure_shape(tf.reshape(drawn, shape), whole.shape)
 
 
-def _drawn_by_parameters(
-    context: StepContext, original: Callable[..., tf.Tensor], shape: tf.Tensor, **named: Any
-) -> tf.Tensor:
-    """The same for distributions that draw all values of one parameter before those of the next.
+def _drawn_whole(context: StepContext, original: Original, *args: Any, **named: Any) -> tf.Tensor:
+    """The same for distributions that draw in another order than that of the entries.
 
     Everything is drawn, with any parameters for the rows of other replicas.
     """
-    whole = original(shape, **named)
+    named = inspect.signature(original).bind(*args, **named).arguments
+    whole = original(**named)
     named.pop("name", None)
+    shape = named["shape"] if "shape" in named else tf.shape(named["logits"])
     if not _blocks_of_rows(context, shape, whole.shape):
         return whole
     sizes = tf.cast(shape, tf.int64)
-    count = sizes[0]
     before, global_rows = context.position()
-    is_batch = count % context.rows_read == 0
-    entries = count // context.rows_read
-    first = tf.where(is_batch, before * entries, 0)
-    after = tf.where(is_batch, global_rows * entries, count) - first - count
+    entries = -(-sizes[0] // context.rows_read)
+    first, of_all = before * entries, global_rows * entries
     for name in _PARAMETERS & named.keys():
         value = tf.convert_to_tensor(named[name])
-        known = value.shape
-        if known.rank == whole.shape.rank and known[0] in (None, whole.shape[0]):
-            around = [[first, after], *[[0, 0]] * (known.rank - 1)]
+        if value.shape.rank == whole.shape.rank and value.shape[0] in (None, whole.shape[0]):
+            around = [[first, of_all - first - sizes[0]], *[[0, 0]] * (value.shape.rank - 1)]
             named[name] = tf.pad(value, around, constant_values=1)
-    drawn = original(tf.concat([[first + count + after], sizes[1:]], 0), **named)
-    drawn = drawn[first : first + count]
-    drawn.set_shape(whole.shape)
-    return drawn
-
-
-def _drawn_categories(
-    context: StepContext,
-    original: Callable[..., tf.Tensor],
-    logits: tf.Tensor,
-    *more: Any,
-    **named: Any,
-) -> tf.Tensor:
-    """The same of categories, drawn row by row."""
-    whole = original(logits, *more, **named)
-    if not _blocks_of_rows(context, tf.shape(logits), logits.shape):
-        return whole
-    count = tf.shape(logits, tf.int64)[0]
-    before, _ = context.position()
-    is_batch = count % context.rows_read == 0
-    first = tf.where(is_batch, before * (count // context.rows_read), 0)
-    drawn = original(tf.pad(logits, [[first, 0], [0, 0]]), *more, **named)[first:]
-    drawn.set_shape(whole.shape)
-    return drawn
+    if "shape" in named:
+        named["shape"] = tf.concat([[of_all], sizes[1:]], 0)
+    drawn = original(**named)[first : first + sizes[0]]
+    return tf.ensure_shape(drawn, whole.shape)
 
 
 def _drawn_with_state(
     context: StepContext,
-    original: Callable[..., tf.Tensor],
+    original: Original,
     shape: tf.Tensor,
     *dtype_or_bounds: Any,
     seed: int = 0,
@@ -245,29 +208,26 @@ def _drawn_with_state(
 
 
 def _shuffled(
-    context: StepContext,
-    original: Callable[..., tf.Tensor],
-    x: Any,
-    axis: int = 0,
-    seed: Any = None,
+    context: StepContext, original: Original, x: Any, axis: int = 0, seed: Any = None
 ) -> tf.Tensor:
-    """`keras.random.shuffle` of rows, which come from all replicas.
+    """Shuffles the rows of all replicas, and returns as many as this replica has.
 
-    Of the numbers of rows (`arange(batch_size)`) it gives numbers in the global batch, and `take`
-    finds these rows.
+    The numbers of this part's rows (`arange(batch_size)`) become numbers of rows in the global
+    batch. `rows_at` finds these rows.
     """
     x = keras.ops.convert_to_tensor(x)
-    if axis != 0 or context.replicas == 1:
+    has_rows = not context.equal.has(x) if x.shape[0] is None else x.shape[0] == context.size
+    if axis != 0 or context.replicas == 1 or not has_rows:
         return original(x, axis, seed)
-    has_rows = has_rows_of(x, context.batch) if x.shape[0] is None else x.shape[0] == context.size
-    if not has_rows:
-        return original(x, axis, seed)
-    before, global_rows = context.position()
-    numbers = _are_row_numbers(x)
-    whole = tf.range(tf.cast(global_rows, x.dtype)) if numbers else gather_rows(context, [x])[0]
-    mine = original(whole, 0, seed)[before : before + context.rows_read]
+    before, _ = context.position()
+    are_numbers = _are_row_numbers(x)
+    rows = x + tf.cast(before, x.dtype) if are_numbers else x
+    # In an eager step the number of all rows is a multiple of the part's.
+    with substitutes({"draw": lambda draw, *args, **named: draw(*args, **named)}, context.called):
+        shuffled = original(gather_rows(context, [rows])[0], 0, seed)
+    mine = shuffled[before : before + context.rows_read]
     mine.set_shape(x.shape)
-    if numbers:
+    if are_numbers:
         context.row_numbers.append(mine)
     return mine
 
@@ -289,24 +249,21 @@ def rows_at(context: StepContext, x: Any, indices: Any, axis: int | None) -> Any
 
 def _gather(
     context: StepContext,
-    original: Callable[..., tf.Tensor],
+    original: Original,
     params: Any,
     indices: Any,
-    validate_indices: Any = None,
-    axis: int | None = None,
+    *more: Any,
     **named: Any,
 ) -> tf.Tensor:
-    """`tf.gather`; of the rows of all replicas, where these are shuffled."""
-    params = rows_at(context, params, indices, axis)
-    return original(params, indices, validate_indices, axis, **named)
+    """Calls `tf.gather`; of the rows of all replicas, where these are shuffled."""
+    return original(rows_at(context, params, indices, named.get("axis")), indices, *more, **named)
 
 
 # The replacements of functions that draw random numbers, by key, each to be called with the step's
 # context first.
 RANDOM: dict[str, Callable[..., Any]] = {
     "draw": _drawn,
-    "draw_by_parameters": _drawn_by_parameters,
-    "draw_categories": _drawn_categories,
+    "draw_whole": _drawn_whole,
     "draw_with_state": _drawn_with_state,
     "gather": _gather,
     "shuffle": _shuffled,

@@ -18,7 +18,7 @@ import threading
 import types
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -27,6 +27,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 
 __all__ = [
+    "Original",
     "Target",
     "check_activity_regularizers",
     "check_called",
@@ -37,8 +38,13 @@ __all__ = [
     "step_targets",
     "substitute_of",
     "substitutes",
+    "target_of",
     "uses_keras_step",
 ]
+
+
+# A function of Keras or TensorFlow, as its replacement gets it.
+Original: TypeAlias = Callable[..., Any]
 
 
 class Target(NamedTuple):
@@ -46,7 +52,7 @@ class Target(NamedTuple):
 
     Attributes:
         key: its key in `substitutes`. Several functions may do the same job.
-        owner: the class or module that holds it.
+        owner: the class or module that defines it.
         name: its attribute there.
     """
 
@@ -62,27 +68,14 @@ class _Step(threading.local):
     called: set[str] | None = None  # keys; None: not recorded
 
 
-class _InPlace(NamedTuple):
-    """A function that is replaced now.
-
-    Attributes:
-        original: as it was found in the owner; of an inherited one, in a base.
-        inherited: whether the owner itself had none.
-        users: the scopes that need it in place.
-    """
-
-    original: Callable[..., Any] | property
-    inherited: bool
-    users: set[object]
-
-
 _step = _Step()
 
 
 _lock = threading.RLock()  # Ctrl-C may come, and leave a scope, while this thread has it
 
 
-_in_place: dict[tuple[type | types.ModuleType, str], _InPlace] = {}  # by owner and name
+# By owner and name of a function that is replaced now: the original, and by how many scopes.
+_originals: dict[tuple[type | types.ModuleType, str], tuple[Any, int]] = {}
 
 
 @contextlib.contextmanager
@@ -116,13 +109,31 @@ def functions_in_place(targets: Sequence[Target]) -> Iterator[None]:
 
     Several threads may be inside at once. When the last one leaves, everything is as before.
     """
-    user = object()
-    try:
+    with contextlib.ExitStack() as stack:
         for target in targets:
-            _put_in_place(target, user)
+            stack.enter_context(_in_place(target))
+        yield
+
+
+@contextlib.contextmanager
+def _in_place(target: Target) -> Iterator[None]:
+    key, owner, name = target
+    with _lock:
+        original, users = _originals.get((owner, name), (vars(owner)[name], 0))
+        _originals[owner, name] = original, users + 1
+        if not users:
+            is_property = isinstance(original, property)
+            asking = _asking(key, original.fget if is_property else original)
+            setattr(owner, name, property(asking) if is_property else asking)
+    try:
         yield
     finally:
-        _restore(targets, user)
+        with _lock:
+            original, users = _originals.pop((owner, name))
+            if users > 1:
+                _originals[owner, name] = original, users - 1
+            else:
+                setattr(owner, name, original)
 
 
 @functools.cache
@@ -132,44 +143,20 @@ def step_targets() -> list[Target]:
     for replaced in kp.REPLACED:
         with contextlib.suppress(ImportError, AttributeError):
             owner, name = replaced.place()
-            if hasattr(owner, name):
-                found.append(Target(replaced.key, owner, name))
+            found.append(target_of(replaced.key, owner, name))
     return found
 
 
-def _put_in_place(target: Target, user: object) -> None:
-    key, owner, name = target
-    with _lock:
-        replaced = _in_place.get((owner, name))
-        if replaced is None:
-            original = inspect.getattr_static(owner, name)
-            inherited = name not in vars(owner)
-            replaced = _in_place[owner, name] = _InPlace(original, inherited, set())
-            is_property = isinstance(original, property)
-            asking = _asking(key, original.fget if is_property else original)
-            setattr(owner, name, property(asking) if is_property else asking)
-        replaced.users.add(user)
+def target_of(key: str, owner: type | types.ModuleType, name: str) -> Target:
+    """Returns the target of a function of a module or a class, which may inherit it.
 
-
-def _restore(targets: Sequence[Target], user: object) -> None:
-    """Restore originals that no other scope replaces. After Ctrl-C, it is called again."""
-    try:
-        for _, owner, name in targets:
-            with _lock:
-                replaced = _in_place.get((owner, name))
-                if replaced is None:
-                    continue
-                replaced.users.discard(user)
-                if replaced.users:
-                    continue
-                if not replaced.inherited:
-                    setattr(owner, name, replaced.original)
-                elif name in vars(owner):
-                    delattr(owner, name)
-                del _in_place[owner, name]
-    except KeyboardInterrupt:
-        _restore(targets, user)
-        raise
+    Raises:
+        AttributeError: the owner has no such function.
+    """
+    for each in inspect.getmro(owner) if isinstance(owner, type) else [owner]:
+        if name in vars(each):
+            return Target(key, each, name)
+    raise AttributeError(f"{owner!r} has no {name!r}")
 
 
 def _asking(key: str, original: Any) -> Callable[..., Any]:
@@ -218,7 +205,8 @@ def check_called(model: keras.Model, kind: str, called: Set[str], written: Conta
             expected += ["gradient", "apply"]
     for layer in kp.flat_layers(model):
         if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
-            expected += ["moments_of_layer"] if id(layer.moving_mean) in written else []
+            is_written = id(layer.moving_mean) in written
+            expected += ["moments_of_layer", "moments"] if is_written else []
         if isinstance(layer, keras.layers.Dropout) and layer.rate:
             expected += ["draw"] if id(layer.seed_generator.state) in written else []
     for key in expected:

@@ -9,13 +9,13 @@ values as they are.
 It matters for the slices of a sparse gradient (`tf.IndexedSlices`), because optimizers with second
 moments square slices one by one. Slices of the batch's rows stay apart, as on one device. What all
 replicas look up by the same constant indices, such as positions, is one lookup on one device, so
-these slices are summed (`lookups_of`).
+these slices are summed (`with_slots`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import tensorflow as tf
 
@@ -24,16 +24,13 @@ from tfdist_ext.training.protocols import Structure
 __all__ = [
     "EqualTensors",
     "Gradient",
-    "Lookup",
     "blocks_of_rows",
     "compared_rows",
     "first_size",
     "follows_from",
-    "has_rows_of",
-    "joined",
-    "lookups_of",
     "merged",
     "places_rows",
+    "with_slots",
     "with_unknown_rows",
 ]
 
@@ -217,96 +214,29 @@ def places_rows(value: tf.Tensor, equal: EqualTensors, *, is_metric: bool) -> st
     return None
 
 
-# Which input is the shape of the result.
-_SHAPE_INPUTS = {"Fill": 0, "BroadcastTo": 1}
-
-_PICKS = {"Pad", "PadV2", "Slice", "Unique", "Where"}
-
-# Operations after which the first dimension does not follow from that of an input.
-_ENDS = {"Pack", "Shape", "Tile", "If", "StatelessIf", "While", "StatelessWhile"}
-
-
 def first_size(shape: tf.Tensor) -> tf.Tensor:
     """The tensor that gives the first number of a shape: a scalar, or a shape itself."""
     return _behind(shape, ("Cast", "ConcatV2", "Identity", "Pack"))
 
 
 def blocks_of_rows(size: tf.Tensor) -> int:
-    """How many tensors of rows, one after another, a first dimension counts.
+    """Returns how many tensors of rows were concatenated to the one that has a shape.
 
-    Two where real and generated images were concatenated.
+    Two for a discriminator's batch of real and generated images.
 
     Args:
-        size: the first dimension, or a shape that begins with it.
+        size: a shape, or the tensor itself.
     """
-    op = first_size(size).op
-    if op.type == "StridedSlice":
-        return blocks_of_rows(op.inputs[0])
-    if op.type in ("Add", "AddV2"):
-        return sum(map(blocks_of_rows, op.inputs))
-    return _blocks_in(op.inputs[0]) if op.type == "Shape" else 1
-
-
-def _blocks_in(tensor: tf.Tensor) -> int:
-    source: tf.Tensor | None = tensor
-    while source is not None:
-        op = source.op
-        if _is_concatenation(op):
-            return sum(map(_blocks_in, op.inputs[:-1]))
-        if op.type in _SHAPE_INPUTS:
-            return blocks_of_rows(op.inputs[_SHAPE_INPUTS[op.type]])
-        source = next(iter(_sources_of_rows(op)), None)
+    while size.op.inputs:
+        if _is_concatenation(size.op) and size.shape.rank and size.shape[0] is None:
+            return sum(map(blocks_of_rows, size.op.inputs[:-1]))
+        of_rows = [each for each in size.op.inputs if each.shape.rank and each.shape[0] is None]
+        size = (of_rows or size.op.inputs)[0]
     return 1
-
-
-def _sources_of_rows(op: tf.Operation) -> list[tf.Tensor]:
-    """The inputs from which the first dimension of an operation's result may come."""
-    if op.type in ("GatherV2", "ResourceGather"):
-        return [op.inputs[1]]
-    if op.type in _ENDS:
-        return []
-    return [each for each in op.inputs if each.shape.rank and each.shape[0] is None]
 
 
 def _is_concatenation(op: tf.Operation) -> bool:
     return op.type == "ConcatV2" and tf.get_static_value(op.inputs[-1]) == 0
-
-
-def has_rows_of(tensor: tf.Tensor, batch: Structure) -> bool:
-    """Whether a tensor has one entry for each row of a batch, or is a range of as many numbers."""
-    rows, seen = set(map(_key, _leaves(batch))), set[_Key]()
-    tensor = _behind(tensor, ("Cast", "Identity"))
-    source = _measured(tensor.op.inputs[1]) if tensor.op.type == "Range" else tensor
-    waiting = [] if source is None else [source]
-    while waiting:
-        tensor = waiting.pop()
-        if _key(tensor) in rows:
-            return True
-        if _key(tensor) not in seen:
-            seen.add(_key(tensor))
-            before = _sources_of_rows(tensor.op)
-            waiting += [each for each in before if _keeps_rows(tensor, each)]
-    return False
-
-
-def _measured(size: tf.Tensor) -> tf.Tensor | None:
-    """The tensor of which a number is the first size."""
-    while size.op.type in ("Cast", "Identity", "StridedSlice"):
-        if _is_other_size(size):
-            return None
-        size = size.op.inputs[0]
-    return size.op.inputs[0] if size.op.type == "Shape" else None
-
-
-def _keeps_rows(after: tf.Tensor, before: tf.Tensor) -> bool:
-    """Whether an operation neither joins nor repeats nor picks the rows of its input."""
-    op = after.op
-    if op.type == "StridedSlice":
-        return bool(op.get_attr("begin_mask") & op.get_attr("end_mask") & 1)
-    if op.type == "Reshape":
-        of_row = after.shape[1:].num_elements()
-        return of_row is not None and of_row == before.shape[1:].num_elements()
-    return op.type not in _PICKS and not _is_concatenation(op)
 
 
 # Which output of an operation has distinct numbers. Keras and TensorFlow look up sparse ids by it.
@@ -318,65 +248,68 @@ _OF_DISTINCT = {
 _SAME_ORDER = ("Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StopGradient")
 
 _INDICES = 1 << 32  # more than a table has rows
+_PLACES = 1 << 24  # more than a lookup that is the same on all replicas has indices
 
 
-class Lookup(NamedTuple):
-    """A gradient, or the slices that one of the lookups of a table gives.
+def with_slots(
+    gradients: Sequence[Gradient], equal: EqualTensors
+) -> tuple[list[Gradient], list[int]]:
+    """Returns gradients and the slots of their slices, both to be summed over replicas.
 
-    Attributes:
-        value: to be summed over replicas.
-        kind: of its indices: the same on all replicas, distinct in the rows of a replica, or of the
-            replica's rows. Dense gradients are "rows".
+    The slices of one slot and one index are one slice on one device. A slice of a row of the batch
+    has the slot -1, and stays apart.
+
+    Returns:
+        The gradients, and after them the slots. The gradients, by number, that have slots.
     """
-
-    value: Gradient
-    kind: Literal["equal", "distinct", "rows"]
-
-
-def lookups_of(gradient: Gradient, equal: EqualTensors) -> list[Lookup]:
-    """The lookups of which TensorFlow has concatenated the slices of a gradient."""
-    if not isinstance(gradient, tf.IndexedSlices):
-        return [Lookup(gradient, "rows")]
-    indices = _concatenated(gradient.indices)
-    kinds = [_kind_of(each, equal) for each in indices]
-    if len(indices) == 1 or set(kinds) == {"rows"}:
-        return [Lookup(gradient, kinds[0])]
-    sizes = tf.stack([tf.size(each) for each in indices])
-    values = tf.split(gradient.values, sizes, num=len(kinds))
-    parts = tf.split(gradient.indices, sizes, num=len(kinds))
-    return [
-        Lookup(tf.IndexedSlices(each, part, gradient.dense_shape), kind)
-        for each, part, kind in zip(values, parts, kinds, strict=True)
-    ]
+    slots = {
+        number: _slots(gradient, equal)
+        for number, gradient in enumerate(gradients)
+        if isinstance(gradient, tf.IndexedSlices)
+    }
+    slots = {number: each for number, each in slots.items() if each is not None}
+    return [*gradients, *slots.values()], list(slots)
 
 
-def merged(kind: str, total: Gradient, replicas: int) -> Gradient:
-    """The sum of a lookup over replicas, with the slices that one device would have."""
-    if kind == "rows" or not isinstance(total, tf.IndexedSlices):  # a StrategyTemplate's is dense
-        return total
-    keys = tf.cast(total.indices, tf.int64)
-    if kind == "equal":  # an index may be there several times
-        of_all = tf.size(keys, tf.int64)
-        keys += tf.range(of_all) % tf.maximum(of_all // replicas, 1) * _INDICES
-    keys, number = tf.unique(keys, tf.int64)
+def _slots(gradient: tf.IndexedSlices, equal: EqualTensors) -> tf.IndexedSlices | None:
+    """The slots of the lookups of which TensorFlow has concatenated the slices of a gradient."""
+    parts = _concatenated(gradient.indices)
+    kinds = [_kind_of(each, equal) for each in parts]
+    if set(kinds) == {"rows"}:
+        return None
+    slots = []
+    for number, (part, kind) in enumerate(zip(parts, kinds, strict=True)):
+        size = tf.size(part, tf.int64)
+        places = tf.range(size) if kind == "equal" else tf.zeros([size], tf.int64)
+        slots.append(places - 1 if kind == "rows" else number * _PLACES + places)
+    shape = gradient.dense_shape
     return tf.IndexedSlices(
-        tf.math.unsorted_segment_sum(total.values, number, tf.size(keys)),
-        tf.cast(keys % _INDICES, total.indices.dtype),
-        total.dense_shape,
+        tf.concat(slots, 0), gradient.indices, None if shape is None else shape[:1]
     )
 
 
-def joined(lookups: Sequence[Gradient]) -> Gradient:
-    """The gradient of a variable from those of its lookups."""
-    if len(lookups) == 1:
-        return lookups[0]
-    if not all(isinstance(slices, tf.IndexedSlices) for slices in lookups):
-        return tf.add_n([tf.convert_to_tensor(slices) for slices in lookups])
-    return tf.IndexedSlices(
-        tf.concat([slices.values for slices in lookups], 0),
-        tf.concat([slices.indices for slices in lookups], 0),
-        lookups[0].dense_shape,
-    )
+def merged(sums: Sequence[Gradient], numbers: Sequence[int]) -> list[Gradient]:
+    """Returns sums of gradients, with the slices that one device would have.
+
+    Args:
+        sums: of the gradients and slots that `with_slots` returned.
+        numbers: of the gradients that have slots.
+    """
+    count = len(sums) - len(numbers)
+    found = list(sums[:count])
+    for number, slots in zip(numbers, sums[count:], strict=True):
+        total = found[number]
+        if not isinstance(total, tf.IndexedSlices):  # a StrategyTemplate's sum may be dense
+            continue
+        apart = -1 - tf.range(tf.size(slots.values, tf.int64))
+        keys = tf.where(slots.values < 0, apart, slots.values) * _INDICES
+        keys, places = tf.unique(keys + tf.cast(total.indices, tf.int64), tf.int64)
+        found[number] = tf.IndexedSlices(
+            tf.math.unsorted_segment_sum(total.values, places, tf.size(keys)),
+            tf.cast(keys % _INDICES, total.indices.dtype),
+            total.dense_shape,
+        )
+    return found
 
 
 def _concatenated(indices: tf.Tensor) -> list[tf.Tensor]:

@@ -46,7 +46,6 @@ __all__ = [
     "ReplicaScope",
     "assign_each",
     "assign_written",
-    "check_aggregated",
     "check_equal",
     "check_indices",
     "check_value",
@@ -365,25 +364,15 @@ def check_equal(context: StepContext, variable: tf.Variable, values: Any) -> Non
         )
 
 
-def check_aggregated(context: StepContext, variable: tf.Variable) -> None:
-    """Raise TrainingError where replicas cannot wait for each other to aggregate a value."""
-    if current_graph() is not context.graph:
-        raise TrainingError(
-            f"The variable {variable.name!r} ({variable.aggregation.name}) is assigned inside a"
-            " tf.function, a cond or a loop of the step's own, where replicas cannot combine"
-            " their values. Assign it directly in the body of train_step or call, or create it"
-            " with self.add_weight(..., trainable=False)."
-        )
-
-
 def shared_by_replicas(variable: tf.Variable, replicas: int) -> TrainingError:
-    """The error of a tf.Variable that each replica would write, and of which there is one copy."""
+    """The error of a tf.Variable that replicas share, or would sum up when they write it."""
     return TrainingError(
         f"The variable {variable.name!r} of shape {variable.shape} is assigned in a step, and the"
-        f" {replicas} replicas of this process share one copy of it: each would write its own"
-        " value. Create it with self.add_weight(..., trainable=False) in a layer or model: what a"
+        f" {replicas} replicas of this process share one copy of it, or its aggregation is SUM."
+        " Create it with self.add_weight(..., trainable=False) in a layer or model: what a"
         " step assigns to that is averaged over all rows. A trainable weight can be assigned in the"
-        " body of train_step or call, but not in a tf.function, a cond or a loop."
+        " body of train_step or call, but not in a tf.function, a cond or a loop. For sums, use a"
+        " keras.metrics.Metric."
     )
 
 

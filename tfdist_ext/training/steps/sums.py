@@ -1,13 +1,13 @@
 """Sums over all replicas, inside the step of one replica.
 
-Sparse gradients (`tf.IndexedSlices`) are summed lookup by lookup; see `rows.lookups_of`. Between
+Slices of sparse gradients (`tf.IndexedSlices`) may be summed; see `rows.with_slots`. Between
 workers, a value whose size may differ from step to step is padded; see `collective_sizes`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,14 +27,7 @@ from tfdist_ext.strategies.traced_replica import replica_number, sum_up
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import gathered_values
 from tfdist_ext.training.steps.replaced import not_called, substitutes
-from tfdist_ext.training.steps.rows import (
-    EqualTensors,
-    Gradient,
-    Lookup,
-    joined,
-    lookups_of,
-    merged,
-)
+from tfdist_ext.training.steps.rows import EqualTensors, Gradient, merged, with_slots
 from tfdist_ext.training.steps.step_timer import ReplicaTimer
 
 __all__ = ["ReplicaSums", "current_graph", "outside_of_inner_graphs", "reduced_for"]
@@ -94,37 +87,16 @@ class ReplicaSums:
         what = [STATISTIC] * len(values) if what is None else what
         for value, each in zip(values, what, strict=True):
             _set_shape(value, each)
-        lookups = list(map(self.lookups, values))
-        parts = [each.value for of_one in lookups for each in of_one]
-        what = [each for of_one, each in zip(lookups, what, strict=True) for _ in of_one]
-        summed = self.merged(lookups, self._sums(parts, what))
+        parts, numbers = with_slots(values, self.equal)
+        what = [*what, *[OTHER] * len(numbers)]
+        summed = merged(self.synchronize(lambda mine: self._sums(mine, what), parts), numbers)
         self.equal.add(summed)
         return summed
-
-    def all_reduce_timed(
-        self, values: Sequence[Gradient], what: Sequence[Reduced]
-    ) -> list[Gradient]:
-        """Returns `all_reduce(values, what)`; the timer records that the replica waits."""
-        return self.synchronize(lambda mine: self.all_reduce(mine, what), values)
-
-    def lookups(self, gradient: Gradient) -> list[Lookup]:
-        """Returns the lookups in a gradient, which are summed one by one."""
-        return lookups_of(gradient, self.equal)
-
-    def merged(
-        self, lookups: Sequence[Sequence[Lookup]], sums: Iterable[Gradient]
-    ) -> list[Gradient]:
-        """Returns gradients, from the sums of their lookups over all replicas."""
-        rest = iter(sums)
-        return [
-            joined([merged(each.kind, next(rest), self.replicas) for each in of_one])
-            for of_one in lookups
-        ]
 
     def of_replicas(self, numbers: tf.Tensor) -> tf.Tensor:
         """Returns the numbers (int64, a vector) of each replica, one row per replica."""
         mine = tf.one_hot(replica_number(), self.replicas, dtype=tf.int64)[:, tf.newaxis] * numbers
-        return self.all_reduce_timed([mine], [OTHER])[0]
+        return self.all_reduce([mine], [OTHER])[0]
 
     def _sums(self, values: Sequence[Gradient], what: Sequence[Reduced]) -> list[Gradient]:
         groups: dict[tuple[Any, ...], list[int]] = {}

@@ -41,14 +41,11 @@ class SynchronousEngine(Engine):
         # On a TPU steps cannot write what was made outside; they run in the calling thread. So does
         # the one replica of the default strategy, which has no devices.
         devices = [] if isinstance(strategy, tf.distribute.TPUStrategy) else on.devices
-        self._seeds = Seeds(devices, on.from_chief if on.multi_worker else None)
+        self._seeds = Seeds(devices, on.from_chief)
 
     def _read_sharded(self, data: ShardedDataset, *, from_position: bool) -> GlobalBatches:
         check_equal_positions(self.reduction, data)
         return super()._read_sharded(data, from_position=from_position)
-
-    def state_is_restored(self) -> None:
-        self._seeds.forget()
 
     def feed(self, batches: GlobalBatches) -> Iterable[Parts]:
         """The input that the programs iterate over: the parts of this task's replicas."""
