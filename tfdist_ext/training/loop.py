@@ -29,8 +29,6 @@ from tfdist_ext.training.epochs import Epochs
 from tfdist_ext.training.programs import Engine, StepProgram, StepsPerExecutionTuner
 from tfdist_ext.training.protocols import Epoch, Logs, StepListener, Structure
 
-__all__ = ["Loop", "predict", "preserve_sigint", "validates"]
-
 
 class Loop:
     """Runs the epochs of one `fit` or `evaluate`."""
