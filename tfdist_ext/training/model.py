@@ -647,7 +647,6 @@ def distribute(
     strategy: tf.distribute.Strategy | None = None,
     *,
     synchronize_batch_norm: bool | None = None,
-    alone: bool = False,
 ) -> DistributedModel:
     """Put a Keras model on a strategy.
 
@@ -661,8 +660,6 @@ def distribute(
             then normalizes by the statistics of the global batch, as on one device, instead of
             those of each replica's part. A saved model keeps the setting. False leaves the layers
             as they are. So does None, with a warning if several replicas train such a layer.
-        alone: each task of the cluster that the environment describes trains by itself, on the
-            replicas of its machine.
 
     Raises:
         TrainingError: not a model, one that cannot be copied from its config, or not a
@@ -676,10 +673,8 @@ def distribute(
         )
     if strategy is None:
         inside = tf.distribute.has_strategy()
-        # None, and not False, which would go over flags and the file.
-        strategy = tf.distribute.get_strategy() if inside else create_strategy(alone=alone or None)
-    if not alone:
-        check_spans_cluster(strategy)
+        strategy = tf.distribute.get_strategy() if inside else create_strategy()
+    check_spans_cluster(strategy)
     with peers_of(strategy).call("distribute"):
         return DistributedModel(
             model_or_builder, strategy, synchronize_batch_norm=synchronize_batch_norm

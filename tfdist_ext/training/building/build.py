@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -201,13 +201,21 @@ def _build_from_step(model: keras.Model, kind: str, batch: Structure) -> None:
     step = getattr(step, "python_function", step)  # of a tf.function
     applied: dict[int, tuple[keras.optimizers.Optimizer, list[keras.Variable]]] = {}
 
-    def note(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:
-        applied.setdefault(id(optimizer), (optimizer, variables))
+    def apply(
+        original: object,
+        optimizer: keras.optimizers.Optimizer,
+        grads: object,
+        trainable_variables: Iterable[keras.Variable] | None = None,
+    ) -> None:
+        if trainable_variables is not None:
+            applied.setdefault(id(optimizer), (optimizer, list(trainable_variables)))
 
     def tried(batch: Structure) -> Structure:
+        targets = [target for target in step_targets() if target.name in ("apply", "gradient")]
+        instead = substitutes({"apply": apply, "gradient": _zero_gradient})
         # Losses that layers add are discarded with the scope.
         losses = keras.StatelessScope(collect_losses=True)
-        with default_strategy_scope(), _recording_updates(note), losses:
+        with default_strategy_scope(), functions_in_place(targets), instead, losses:
             return step(batch)
 
     failure: Exception | None = None
@@ -234,37 +242,16 @@ def _build_from_step(model: keras.Model, kind: str, batch: Structure) -> None:
     model.built = True
 
 
-@contextlib.contextmanager
-def _recording_updates(
-    note: Callable[[keras.optimizers.Optimizer, list[keras.Variable]], None],
-) -> Iterator[None]:
-    """Scope in which gradients are zeros, and optimizers only call `note(optimizer, variables)`.
+def _zero_gradient(
+    original: object, tape: object, target: object, sources: Structure, *_: object, **__: object
+) -> Structure:
+    """Gradients of zero: outside of a replica's context, distributed variables have none."""
 
-    Variables that are distributed, or not made yet, have no gradient outside of a replica's
-    context.
-    """
+    def zeros(source: keras.Variable | tf.Variable | tf.Tensor) -> tf.Tensor:
+        is_variable = isinstance(source, keras.Variable | tf.Variable)
+        return tf.zeros(source.shape, source.dtype) if is_variable else tf.zeros_like(source)
 
-    def apply(
-        original: object,
-        optimizer: keras.optimizers.Optimizer,
-        grads: object,
-        trainable_variables: Iterable[keras.Variable] | None = None,
-    ) -> None:
-        if trainable_variables is not None:
-            note(optimizer, list(trainable_variables))
-
-    def zeros(of: keras.Variable | tf.Variable | tf.Tensor) -> tf.Tensor:
-        variable = isinstance(of, keras.Variable | tf.Variable)
-        return tf.zeros(of.shape, of.dtype) if variable else tf.zeros_like(of)
-
-    def gradient(
-        original: object, tape: object, target: object, sources: Structure, *_: object, **__: object
-    ) -> Structure:
-        return tf.nest.map_structure(zeros, sources)
-
-    targets = [target for target in step_targets() if target.name in ("apply", "gradient")]
-    with functions_in_place(targets), substitutes({"apply": apply, "gradient": gradient}):
-        yield
+    return tf.nest.map_structure(zeros, sources)
 
 
 def belongs_to(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
@@ -320,10 +307,8 @@ def _compile_again(source: keras.Model, target: keras.Model) -> None:
 
 def _stateless(argument: Any) -> Any:
     """Clones an argument of compile that has variables, which two models must not share."""
-    stateful = isinstance(argument, keras.optimizers.Optimizer | keras.metrics.Metric)
-    if stateful or (getattr(argument, "variables", None) and hasattr(argument, "get_config")):
-        return clone_from_config(argument)
-    return argument
+    has_variables = hasattr(argument, "variables") and hasattr(argument, "get_config")
+    return clone_from_config(argument) if has_variables else argument
 
 
 def _compile_arguments(model: keras.Model) -> dict[str, Any]:
@@ -341,14 +326,9 @@ def _compile_arguments(model: keras.Model) -> dict[str, Any]:
 
 
 def _described(argument: Any) -> str:
-    """Returns a text that is equal for two equal arguments of compile()."""
-
-    def describe(part: Any) -> Any:
-        config = getattr(part, "get_config", None)
-        # Keras numbers the names that it makes.
-        return (type(part), {**config(), "name": None}) if callable(config) else part
-
-    return repr([describe(part) for part in keras.tree.flatten(argument)])
+    """Returns a text that is equal for two equal arguments of compile(); of objects, the class."""
+    parts = keras.tree.flatten(argument)
+    return repr([type(part) if hasattr(part, "get_config") else part for part in parts])
 
 
 def _unknown_argument(model: keras.Model, name: str) -> TrainingError:

@@ -122,22 +122,17 @@ def _enable_lora_as(model: keras.Model, copy: keras.Model) -> None:
 
 def _config_of(model: keras.Model) -> dict[str, Any]:
     config = model.get_config()
-    parameters = inspect.signature(type(model).__init__).parameters.values()
-    has_keywords = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    names = {
-        each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-    }
-    if type(model).get_config is keras.Model.get_config:
-        # Keras keeps the arguments of layers, but not those of models.
-        unknown = sorted(names - {"self", *_OF_KERAS})
-        if unknown:
-            raise NotImplementedError(
-                f"the class has no get_config(), so the value of its argument {unknown[0]!r} is"
-                " not known."
-            )
-    if has_keywords:
-        return config
-    return {name: value for name, value in config.items() if name in names or name not in _OF_KERAS}
+    init = inspect.getfullargspec(type(model).__init__)
+    names = {*init.args, *init.kwonlyargs}
+    unknown = sorted(names - {"self", *_OF_KERAS})
+    # Keras keeps the arguments of layers, but not those of models.
+    if unknown and "layers" not in config and _is_of_keras(type(model).get_config):
+        raise NotImplementedError(
+            f"the class has no get_config(), so the value of its argument {unknown[0]!r} is not"
+            " known."
+        )
+    left_out = set() if init.varkw else _OF_KERAS - names
+    return {name: value for name, value in config.items() if name not in left_out}
 
 
 @contextlib.contextmanager
