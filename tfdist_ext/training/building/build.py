@@ -101,21 +101,19 @@ def adopt(
             "model_or_builder must be a keras.Model, or a function without arguments that returns"
             f" one, got {model_or_builder!r}."
         )
-    named_as_planned: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    specs = []
     if isinstance(strategy, PlacedParameterServers) and strategy.placer.plans_models:
-        strategy.placer.learn(learn_specs(model_or_builder))
-        named_as_planned = fresh_names()
-    if isinstance(strategy, PlacedStrategy):
-        try:
+        specs = learn_specs(model_or_builder)
+        strategy.placer.learn(specs)
+    elif isinstance(strategy, PlacedStrategy):
+        with contextlib.suppress(PlacementError):  # the model makes its variables later
             specs = learn_specs(model_or_builder)
-        except PlacementError:  # the model makes its variables later
-            specs = []
         if specs:
             strategy.plan_model(specs)
-            named_as_planned = fresh_names()
     if is_model:
         return _copy(model_or_builder, strategy, created)
-    with creation_scope(strategy, created), named_as_planned:
+    names_of_plan = fresh_names() if specs else contextlib.nullcontext()
+    with creation_scope(strategy, created), names_of_plan:
         model = model_or_builder()
     if not isinstance(model, keras.Model):
         raise TrainingError(

@@ -59,10 +59,10 @@ def clone_model(model: keras.Model) -> keras.Model:
 def cannot_be_copied(thing: Configured | keras.Model, reason: str) -> TrainingError:
     """Returns the error for an object whose config is missing or incomplete."""
     return TrainingError(
-        f"{type(thing).__name__} {thing.name!r} cannot be copied into the strategy's scope:"
-        f" {reason} Pass a function that builds and compiles the model: distribute(build,"
-        " strategy). Or give the class what Keras needs to load it: get_config(), and for its own"
-        " compile() get_compile_config() and compile_from_config()."
+        f"{type(thing).__name__} cannot be copied into the strategy's scope: {reason} Pass a"
+        " function that builds and compiles the model: distribute(build, strategy). Or give the"
+        " class what Keras needs to load it: get_config(), and for its own compile()"
+        " get_compile_config() and compile_from_config()."
     )
 
 
