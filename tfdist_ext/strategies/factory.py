@@ -256,7 +256,7 @@ def check_spans_cluster(strategy: tf.distribute.Strategy) -> None:
         f"in a cluster the strategy must span its tasks, got {name!r}, which has replicas on this"
         f" machine alone: {cluster.source} lists {count} tasks, and each would train a model of its"
         f" own. Use create_strategy() or create_strategy({for_cluster!r}). For separate models pass"
-        " alone=True to create_strategy, or to distribute for a strategy made elsewhere."
+        " alone=True to create_strategy."
     )
 
 

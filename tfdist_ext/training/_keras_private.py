@@ -29,8 +29,7 @@ NAMES = PrivateNames(
         "backend.compute_output_spec": "variables of a model that is not compiled",
         "backend.tensorflow.trainer.convert_to_np_if_not_ragged": "the outputs of predict",
         "backend.tensorflow.trainer.potentially_ragged_concat": "the outputs of predict",
-        "models.functional.Functional": "cloning a model layer by layer",
-        "saving.serialization_lib.SafeModeScope": "cloning objects with lambdas",
+        "models.functional.Functional": "models whose config has their layers",
         "random.seed_generator.global_seed_generator": "random numbers without a seed",
         "trainers.data_adapters.array_data_adapter.ArrayDataAdapter": "arrays as data",
         "trainers.data_adapters.array_slicing.TensorflowSparseWrapper": "sparse arrays as data",
@@ -288,7 +287,10 @@ def flat_layers(model: keras.Model | keras.Layer, **options: bool) -> list[keras
 
 
 def is_graph_of_layers(model: keras.Model) -> bool:
-    """Whether it is Functional or Sequential. Private: Keras exports no name for Functional."""
+    """Whether it is Functional or Sequential, so that its config has its layers.
+
+    Private because Keras exports no name for the class of functional models.
+    """
     return isinstance(model, keras.Sequential | NAMES("models.functional.Functional"))
 
 
@@ -354,11 +356,6 @@ def seed_state() -> np.ndarray | None:
 def global_seed_generator() -> keras.random.SeedGenerator:
     """The generator that this thread draws from without a seed. Private: Keras makes it itself."""
     return NAMES("random.seed_generator.global_seed_generator")()
-
-
-def trusted() -> contextlib.AbstractContextManager[None]:
-    """A scope in which lambdas may be deserialized: for objects alive in this process only."""
-    return NAMES("saving.serialization_lib.SafeModeScope")(safe_mode=False)
 
 
 def trained_by(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:

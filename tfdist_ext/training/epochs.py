@@ -19,9 +19,6 @@ from tfdist_ext.training.inputs import GlobalBatches, parts_of_dataset
 from tfdist_ext.training.protocols import BatchIterator, Epoch, Structure
 from tfdist_ext.user_frames import warn
 
-__all__ = ["Epochs"]
-
-
 _EMPTY = "the data must hold a batch, got none."
 
 
@@ -57,9 +54,9 @@ class Epochs:
         self._iterator: BatchIterator | None = None  # over the parts of the running pass
         self._source: Any = None  # a tf.data.Iterator over the dataset of the running pass
         self._fed: tuple[object, Any] = None, None  # what a dataset was fed for, and the input
-        self._position = self._start = batches.begin()
+        self._position = batches.begin()
+        self._is_empty = self._position == 0  # as far as reading has told
         self._seen: int | None = None
-        self._fresh = True  # the epoch begins a pass
         self._completed = 0  # steps of the next epoch that are done
 
     @property
@@ -90,7 +87,7 @@ class Epochs:
         batches.on_epoch_begin()
         try:
             yield Epoch(
-                self._begin(steps, known),
+                self._begin(steps),
                 steps,
                 known,
                 batches.needs_row_count,
@@ -113,30 +110,25 @@ class Epochs:
         self._position = (self._position + steps) % in_pass
         return steps
 
-    def _begin(self, steps: int | None, known_length: bool) -> BatchIterator:
+    def _begin(self, steps: int | None) -> BatchIterator:
         """The iterator of an epoch: a new one, or that of the epoch before."""
         batches, dataset = self._batches, self._batches.dataset
         if dataset is None:
-            self._fresh = self._iterator is None
-            if self._iterator is None:
-                self._iterator = iter(self._feed(batches))
+            self._iterator = self._iterator or iter(self._feed(batches))
             return self._iterator
-        self._fresh = self._requested is None or self._source is None
         inspected = self._inspect is not None
         made_for = None
         if self._requested is not None or inspected:
-            if self._fresh:
+            if self._requested is None or self._source is None:
                 self._source = _without_prefetch(dataset)
             made_for = self._source, steps  # else iterating the same input again reads on
         if inspected or self._fed[1] is None or self._fed[0] != made_for:
-            of_epoch = self._dataset_of_epoch(dataset, steps, known_length)
+            of_epoch = self._dataset_of_epoch(dataset, steps)
             fed = self._feed(replace(batches, parts_of=parts_of_dataset(of_epoch)))
             self._fed = (object() if inspected else made_for), fed
         return iter(self._fed[1])
 
-    def _dataset_of_epoch(
-        self, dataset: tf.data.Dataset, steps: int | None, known_length: bool
-    ) -> tf.data.Dataset:
+    def _dataset_of_epoch(self, dataset: tf.data.Dataset, steps: int | None) -> tf.data.Dataset:
         """The global batches of an epoch.
 
         Reading ahead stops at the end of the epoch. Reading ahead into another repetition of the
@@ -144,14 +136,12 @@ class Epochs:
         """
         inspect, self._inspect = self._inspect, None
         if inspect is None:
-            if self._requested is None:
-                return dataset
-            return _rest_of(self._source, steps, known_length)
+            return dataset if self._requested is None else _rest_of(self._source, steps)
         first = next(self._source, None)
         inspect(first)
         if first is None:
             return dataset
-        rest = _rest_of(self._source, None if steps is None else steps - 1, known_length)
+        rest = _rest_of(self._source, None if steps is None else steps - 1)
         return tf.data.Dataset.from_tensors(first).concatenate(rest)
 
     @property
@@ -178,7 +168,8 @@ class Epochs:
 
     def begin_at_position(self, *, completed: int) -> None:
         """Begin where the data's own position is, `completed` steps of an epoch being done."""
-        self._position = self._start = self._batches.begin()
+        self._position = self._batches.begin()
+        self._is_empty = self._position == 0
         self._completed = completed
 
     def rewind(self) -> None:
@@ -196,6 +187,7 @@ class Epochs:
             stopped: a callback stopped the training in this epoch. Then the data's `on_epoch_end`
                 is not called, as in Keras.
         """
+        self._is_empty = self._is_empty and steps == 0
         if not stopped:
             self._batches.on_epoch_end()
         if epoch.steps is None or steps < epoch.steps:
@@ -220,7 +212,7 @@ class Epochs:
         Raises:
             TrainingError: the data is empty.
         """
-        if steps == 0 and self._seen is None and self._fresh and self._start == 0:
+        if self._is_empty and steps == 0:
             raise TrainingError(_EMPTY)
         if self._requested is not None and steps < self._requested:
             self._warn_of_end(steps)
@@ -254,11 +246,9 @@ def _without_prefetch(dataset: tf.data.Dataset) -> tf.data.Iterator:
 
 
 @tf.autograph.experimental.do_not_convert
-def _rest_of(iterator: tf.data.Iterator, steps: int | None, known_length: bool) -> tf.data.Dataset:
+def _rest_of(iterator: tf.data.Iterator, steps: int | None) -> tf.data.Dataset:
     """The rest of an iterator, at most `steps` elements."""
     turns = tf.data.Dataset.range(2**62 if steps is None else steps)
-    if known_length:
-        return turns.map(lambda _: iterator.get_next())
     options = turns.map(lambda _: iterator.get_next_as_optional())
     there = options.take_while(lambda option: option.has_value())
     return there.map(lambda option: option.get_value())

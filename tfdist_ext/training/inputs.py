@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -40,18 +39,6 @@ from tfdist_ext.training.agreement.equality import from_each_worker
 from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.protocols import Specs, Structure
 
-__all__ = [
-    "GlobalBatches",
-    "Part",
-    "Parts",
-    "batches_of_function",
-    "batches_of_ordered",
-    "check_says_nothing_else",
-    "parts_of_dataset",
-    "read",
-]
-
-
 # One replica's part of a global batch: the number of its rows, the number of rows of the global
 # batch, and the rows. A part of 0 rows still holds one row; see `_spans`.
 Part: TypeAlias = tuple[tf.Tensor, tf.Tensor, Structure]
@@ -63,11 +50,6 @@ Parts: TypeAlias = tuple[Part, ...] | tf.distribute.DistributedValues
 
 # (first replica, local replicas, all replicas) -> a dataset of `tuple[Part, ...]`.
 PartsOf: TypeAlias = Callable[[int, int, int], tf.data.Dataset]
-
-
-# Keras warns if it cannot shuffle these, and `fit` must not warn for the default `shuffle=True`.
-# Keras shuffles a PyDataset with Python's random numbers, which differ between tasks.
-_NOT_FOR_KERAS_TO_SHUFFLE = (tf.data.Dataset, keras.utils.PyDataset, types.GeneratorType)
 
 
 def read(
@@ -104,15 +86,9 @@ def read(
         )
     if all(part is None for part in keras.tree.flatten(x)):
         raise TrainingError(f"x must have data, got {x!r}.")
-    adapter = kp.get_data_adapter(
-        x,
-        y,
-        sample_weight,
-        batch_size=batch_size,
-        steps_per_epoch=steps,
-        shuffle=not isinstance(x, _NOT_FOR_KERAS_TO_SHUFFLE) and shuffle,
-        class_weight=class_weight,
-    )
+    sizes = {"batch_size": batch_size, "steps_per_epoch": steps}
+    # Keras does not shuffle: its random numbers differ between tasks.
+    adapter = kp.get_data_adapter(x, y, sample_weight, class_weight=class_weight, **sizes)
     seed = seed if shuffle else None
     with tf.device("CPU:0"):
         found = kp.array_parts(adapter)
@@ -250,26 +226,25 @@ def _check_batches(spec: Specs, replicas: int) -> None:
     Raises:
         TrainingError: no input, or tensors without a row for each example, as far as shapes tell.
     """
-    x, *rest = keras.utils.unpack_x_y_sample_weight(spec)
-    shapes = dict(named_parts((x, *rest)))
-    if not any(name.startswith("x") for name in shapes):
+    parts = dict(named_parts(keras.utils.unpack_x_y_sample_weight(spec)))
+    if not any(name.startswith("x") for name in parts):
         raise TrainingError(
             "each batch must begin with the model's input, got None: let the data yield x, (x, y)"
             " or (x, y, sample_weight)."
         )
-    known = {name: part.shape for name, part in shapes.items() if part.shape.rank is not None}
-    first = next(iter(shapes))
-    single = any(
-        shape.rank == 0 and (replicas > 1 or name == first or name[0] != "x")
-        for name, shape in known.items()
-    )
-    rows = {shape[0] for shape in known.values() if shape.rank and shape[0] is not None}
-    if single or (replicas > 1 and len(rows) > 1):
-        found = "single values" if single else f"parts of {sorted(rows)} rows"
-        each = ", ".join(f"{name} of shape {list(shape)}" for name, shape in known.items())
+    shapes = {name: part.shape for name, part in parts.items() if part.shape.rank is not None}
+    # On one replica all examples may share an input.
+    split = [
+        shape
+        for name, shape in shapes.items()
+        if replicas > 1 or name in ("x", "y", "sample_weight")
+    ]
+    rows = {shape[0] if shape.rank else 0 for shape in split} - {None}
+    if 0 in rows or (replicas > 1 and len(rows) > 1):
+        each = ", ".join(f"{name} of shape {list(shape)}" for name, shape in shapes.items())
         raise TrainingError(
-            f"the dataset must yield batches, got {found}: {each}. Call .batch(n) on it, n being"
-            f" the examples of a global batch. {SHARED_TENSOR}"
+            f"the dataset must yield batches with one row for each example, got {each}. Call"
+            f" .batch(n) on it, n being the examples of a global batch. {SHARED_TENSOR}"
         )
 
 

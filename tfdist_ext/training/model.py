@@ -35,7 +35,6 @@ from tfdist_ext.training.agreement.single_task import on_every_worker
 from tfdist_ext.training.building.build import (
     adopt,
     batch_normalization_layers,
-    belongs_to,
     build,
     creation_scope,
     recompile,
@@ -70,8 +69,6 @@ from tfdist_ext.training.synchronous.engine import SynchronousEngine
 from tfdist_ext.training.synchronous.model_step import OneTrace
 from tfdist_ext.user_frames import filter_traceback, warn
 
-__all__ = ["DistributedModel", "check_counts", "distribute"]
-
 
 @filter_traceback
 class DistributedModel(SavingMixin):
@@ -83,26 +80,18 @@ class DistributedModel(SavingMixin):
 
     def __init__(
         self,
-        model: keras.Model,
+        model_or_builder: keras.Model | Callable[[], keras.Model],
         strategy: tf.distribute.Strategy,
-        builder: Callable[[], keras.Model] | None = None,
         *,
         synchronize_batch_norm: bool | None = None,
         one_trace: OneTrace = "auto",
-        created: list[tf.Variable] | None = None,
     ):
-        if not all(belongs_to(variable, strategy) for variable in model.weights):
-            raise TrainingError(
-                f"the model {model.name!r} has variables that were made outside of the strategy's"
-                " scope. Pass the model to tfdist_ext.distribute(model, strategy), which makes a"
-                " copy of the model in the scope."
-            )
-        self._model = model
+        """Arguments and errors are those of `distribute`."""
+        self._created: list[tf.Variable] = []  # they do not have the chief's values yet
+        self._model = adopt(model_or_builder, strategy, self._created)
+        self._builder = None if isinstance(model_or_builder, keras.Model) else model_or_builder
         self._strategy = strategy
-        self._builder = builder
         self._synchronize_batch_norm = synchronize_batch_norm
-        # Variables that do not have the chief's values yet.
-        self._created = [] if created is None else created
         self._built_for = None
         self._progress = Progress()
         self._in_epoch = False  # of a fit; callbacks may evaluate meanwhile
@@ -226,19 +215,10 @@ class DistributedModel(SavingMixin):
             epochs,
             in_background=checkpoint_async and self._engine.state_is_here,
         )
-        batches = self._engine.read(
-            x,
-            y,
-            sample_weight,
-            batch_size=batch_size,
-            steps=steps_per_epoch,
-            shuffle=shuffle,
-            class_weight=class_weight,
-            seed=saved.seed,
-        )
-        train = self._epochs(batches, steps_per_epoch, "fit")
+        how = {"batch_size": batch_size, "shuffle": shuffle, "class_weight": class_weight}
+        data = x, y, sample_weight
+        train = self._read("fit", "train", *data, steps=steps_per_epoch, seed=saved.seed, **how)
         saved.check_position(train)
-        self._build(batches, "train")
         train.reset()
         validate = None
         if validation_data is not None:
@@ -665,7 +645,6 @@ def distribute(
     *,
     synchronize_batch_norm: bool | None = None,
     one_trace: OneTrace = "auto",
-    alone: bool = False,
 ) -> DistributedModel:
     """Put a Keras model on a strategy.
 
@@ -683,8 +662,6 @@ def distribute(
             step shorter. A warning and `tfd.explain(model)` say where that is not possible. False
             leaves the traces to TensorFlow, one for each replica. "auto" is True on CPUs, and False
             on GPUs and TPUs, where one trace has never run.
-        alone: each task of the cluster that the environment describes trains by itself, on the
-            replicas of its machine.
 
     Raises:
         TrainingError: not a model, one that cannot be copied from its config, or not a
@@ -700,21 +677,14 @@ def distribute(
         )
     if strategy is None:
         inside = tf.distribute.has_strategy()
-        # None, and not False, which would go over flags and the file.
-        strategy = tf.distribute.get_strategy() if inside else create_strategy(alone=alone or None)
-    if not alone:
-        check_spans_cluster(strategy)
-    builder = None if isinstance(model_or_builder, keras.Model) else model_or_builder
-    peers = peers_of(strategy)
-    with peers.call("distribute"):
-        created: list[tf.Variable] = []
+        strategy = tf.distribute.get_strategy() if inside else create_strategy()
+    check_spans_cluster(strategy)
+    with peers_of(strategy).call("distribute"):
         return DistributedModel(
-            adopt(model_or_builder, strategy, created),
+            model_or_builder,
             strategy,
-            builder,
             synchronize_batch_norm=synchronize_batch_norm,
             one_trace=one_trace,
-            created=created,
         )
 
 

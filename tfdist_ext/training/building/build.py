@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -21,34 +21,30 @@ from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
 from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import creating_without_broadcast
-from tfdist_ext.training.building.build_from_step import build_from_step
 from tfdist_ext.training.building.cloning import (
     cannot_be_copied,
     clone_from_config,
     clone_model,
     copy_flags_and_assets,
     custom_objects_of,
+    truncate_message,
 )
 from tfdist_ext.training.protocols import Specs, Structure
-from tfdist_ext.training.steps.replaced import uses_keras_step
+from tfdist_ext.training.steps.replaced import (
+    functions_in_place,
+    step_targets,
+    substitutes,
+    uses_keras_step,
+)
 from tfdist_ext.training.steps.scope import metric_variables_on_one_copy
 from tfdist_ext.training.variables import (
     all_built,
     copies_of_one_name,
+    default_strategy_scope,
     optimizers_of,
     readable_numbers,
     server_variables,
 )
-
-__all__ = [
-    "adopt",
-    "batch_normalization_layers",
-    "belongs_to",
-    "build",
-    "creation_scope",
-    "recompile",
-    "reject_stateful_rnns",
-]
 
 
 def creation_scope(
@@ -105,21 +101,19 @@ def adopt(
             "model_or_builder must be a keras.Model, or a function without arguments that returns"
             f" one, got {model_or_builder!r}."
         )
-    named_as_planned: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    specs = []
     if isinstance(strategy, PlacedParameterServers) and strategy.placer.plans_models:
-        strategy.placer.learn(learn_specs(model_or_builder))
-        named_as_planned = fresh_names()
-    if isinstance(strategy, PlacedStrategy):
-        try:
+        specs = learn_specs(model_or_builder)
+        strategy.placer.learn(specs)
+    elif isinstance(strategy, PlacedStrategy):
+        with contextlib.suppress(PlacementError):  # the model makes its variables later
             specs = learn_specs(model_or_builder)
-        except PlacementError:  # the model makes its variables later
-            specs = []
         if specs:
             strategy.plan_model(specs)
-            named_as_planned = fresh_names()
     if is_model:
         return _copy(model_or_builder, strategy, created)
-    with creation_scope(strategy, created), named_as_planned:
+    names_of_plan = fresh_names() if specs else contextlib.nullcontext()
+    with creation_scope(strategy, created), names_of_plan:
         model = model_or_builder()
     if not isinstance(model, keras.Model):
         raise TrainingError(
@@ -164,10 +158,10 @@ def build(
         if kind == "train" and own_loss and not all(each.built for each in kp.flat_layers(model)):
             # compute_loss may use layers that the call does not use.
             with contextlib.suppress(TrainingError):
-                build_from_step(model, kind, batch)
+                _build_from_step(model, kind, batch)
         _build_from_call_or_step(model, kind, batch)
         if kind != "predict" and not uses_keras_step(model, "train") and not all_built(model):
-            build_from_step(model, "train", batch)
+            _build_from_step(model, "train", batch)
     if isinstance(strategy, PlacedStrategy):
         strategy.check_model([variable.path for variable in model.variables])
 
@@ -188,7 +182,78 @@ def _build_from_call_or_step(model: keras.Model, kind: str, batch: Structure) ->
         except Exception:
             if not own_step:
                 raise
-    build_from_step(model, kind, batch)
+    _build_from_step(model, kind, batch)
+
+
+def _build_from_step(model: keras.Model, kind: str, batch: Structure) -> None:
+    """Traces a custom step once for the variables of its layers and optimizers.
+
+    A GAN or a VAE may have no `call`, or a `call` that does not take what the data begins with.
+    Plain Keras makes missing variables while it traces the first step. An optimizer is built for
+    the variables that the step applies it to first, as in Keras.
+
+    Args:
+        kind: "train", "test" or "predict".
+        batch: a structure of `keras.KerasTensor`, one global batch.
+
+    Raises:
+        TrainingError: the step cannot be traced while layers have no variables yet.
+    """
+    step = getattr(model, f"{kind}_step")
+    step = getattr(step, "python_function", step)  # of a tf.function
+    applied: dict[int, tuple[keras.optimizers.Optimizer, list[keras.Variable]]] = {}
+
+    def apply(
+        original: object,
+        optimizer: keras.optimizers.Optimizer,
+        grads: object,
+        trainable_variables: Iterable[keras.Variable] | None = None,
+    ) -> None:
+        if trainable_variables is not None:
+            applied.setdefault(id(optimizer), (optimizer, list(trainable_variables)))
+
+    def tried(batch: Structure) -> Structure:
+        targets = [target for target in step_targets() if target.name in ("apply", "gradient")]
+        instead = substitutes({"apply": apply, "gradient": _zero_gradient})
+        # Losses that layers add are discarded with the scope.
+        losses = keras.StatelessScope(collect_losses=True)
+        with default_strategy_scope(), functions_in_place(targets), instead, losses:
+            return step(batch)
+
+    failure: Exception | None = None
+    try:
+        kp.call_symbolically(tried, batch)
+    except Exception as error:
+        failure = error
+    inner = [layer for layer in kp.flat_layers(model) if layer is not model]
+    missing = [layer.name for layer in inner if not layer.built]
+    if failure is not None and missing:
+        raise TrainingError(
+            f"{type(model).__name__} has layers without variables yet ({', '.join(missing)}), and"
+            f" its {kind}_step, tried on a batch of {batch!r} to make them, fails:"
+            f" {truncate_message(failure)} Build the layers in the function given to distribute():"
+            " begin models with keras.Input(shape), or call build(shape)."
+        ) from failure
+    for optimizer, variables in applied.values():
+        if not optimizer.built:
+            optimizer.build(variables)
+    compiled = None if kind == "predict" else model.optimizer
+    if isinstance(compiled, keras.optimizers.Optimizer) and not compiled.built:
+        # The step does not use it. Keras's fit builds it too under a strategy.
+        compiled.build(model.trainable_variables)
+    model.built = True
+
+
+def _zero_gradient(
+    original: object, tape: object, target: object, sources: Structure, *_: object, **__: object
+) -> Structure:
+    """Gradients of zero: outside of a replica's context, distributed variables have none."""
+
+    def zeros(source: keras.Variable | tf.Variable | tf.Tensor) -> tf.Tensor:
+        is_variable = isinstance(source, keras.Variable | tf.Variable)
+        return tf.zeros(source.shape, source.dtype) if is_variable else tf.zeros_like(source)
+
+    return tf.nest.map_structure(zeros, sources)
 
 
 def belongs_to(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
@@ -222,42 +287,41 @@ def recompile(
     variables = [v for thing in [*stateful, *before.values()] for v in thing.variables]
     if source is target and all(belongs_to(variable, strategy) for variable in variables):
         return
-    if type(source).compile_from_config is not keras.Model.compile_from_config:
-        config = source.get_compile_config()
-        with creation_scope(strategy, created), custom_objects_of([source]):
-            target.compile_from_config(config)
-    else:
-        arguments = _compile_arguments(source)
-        with creation_scope(strategy, created):
-            target.compile(**keras.tree.map_structure(_stateless, arguments))
-        if type(source).compile is not keras.Model.compile:  # which may keep something else
-            for name, value in _compile_arguments(target).items():
-                if _described(value) != _described(arguments[name]):
-                    raise _unknown_argument(source, name)
-    after = optimizers_of(target)
-    for name, old in before.items():
-        if old.built:
-            weights = _copies_of_trained(old, source, target)
-            with creation_scope(strategy, created):
-                _take_over_state(old, after.get(name), weights, f"{type(source).__name__}.{name}")
+    with creation_scope(strategy, created):
+        if type(source).compile_from_config is not keras.Model.compile_from_config:
+            config = source.get_compile_config()
+            with custom_objects_of([source]):
+                target.compile_from_config(config)
+        else:
+            _compile_again(source, target)
+        after = optimizers_of(target)
+        for name, old in before.items():
+            if old.built:
+                _copy_optimizer_state(old, after.get(name), source, target)
+
+
+def _compile_again(source: keras.Model, target: keras.Model) -> None:
+    arguments = _compile_arguments(source)
+    target.compile(**keras.tree.map_structure(_stateless, arguments))
+    if type(source).compile is not keras.Model.compile:  # which may keep something else
+        for name, value in _compile_arguments(target).items():
+            if _described(value) != _described(arguments[name]):
+                raise _unknown_argument(source, name)
 
 
 def _stateless(argument: Any) -> Any:
     """Clones an argument of compile that has variables, which two models must not share."""
-    stateful = isinstance(argument, keras.optimizers.Optimizer | keras.metrics.Metric)
-    if stateful or (getattr(argument, "variables", None) and hasattr(argument, "get_config")):
-        return clone_from_config(argument)
-    return argument
+    has_variables = hasattr(argument, "variables") and hasattr(argument, "get_config")
+    return clone_from_config(argument) if has_variables else argument
 
 
 def _compile_arguments(model: keras.Model) -> dict[str, Any]:
     """Returns the arguments of compile(): those that Keras keeps, and attributes of their names."""
     of_keras = kp.compile_arguments(model)
     _, *parameters = inspect.signature(type(model).compile).parameters.values()
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    names = [each.name for each in parameters if each.kind not in variadic]
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        names += [name for name in of_keras if name not in names]
+    names = {each.name: None for each in parameters if each.kind is not each.VAR_KEYWORD}
+    if len(names) < len(parameters):  # the keywords go to Keras
+        names |= dict.fromkeys(of_keras)
     known = {**vars(model), **of_keras}
     for name in names:
         if name not in known:
@@ -266,55 +330,35 @@ def _compile_arguments(model: keras.Model) -> dict[str, Any]:
 
 
 def _described(argument: Any) -> str:
-    """Returns a text that is equal for two equal arguments of compile()."""
-    parts = []
-    for part in keras.tree.flatten(argument):
-        if callable(getattr(part, "get_config", None)):
-            # Keras numbers the names that it makes.
-            part = type(part), {**part.get_config(), "name": None}
-        parts.append(part)
-    return repr(parts)
+    """Returns a text that is equal for two equal arguments of compile(); of objects, the class."""
+    parts = keras.tree.flatten(argument)
+    return repr([type(part) if hasattr(part, "get_config") else part for part in parts])
 
 
 def _unknown_argument(model: keras.Model, name: str) -> TrainingError:
-    return TrainingError(
-        f"{type(model).__name__} has its own compile(), and the value of its argument {name!r} is"
-        " not known here. Pass a function that builds and compiles the model: distribute(build,"
-        " strategy). Or give the class get_compile_config() and compile_from_config(), which Keras"
-        " also needs to load it."
-    )
+    return cannot_be_copied(model, f"the argument {name!r} of its own compile() is not known.")
 
 
-def _copies_of_trained(
-    optimizer: keras.optimizers.Optimizer, source: keras.Model, target: keras.Model
-) -> list[keras.Variable]:
-    """Returns the weights of `target` that correspond to those an optimizer was built for.
-
-    Weights that were frozen later are among them.
-    """
-    copies = {id(weight): copy for weight, copy in zip(source.weights, target.weights, strict=True)}
-    trained = kp.trained_by(optimizer)
-    if not all(id(variable) in copies for variable in trained):
-        raise TrainingError(
-            f"the optimizer of {source.name!r} must be built for the model's weights, got other"
-            " variables, so its state cannot be copied. Call compile() with a new one."
-        )
-    return [copies[id(variable)] for variable in trained]
-
-
-def _take_over_state(
+def _copy_optimizer_state(
     old: keras.optimizers.Optimizer,
     new: keras.optimizers.Optimizer | None,
-    weights: list[keras.Variable],
-    name: str,
+    source: keras.Model,
+    target: keras.Model,
 ) -> None:
+    """Builds an optimizer as an old one, and copies the state. Frozen weights keep theirs, too."""
+    copies = {id(weight): copy for weight, copy in zip(source.weights, target.weights, strict=True)}
+    weights = [copies[id(each)] for each in kp.trained_by(old) if id(each) in copies]
     if new is not None:
         new.build(weights)
-    if new is None or [id(v) for v in kp.trained_by(new)] != [id(v) for v in weights]:
-        raise TrainingError(
-            f"{name} must be an optimizer of the same variables after the model is compiled again."
-            " Let compile_from_config() make all that get_compile_config() describes, and do not"
-            " build optimizers there."
+    if (
+        new is None
+        or [*map(id, kp.trained_by(new))] != [*map(id, weights)]
+        or len(new.variables) != len(old.variables)
+    ):
+        raise cannot_be_copied(
+            old,
+            "it must be built for weights of the model, and compile_from_config() must make one"
+            " like it that is not built.",
         )
     for variable, value in zip(new.variables, old.variables, strict=True):
         variable.assign(value.numpy())

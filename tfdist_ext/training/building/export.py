@@ -25,8 +25,6 @@ from tfdist_ext.training.state.naming import MODEL, check_has_variables, group_o
 from tfdist_ext.training.state.values import assign_whole, whole_value
 from tfdist_ext.training.variables import outside_of_scopes
 
-__all__ = ["Builder", "export"]
-
 # Builds another model; None if there is only the model itself.
 Builder: TypeAlias = Callable[[], keras.Model] | None
 
@@ -73,8 +71,7 @@ def _plain_copy(model: keras.Model, builder: Builder, spec: Specs) -> keras.Mode
         {name: variable for name, variable in state_of(each).items() if group_of(name) == MODEL}
         for each in (model, copy)
     )
-    if list(values) != list(targets):
-        differs = sorted({*values} ^ {*targets})
+    if differs := sorted({*values} ^ {*targets}):
         raise cannot_be_copied(model, f"the copy has other variables: {', '.join(differs[:6])}.")
     for name, target in targets.items():
         assign_whole(target, whole_value(values[name]))

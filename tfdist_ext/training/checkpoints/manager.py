@@ -115,7 +115,7 @@ class CheckpointManager:
         return seed
 
     def check_position(self, data: Epochs) -> None:
-        """Checks, before the model is built, whether `checkpoint_every` is possible.
+        """Checks whether `checkpoint_every` is possible.
 
         Raises:
             TrainingError: there is no folder, or the data has no position.

@@ -1,4 +1,4 @@
-"""Models whose `call` is missing, or takes other things than the data: only their step knows."""
+"""Models that only their custom step can build, and stateful layers, which need one replica."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tensorflow as tf
 from training_cases import X, Y, assert_trains_as_keras, distributed_fit, mirrored
 
 import tfdist_ext as tfd
+from tfdist_ext.training.building.build import reject_stateful_rnns
 
 FIT = {"batch_size": 12, "epochs": 2}  # 64 rows: the last batch has 4
 Dense = keras.layers.Dense
@@ -108,3 +109,42 @@ def test_a_step_that_cannot_be_tried_is_named() -> None:
 
     with pytest.raises(tfd.TrainingError, match=r"Fails has layers without.*its train_step.*own"):
         tfd.distribute(lambda: gan(False, Fails), mirrored()).fit(X, verbose=0)
+
+
+SEQUENCES = np.random.default_rng(3).normal(size=(48, 3, 5)).astype("float32")
+
+
+def stateful() -> keras.Model:
+    first = keras.layers.LSTM(4, stateful=True, return_sequences=True, name="first")
+    both = keras.layers.Bidirectional(keras.layers.GRU(4, stateful=True, name="second"))
+    inputs = keras.Input(batch_shape=(16, 3, 5))
+    model = keras.Sequential([inputs, first, both, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def test_stateful_layers_keep_their_state_on_one_replica() -> None:
+    plain, ours = assert_trains_as_keras(
+        stateful, SEQUENCES, Y[:48], strategy=mirrored(1), batch_size=16, epochs=2
+    )
+    state = ours.keras_model.layers[0].states[0].numpy()
+    np.testing.assert_allclose(state, plain.layers[0].states[0].numpy(), atol=1e-6)
+    expected = plain.predict(SEQUENCES, batch_size=16, verbose=0)
+    predicted = ours.predict(SEQUENCES, batch_size=16, verbose=0)
+    np.testing.assert_allclose(predicted, expected, atol=1e-6)
+
+
+REFUSED = r"'first', 'backward_second', 'forward_second' must not be stateful.* stateful=False"
+
+
+def test_stateful_layers_are_refused_on_several_replicas() -> None:
+    ours = tfd.distribute(stateful, mirrored(2))
+    for call in (ours.fit, ours.evaluate):
+        with pytest.raises(tfd.TrainingError, match=f"{REFUSED}.*one_device"):
+            call(SEQUENCES, Y[:48], batch_size=16, verbose=0)
+
+
+def test_stateful_layers_are_refused_on_parameter_servers() -> None:
+    servers = tf.distribute.ParameterServerStrategy.__new__(tf.distribute.ParameterServerStrategy)
+    with pytest.raises(tfd.TrainingError, match="stateful on ParameterServerStrategy"):
+        reject_stateful_rnns(stateful(), servers)
