@@ -59,9 +59,12 @@ def _verify(options: argparse.Namespace) -> Verification:
     """Compare in this process, which is a task of a cluster if `options.workers` is set."""
     builder = load_function(options.builder, "the builder", error=TrainingError)
     data_function = load_function(options.data, "the data function", error=TrainingError)
+    import tensorflow as tf
+
     from tfdist_ext.strategies import create_strategy
     from tfdist_ext.training.verification.verify import verify
 
+    tf.get_logger().setLevel("ERROR")  # TensorFlow warns when many models are traced
     if options.workers is None:
         strategy = create_strategy(options.strategy, logical_cpus=options.devices)
     else:
