@@ -13,8 +13,6 @@ import model_table as table
 from model_rows import rows
 from two_steps import OnReplicas, Trained
 
-from tfdist_ext.testing import TaskError
-
 
 def trained(*values: float) -> Trained:
     return Trained({"weight kernel": np.array(values), "variable count": np.array([7])}, 2.0)
@@ -50,7 +48,7 @@ def test_a_line(
     monkeypatch, title: str, differences: list, rounding: float, line: str, explained: bool
 ) -> None:
     found = OnReplicas(trained(1.0), 11, differences, 3.0, rounding)
-    monkeypatch.setattr(table, "run_tasks", lambda *_, **__: {"process": {title: found}})
+    monkeypatch.setattr(table, "_run", lambda *_: {title: found})
     monkeypatch.setattr(table, "CLUSTERS", {})
     measured = table.measure([title])[title]
     assert measured.line.startswith(f"| {title} | 11 | 1 | ")
@@ -58,19 +56,11 @@ def test_a_line(
     assert measured.is_explained == explained
 
 
-def test_the_lines_of_a_cluster(monkeypatch) -> None:
-    """Every third model is trained on clusters; what was raised there stands in its cell."""
-    title = next(iter(rows()))
-    on_replicas = {title: OnReplicas(trained(4.0), 1, [0.0, 0.0], 3.0, 0.0)}
-    results = iter([{"process": on_replicas}, {"a": None, "b": {title: trained(3.0)}}])
-
-    def run_tasks(*_: object, **__: object) -> dict:
-        try:
-            return next(results)
-        except StopIteration:
-            raise TaskError("worker:0 hung", ()) from None
-
-    monkeypatch.setattr(table, "run_tasks", run_tasks)
+def test_the_cells_of_clusters(monkeypatch) -> None:
+    title = next(iter(rows()))  # every third model is trained on clusters
+    on_replicas = OnReplicas(trained(4.0), 1, [0.0, 0.0], 3.0, 0.0)
+    results = iter([on_replicas, trained(3.0), "worker:0 hung"])
+    monkeypatch.setattr(table, "_run", lambda *_: {title: next(results)})
     measured = table.measure([title])[title]
     assert "| 0 | 0 | 2e-01 | fails: worker:0 hung | 1.5 |" in measured.line
     assert not measured.is_explained

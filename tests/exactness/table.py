@@ -86,7 +86,8 @@ def figures() -> dict[str, dict[matrix.Cell, float | None]]:
         print(f"{time.monotonic() - started:4.0f} s: {title}", file=sys.stderr, flush=True)
         return cells
 
-    titles = sorted([ONE_PROCESS.strategy, *COLUMNS], key=_longest_first)
+    # Those with several processes first: none of them runs alone at the end.
+    titles = [ONE_PROCESS.strategy, *sorted(COLUMNS, key=lambda title: -COLUMNS[title].workers)]
     # Two at a time: building graphs keeps one core busy each.
     with ThreadPoolExecutor(2) as pool:
         columns = dict(zip(titles, pool.map(trained, titles), strict=True))
@@ -98,11 +99,6 @@ def figures() -> dict[str, dict[matrix.Cell, float | None]]:
         }
         for title in COLUMNS
     }
-
-
-def _longest_first(title: str) -> int:
-    """Columns with several processes come first, so that none of them runs alone at the end."""
-    return -COLUMNS.get(title, ONE_PROCESS).workers
 
 
 def markdown(found: dict[str, dict[matrix.Cell, float | None]]) -> str:
