@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from typing import TYPE_CHECKING
 
 from tfdist_ext.errors import TrainingError
@@ -19,8 +20,7 @@ USAGE = "verify module:builder --data module:function [options]"
 
 EPILOG = """\
 The builder returns a compiled Keras model. The data function returns arrays (x, y), or a dataset of
-global batches. Both are functions without arguments. The exit status is 0 if all numbers are equal,
-and 1 if they differ.
+global batches. Both are functions without arguments. The exit status is 1 if any numbers differ.
 
 examples:
   tfdist verify train.py:build --data train.py:data --devices 4
@@ -32,8 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("builder", metavar="module:builder", help="returns the model, as train.py:build")
     add("--data", required=True, metavar="module:function", help="returns the data")
-    strategy = "a synchronous strategy of one machine, such as placed (default mirrored)"
-    add("--strategy", default="mirrored", metavar="NAME", help=strategy)
+    add("--strategy", default="mirrored", metavar="NAME", help="such as placed (default mirrored)")
     where = parser.add_mutually_exclusive_group()
     devices = "number of replicas, on logical CPUs (default 2)"
     where.add_argument("--devices", type=int, default=2, metavar="N", help=devices)
@@ -62,6 +61,7 @@ def _verify(options: argparse.Namespace) -> Verification:
     from tfdist_ext.strategies import create_strategy
     from tfdist_ext.training.verification.verify import verify
 
+    logging.getLogger("tensorflow").setLevel("ERROR")  # it warns when many models are traced
     if options.workers is None:
         strategy = create_strategy(options.strategy, logical_cpus=options.devices)
     else:

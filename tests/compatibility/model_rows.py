@@ -52,14 +52,11 @@ class Row(NamedTuple):
         """Two steps, on a strategy or by Keras itself.
 
         Args:
-            last_bit: with the last bit of each input that is no integer changed.
+            last_bit: change the last bit of the inputs.
         """
         import two_steps
 
-        data = self.data()
-        if last_bit:
-            data["x"] = two_steps.with_last_bit_changed(data["x"])
-        return two_steps.train(self.build, data, strategy, self.callbacks)
+        return two_steps.train(self.build, self.data(), strategy, self.callbacks(), last_bit)
 
 
 def rows() -> dict[str, Row]:
@@ -459,7 +456,7 @@ def brute_force() -> Any:
 class Search(Row):
     """A search: what comes out are the scores of its trials."""
 
-    def train(self, strategy: Any) -> Any:
+    def train(self, strategy: Any, *, last_bit: bool = False) -> Any:
         import guide_models
 
         return guide_models.search(strategy)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from model_rows import rows
-from two_steps import BOUND, Trained, difference, train_in_task, train_on_replicas
+from two_steps import BOUND, OnReplicas, difference, train_in_task, train_on_replicas
 
 from tfdist_ext.testing import TaskError, run_tasks
 
@@ -21,8 +21,8 @@ HEAD = (
 )
 # A change of the inputs is one rounding; a sum in another order has one in each of its operations.
 OF_ROUNDING = 100
-LIMIT = 1800  # seconds for one process
-LARGE = 10_000_000  # parameters; from here on not on clusters, where each task has a copy
+LIMIT = 1800  # seconds for the models that share a process
+SHARING = 10  # models that share processes; those of keras.applications are too large
 CLUSTERS = {"workers 2": {"worker": 2}, "parameter server": {"worker": 1, "ps": 1}}
 # One of each kind of layer and step: convolutions with BatchNormalization, attention with dropout,
 # a decoder, tables, ranking, rows of all replicas, steps and callbacks of the user's.
@@ -52,42 +52,73 @@ def titles_with(parts: Sequence[str]) -> list[str]:
     return [title for title in rows() if not parts or any(part in title for part in parts)]
 
 
-def measure(title: str) -> Measured:
-    """Train a model in processes of its own."""
-    row = rows()[title]
+def in_processes(titles: Sequence[str]) -> Iterator[list[str]]:
+    """Yields the models that share processes: each start and import takes seconds."""
+    large = [title for title in titles if title.startswith("keras.applications:")]
+    yield from ([title] for title in large)
+    small = [title for title in titles if title not in large]
+    yield from (small[n : n + SHARING] for n in range(0, len(small), SHARING))
+
+
+def measure(titles: Sequence[str]) -> dict[str, Measured]:
+    """Train models that share processes."""
+    on_replicas = _run(train_on_replicas, None, titles)
+    found = {title: each for title, each in on_replicas.items() if not isinstance(each, str)}
+    on_clusters = [
+        title for title, each in found.items() if each.plain.numbers and _in_third(title)
+    ]
+    figures: dict[str, list[float | str | None]] = {
+        title: [*each.differences] for title, each in found.items()
+    }
+    for cluster in CLUSTERS.values():
+        trained = _run(train_in_task, cluster, on_clusters) if on_clusters else {}
+        for title, ours in trained.items():
+            plain = found[title].plain
+            figures[title].append(ours if isinstance(ours, str) else difference(ours, plain))
+    return {
+        title: _failed(title, each) if isinstance(each, str) else _line(title, each, figures[title])
+        for title, each in on_replicas.items()
+    }
+
+
+def _in_third(title: str) -> bool:
+    return list(rows()).index(title) % 3 == 0
+
+
+def _run(
+    function: Callable[..., Any], cluster: dict[str, int] | None, titles: Sequence[str]
+) -> dict[str, Any]:
+    """Runs a function in tasks; what it returns for each title, or why it failed."""
     env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     try:
-        (found,) = run_tasks(train_on_replicas, None, LIMIT, args=(title,), env=env).values()
+        results = run_tasks(function, cluster, LIMIT, args=(titles,), env=env).values()
     except TaskError as error:  # the others are measured all the same
-        return Measured(f"| {title} | | {row.lines} | {_shown(str(error))} | | | | | |", False)
-    figures: list[float | str | None] = list(found.differences)
-    in_third = list(rows()).index(title) % 3 == 0
-    on_clusters = in_third and row.on_clusters and found.plain.parameters < LARGE
-    for cluster in CLUSTERS.values():
-        figures.append(_on(title, cluster, env, found.plain) if on_clusters else None)
+        return dict.fromkeys(titles, str(error))
+    return next(each for each in results if each is not None)
+
+
+def _failed(title: str, why: str) -> Measured:
+    return Measured(f"| {title} | | {rows()[title].lines} | {_shown(why)} | | | | | |", False)
+
+
+def _line(title: str, found: OnReplicas, figures: list[float | str | None]) -> Measured:
+    row = rows()[title]
     reason = row.reason
     if found.rounding and not reason:
         reason = f"rounding: the last bit of the inputs makes {found.rounding:.0e} in Keras itself"
     bound = max(BOUND, OF_ROUNDING * found.rounding)
-    within = all(each is None or (isinstance(each, float) and each <= bound) for each in figures)
+    within = all(isinstance(each, float) and each <= bound for each in figures)
     equal = within and not found.rounding
+    figures = [*figures, *[None] * 4][:4]
     cells = [
         title,
-        f"{found.plain.parameters:,}" if found.plain.parameters else "",
+        f"{found.parameters:,}" if found.parameters else "",
         str(row.lines),
         *map(_shown, figures),
         f"{found.seconds / found.plain.seconds:.1f}",
         "" if equal else reason,
     ]
     return Measured(f"| {' | '.join(cells)} |", within or bool(row.reason))
-
-
-def _on(title: str, cluster: dict[str, int], env: dict[str, str], plain: Trained) -> float | str:
-    try:
-        results = run_tasks(train_in_task, cluster, LIMIT, args=(title,), env=env).values()
-    except TaskError as error:
-        return str(error)
-    return difference(next(each for each in results if each is not None), plain)
 
 
 def _shown(figure: float | str | None) -> str:

@@ -11,11 +11,11 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 import model_table as table
 from model_rows import rows
-from two_steps import OnReplicas, Trained, difference
+from two_steps import OnReplicas, Trained
 
 
 def trained(*values: float) -> Trained:
-    return Trained([np.array(values), np.array([7])], 2.0, 11)
+    return Trained({"weight kernel": np.array(values), "variable count": np.array([7])}, 2.0)
 
 
 def test_the_rows() -> None:
@@ -28,10 +28,11 @@ def test_the_rows() -> None:
     assert table.titles_with(["KerasRS:", "ViT"])[0] == "KerasHub: ViT"
 
 
-def test_a_difference_is_relative_to_the_largest_number() -> None:
-    assert difference(trained(1.0, -4.0), trained(1.0, -4.0)) == 0
-    assert difference(trained(1.0, -3.0), trained(1.0, -4.0)) == 0.25
-    assert difference(trained(0.0, 1e-6), trained(0.0, 0.0)) == pytest.approx(1e-3)
+def test_models_that_share_processes() -> None:
+    chunks = list(table.in_processes([*rows()]))
+    assert sorted(title for chunk in chunks for title in chunk) == sorted(rows())
+    assert all(len(chunk) == 1 for chunk in chunks if chunk[0].startswith("keras.applications:"))
+    assert max(map(len, chunks)) == table.SHARING
 
 
 @pytest.mark.parametrize(
@@ -46,14 +47,23 @@ def test_a_difference_is_relative_to_the_largest_number() -> None:
 def test_a_line(
     monkeypatch, title: str, differences: list, rounding: float, line: str, explained: bool
 ) -> None:
-    found = {"process": OnReplicas(trained(1.0), differences, 3.0, rounding)}
-    monkeypatch.setattr(table, "run_tasks", lambda *_, **__: found)
-    monkeypatch.setattr(table, "CLUSTERS", dict.fromkeys(("workers 2", "parameter server")))
-    monkeypatch.setattr(table, "_on", lambda *_: None)
-    measured = table.measure(title)
+    found = OnReplicas(trained(1.0), 11, differences, 3.0, rounding)
+    monkeypatch.setattr(table, "_run", lambda *_: {title: found})
+    monkeypatch.setattr(table, "CLUSTERS", {})
+    measured = table.measure([title])[title]
     assert measured.line.startswith(f"| {title} | 11 | 1 | ")
     assert line in measured.line
     assert measured.is_explained == explained
+
+
+def test_the_cells_of_clusters(monkeypatch) -> None:
+    title = next(iter(rows()))  # every third model is trained on clusters
+    on_replicas = OnReplicas(trained(4.0), 1, [0.0, 0.0], 3.0, 0.0)
+    results = iter([on_replicas, trained(3.0), "worker:0 hung"])
+    monkeypatch.setattr(table, "_run", lambda *_: {title: next(results)})
+    measured = table.measure([title])[title]
+    assert "| 0 | 0 | 2e-01 | fails: worker:0 hung | 1.5 |" in measured.line
+    assert not measured.is_explained
 
 
 def test_the_page_has_a_line_of_each_model_that_ci_runs() -> None:

@@ -1,4 +1,4 @@
-"""Two steps of a model of the table, on one strategy: what came out, how long the first took."""
+"""Two steps of models of the table, on strategies and by Keras itself, compared by `tfd.verify`."""
 
 from __future__ import annotations
 
@@ -6,127 +6,135 @@ import gc
 import importlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import tfdist_ext as tfd
 from tfdist_ext.testing import logical_cpus
+from tfdist_ext.training.verification.result import Results, relative_differences
+from tfdist_ext.training.verification.trainings import Trainings
 
 BOUND = 1e-5  # of a difference in float64; deep networks with few rows make much of rounding
 BATCH = 5  # of 8 rows: two steps, and on 2 and 3 replicas parts of different sizes
+LARGE = 10_000_000  # parameters; from here on not on clusters, where each task has a copy
 
 
 class Trained(NamedTuple):
-    """What a training gives.
+    """The result of a training.
 
     Attributes:
-        values: the weights after two steps, then what was logged.
-        seconds: from the making of the model to the end of the first step.
-        parameters: how many numbers the weights are.
+        numbers: variables, logs and predictions after two steps, by name.
+        seconds: from the creation of the model to the end of the first step.
     """
 
-    values: list[np.ndarray]
+    numbers: Results
     seconds: float
-    parameters: int
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the weights have."""
+        found = [value for name, value in self.numbers.items() if name[:3] in ("wei", "var")]
+        return sum(value.size for value in found if np.issubdtype(value.dtype, np.floating))
 
 
 class FirstStep(keras.callbacks.Callback):
-    """Notes when the first step is done."""
+    """Measures the seconds from its creation to the end of the first step."""
 
-    ended = 0.0
+    def __init__(self) -> None:
+        super().__init__()
+        self._started = time.monotonic()
+        self.seconds = 0.0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.ended = self.ended or time.monotonic()
-
-
-def prepare(*, float64: bool) -> None:
-    """Set the precision of all that is made from here on."""
-    for package in ("keras_hub", "keras_rs", "keras_tuner"):
-        importlib.import_module(package)  # takes seeds, which a model would get after it
-    keras.config.set_floatx("float64" if float64 else "float32")
-    keras.config.set_dtype_policy(keras.config.floatx())
+        self.seconds = self.seconds or time.monotonic() - self._started
 
 
 def train(
     build: Callable[[], keras.Model],
     data: dict[str, Any],
-    strategy: tf.distribute.Strategy | None,
-    callbacks: Callable[[], list[Any]] = list,
+    strategy: Any,
+    callbacks: Sequence[keras.callbacks.Callback],
+    last_bit: bool,
 ) -> Trained:
-    """Train the model that `build` makes, on a strategy or by Keras itself.
+    """Trains the model that `build` creates, on a strategy, or in plain Keras if it is None.
 
     Args:
-        data: what `fit` is given.
+        data: arguments of `fit`: x, and perhaps y, sample_weight and epochs.
     """
-
-    def seeded() -> keras.Model:
-        keras.utils.set_random_seed(7)
-        return build()
-
-    started = time.monotonic()
-    model: Any
-    if strategy is None:
-        model = seeded()
-    else:
-        model = tfd.distribute(seeded, strategy, synchronize_batch_norm=True)
+    fit = {"batch_size": BATCH, "epochs": data.get("epochs", 1)}
+    parts = tuple(data[name] for name in ("x", "y", "sample_weight") if name in data)
+    trainings = Trainings(build, parts, 2, fit, synchronize_batch_norm=True)
     first = FirstStep()
-    given = {"batch_size": BATCH, "shuffle": False, "verbose": 0, **data}
-    history = model.fit(callbacks=[*callbacks(), first], **given).history
-    weights = model.get_weights()
-    logs = [np.array(history[name]) for name in sorted(history)]
-    size = sum(weight.size for weight in weights)
-    return Trained([*weights, *logs], first.ended - started, size)
-
-
-def with_last_bit_changed(x: Any) -> Any:
-    """The inputs, each number that is no integer one step higher."""
-
-    def next_number(array: Any) -> Any:
-        floats = isinstance(array, np.ndarray) and np.issubdtype(array.dtype, np.floating)
-        return np.nextafter(array.astype(keras.config.floatx()), np.inf) if floats else array
-
-    return keras.tree.map_structure(next_number, x)
+    numbers = trainings.train(strategy, last_bit=last_bit, callbacks=[*callbacks, first])
+    return Trained(numbers, first.seconds)
 
 
 def difference(ours: Trained, plain: Trained) -> float:
-    """The largest difference of a weight or a log, relative to the largest number in it."""
-    return max(
-        float(np.abs(a - b).max(initial=0) / max(np.abs(b).max(initial=0), 1e-3))
-        for a, b in zip(ours.values, plain.values, strict=True)
-        if np.issubdtype(a.dtype, np.floating)
-    )
+    """The largest relative difference of a variable, a log or a prediction."""
+    return max(relative_differences(ours.numbers, plain.numbers).values())
 
 
 class OnReplicas(NamedTuple):
-    """What a process of a model's own tells.
+    """What a process finds out about a model.
 
     Attributes:
-        plain: by Keras's own `fit`.
-        differences: to it, on 2 and 3 replicas; what was raised, where something was.
+        plain: by Keras's own `fit`, without its numbers if the model is not trained on clusters.
+        parameters: how many numbers the weights have.
+        differences: to plain Keras, on 2 and 3 replicas; or what was raised.
         seconds: to the first step on 2 replicas.
-        rounding: of Keras's own `fit` to itself, where the last bit of the inputs is changed; 0
-            where nobody needs it.
+        rounding: the difference of plain Keras to itself after the last bit of the inputs was
+            changed; 0 where nobody needs it.
     """
 
     plain: Trained
+    parameters: int
     differences: list[float | str]
     seconds: float
     rounding: float
 
 
-def train_on_replicas(title: str) -> OnReplicas:
-    """In a process: by Keras itself, and on 2 and 3 logical CPUs."""
+def train_on_replicas(titles: Sequence[str]) -> dict[str, OnReplicas | str]:
+    """Trains models in plain Keras, and on 2 and 3 logical CPUs of this process."""
+    logical_cpus(3)
+    return _for_each(titles, _on_replicas)
+
+
+def train_in_task(titles: Sequence[str]) -> dict[str, Trained | str] | None:
+    """Trains models in a task of a cluster; returns None in a task that only serves."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+    def train_all() -> dict[str, Trained | str]:
+        strategy = tfd.create_strategy()
+        return _for_each(titles, lambda row: row.train(strategy))
+
+    return tfd.run(train_all)
+
+
+def _for_each(titles: Sequence[str], function: Callable[[Any], Any]) -> dict[str, Any]:
+    """Calls a function with each row; what it raises becomes a text."""
     from model_rows import rows
 
-    logical_cpus(3)
-    row = rows()[title]
-    prepare(float64=row.float64)
+    for package in ("keras_hub", "keras_rs", "keras_tuner"):
+        importlib.import_module(package)  # an import takes seeds, which a model would get after it
+    found: dict[str, Any] = {}
+    for title in titles:
+        row = rows()[title]
+        keras.config.set_floatx("float64" if row.float64 else "float32")
+        keras.config.set_dtype_policy(keras.config.floatx())
+        try:
+            found[title] = function(row)
+        except Exception as error:
+            found[title] = f"{type(error).__name__}: {error}"
+        gc.collect()  # a model may have gigabytes
+    return found
+
+
+def _on_replicas(row: Any) -> OnReplicas:
     plain = row.train(None)
-    differences: list[float | str] = []
+    parameters, differences = plain.parameters, []
     seconds = 0.0
     for replicas in (2, 3):
         devices = [f"CPU:{number}" for number in range(replicas)]
@@ -138,18 +146,10 @@ def train_on_replicas(title: str) -> OnReplicas:
         differences.append(difference(ours, plain))
         seconds = seconds or ours.seconds
         del ours
-        gc.collect()  # the model, of which there may be gigabytes
+        gc.collect()
     rounding = 0.0
     if any(isinstance(each, float) and each > BOUND for each in differences):
         rounding = difference(row.train(None, last_bit=True), plain)
-    return OnReplicas(plain, differences, seconds, rounding)
-
-
-def train_in_task(title: str) -> Trained | None:
-    """In a task of a cluster: on its strategy; None where the task only serves."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    from model_rows import rows
-
-    row = rows()[title]
-    prepare(float64=row.float64)
-    return tfd.run(lambda: row.train(tfd.create_strategy()))
+    if not row.on_clusters or parameters >= LARGE:
+        plain = Trained({}, plain.seconds)
+    return OnReplicas(plain, parameters, differences, seconds, rounding)

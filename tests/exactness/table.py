@@ -86,15 +86,18 @@ def figures() -> dict[str, dict[matrix.Cell, float | None]]:
         print(f"{time.monotonic() - started:4.0f} s: {title}", file=sys.stderr, flush=True)
         return cells
 
+    # Those with several processes first: none of them runs alone at the end.
+    titles = [ONE_PROCESS.strategy, *sorted(COLUMNS, key=lambda title: -COLUMNS[title].workers)]
     # Two at a time: building graphs keeps one core busy each.
     with ThreadPoolExecutor(2) as pool:
-        one_device, *others = pool.map(trained, [ONE_PROCESS.strategy, *COLUMNS])
+        columns = dict(zip(titles, pool.map(trained, titles), strict=True))
+    one_device = columns[ONE_PROCESS.strategy]
     return {
         title: {
             cell: None if result is None else matrix.difference(result, one_device[cell])
-            for cell, result in cells.items()
+            for cell, result in columns[title].items()
         }
-        for title, cells in zip(COLUMNS, others, strict=True)
+        for title in COLUMNS
     }
 
 

@@ -14,7 +14,6 @@ import tfdist_ext as tfd
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies import PlacedStrategy
 from tfdist_ext.testing import assert_same_on_all_replicas, assert_trains_like_one_device
-from tfdist_ext.testing.assertions import train_both
 
 RULES = {
     "sharded": {
@@ -129,7 +128,8 @@ def test_a_model_that_is_built_by_its_data() -> None:
         return model
 
     strategy = PlacedStrategy(2, {".*dense/kernel": "sharded"}, owned_from=1)
-    _, _, model = train_both(unbuilt, (ROWS, LABELS), strategy, batch_size=12)
+    model = tfd.distribute(unbuilt, strategy)
+    model.fit(ROWS, LABELS, batch_size=12, verbose=0)
     assert model.strategy.placement_plan is None
     assert {model.strategy.owner(v.value) for v in model.keras_model.weights} == {0, 1}
     assert is_partitioned(model.keras_model.layers[0].kernel.value)

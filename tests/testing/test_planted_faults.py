@@ -100,7 +100,7 @@ def failures(strategy: type[StrategyTemplate], checks: list[str]) -> dict[str, s
         (
             FirstValue,
             ["trains_like_one_device"],
-            "not as on one device: ",
+            "compared values differ, most of all ",
         ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

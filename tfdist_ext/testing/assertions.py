@@ -9,17 +9,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.training import DistributedModel, distribute
+from tfdist_ext.training.verification.verify import verify
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = [
-    "assert_close",
-    "assert_same_on_all_replicas",
-    "assert_trains_like_one_device",
-    "train_both",
-]
-
-_SEED = 1337
+__all__ = ["assert_same_on_all_replicas", "assert_trains_like_one_device"]
 
 
 @filter_traceback
@@ -55,74 +48,26 @@ def assert_trains_like_one_device(
     builder: Callable[[], keras.Model],
     data: Any,
     strategy: tf.distribute.Strategy,
-    atol: float = 1e-6,
-    **fit: Any,
+    *,
+    tolerance: float = 1e-6,
+    **options: Any,
 ) -> None:
-    """Assert that `fit` under a strategy gives the weights and losses of plain Keras.
-
-    Both models begin with the same weights. Under a strategy with several workers, each worker must
-    call this with the same data.
+    """Assert that `tfd.verify` finds a model equal on a strategy and on one device.
 
     Args:
-        builder: creates the compiled model; called once, with fixed seeds.
-        data: arrays (x, y) or (x, y, sample_weight), or a `tf.data.Dataset` of global batches.
-        strategy: as of `tfd.create_strategy`.
-        atol: the largest difference of a weight, an optimizer variable, or a loss or metric in the
-            history; relative to the largest number of a variable where that is above 1.
-        fit: more arguments of `fit`, such as batch_size (global) and epochs. Nothing is shuffled.
+        builder: as of `tfd.verify`.
+        data: as of `tfd.verify`.
+        strategy: as of `tfd.verify`.
+        tolerance: the largest relative difference of a variable, log or prediction. A difference
+            that rounding explains counts as equal, too.
+        options: more arguments of `tfd.verify`, such as steps, batch_size (global) and epochs.
 
     Raises:
-        AssertionError: with the variable or log that differs most, and by how much.
+        AssertionError: with the table of `tfd.verify`: what differs, by how much, and why.
     """
-    wanted, found, _ = train_both(builder, data, strategy, **fit)
-    assert_close(found, wanted, atol)
-
-
-def train_both(
-    builder: Callable[[], keras.Model], data: Any, strategy: tf.distribute.Strategy, **fit: Any
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], DistributedModel]:
-    """Train a model by Keras alone and under a strategy, as `assert_trains_like_one_device`.
-
-    Returns:
-        What `fit` leaves on one device and under the strategy (weights, optimizer variables and
-        logs, by name), and the model of the strategy.
-    """
-    keras.utils.set_random_seed(_SEED)
-    plain = builder()
-    distributed = distribute(plain, strategy)
-    arguments = data if isinstance(data, tuple) else (data,)
-    x, y, weights = (*arguments, None, None)[:3]
-    found = []
-    for model, inner in ((plain, plain), (distributed, distributed.keras_model)):
-        keras.utils.set_random_seed(_SEED)
-        given = {"shuffle": False, "verbose": 0, "sample_weight": weights, **fit}
-        history = model.fit(x, y, **given).history
-        variables = [*inner.weights, *inner.optimizer.variables]
-        found.append(
-            {
-                **{variable.path: variable.numpy() for variable in variables},
-                **{f"{name} of fit": np.asarray(values) for name, values in history.items()},
-            }
-        )
-    return found[0], found[1], distributed
-
-
-def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], atol: float) -> None:
-    """Assert that two trainings left the same numbers; names the one that differs most."""
-    assert list(found) == list(wanted), f"there are {list(found)}, and not {list(wanted)}"
-    worst, most = "", -1.0
-    for name, value in wanted.items():
-        right = np.asarray(value, "float64")
-        apart = np.abs(np.asarray(found[name], "float64") - right)
-        apart /= max(1.0, np.abs(right).max(initial=0.0))
-        largest = float(np.nan_to_num(apart, nan=np.inf).max(initial=0.0))
-        if largest > most:
-            worst, most = name, largest
-    if most > atol:
-        raise AssertionError(
-            f"not as on one device: {worst} must differ by at most {atol:.2g}, got {most:.2g}.\none"
-            f" device: {wanted[worst]!r}\nstrategy: {found[worst]!r}"
-        )
+    result = verify(builder, data, strategy, tolerance=tolerance, **options)
+    if not result.equal:
+        raise AssertionError(str(result))
 
 
 def _by_replica(value: Any, strategy: tf.distribute.Strategy) -> list[np.ndarray]:

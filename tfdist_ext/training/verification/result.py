@@ -11,42 +11,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Cause", "Results", "Verification", "relative_differences"]
+__all__ = ["Results", "Verification", "relative_differences"]
 
 Results = Mapping[str, np.ndarray]  # "weight dense/kernel", "log loss": kind and name
 
 SMALLEST_SCALE = 1e-3  # differences of numbers that are all smaller are relative to this
 ROUNDING_FACTOR = 10.0
-# The first word of a name -> what the table calls all names of this kind.
-_KINDS = {
-    "weight": "weights",
-    "variable": "other variables",
-    "optimizer": "optimizer state",
-    "log": "logs",
-    "prediction": "predictions",
-    "data": "data",
-}
-_SHOWN = 3  # names that differ
-_WIDTH = 100  # columns of the text
-
-
-@dataclass(frozen=True)
-class Cause:
-    """A probable cause of a difference.
-
-    Attributes:
-        what: what the model or the data does.
-        rule: the rule of docs/exactness.md that does not cover this; 0 if none is concerned.
-        remedy: what to change.
-    """
-
-    what: str
-    rule: int
-    remedy: str
-
-    def __str__(self) -> str:
-        rule = f" (Rule {self.rule} of docs/exactness.md.)" if self.rule else ""
-        return f"{self.what}{rule} {self.remedy}"
+_KINDS = ("weight", "variable", "optimizer", "log", "prediction", "data")  # first words of names
+_ROW = "{:10}  {:10}  {:8}  {:9}  {}"
+_wrapped = textwrap.TextWrapper(100).fill
 
 
 @dataclass(frozen=True)
@@ -62,18 +35,16 @@ class Verification:
         rounding: the same for plain Keras compared with itself, after the last bit of the inputs
             was changed.
         tolerance: the largest relative difference that counts as equal.
-        causes: probable causes of differences, the most probable one first.
+        causes: probable causes of differences and their remedies, the most probable one first.
         error: the message of the error that ended the training on the strategy; "" without one.
-        warnings: what `fit` warned of on the strategy.
     """
 
     title: str
     differences: Mapping[str, float]
     rounding: Mapping[str, float]
     tolerance: float
-    causes: Sequence[Cause] = ()
+    causes: Sequence[str] = ()
     error: str = ""
-    warnings: Sequence[str] = ()
 
     @property
     def equal(self) -> bool:
@@ -91,42 +62,27 @@ class Verification:
         return max(self.tolerance, ROUNDING_FACTOR * self.rounding.get(name, 0.0))
 
     def __str__(self) -> str:
-        verdict = f"NOT EQUAL: {self.error or self._names()}"
-        if self.equal:
-            verdict = "EQUAL: the model trains as it does on one device."
-        causes = "\n".join(["Probable cause:", *(_wrapped(str(cause)) for cause in self.causes)])
-        parts = [_wrapped(self.title)]
-        parts += [self._table()] if self.differences else []
-        parts.append(_wrapped(verdict))
-        parts += [causes] if self.causes else []
-        parts += [_wrapped(f"fit warned: {text}") for text in self.warnings]
-        return "\n\n".join(parts)
+        if self.error:
+            return f"{_wrapped(self.title)}\n\n{_wrapped(f'NOT EQUAL: {self.error}')}"
+        verdict = "EQUAL: the model trains as it does on one device."
+        if names := self.unequal:
+            count = f"{len(names)} of {len(self.differences)}"
+            verdict = f"NOT EQUAL: {count} compared values differ, most of all {names[0]}."
+        causes = ["Probable cause (rules: docs/exactness.md):", *self.causes] if self.causes else []
+        parts = [_wrapped(self.title), self._table(), _wrapped(verdict)]
+        return "\n\n".join([*parts, *map(_wrapped, causes)])
 
     def _table(self) -> str:
-        rows = [_HEADER, *filter(None, map(self._row, _KINDS))]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-    def _row(self, kind: str) -> tuple[str, ...] | None:
-        of_kind = {n: d for n, d in self.differences.items() if n.split()[0] == kind}
-        if not of_kind:
-            return None
-        worst = max(of_kind, key=lambda name: of_kind[name] / self.allowed(name))
-        verdict = "equal" if of_kind[worst] <= self.allowed(worst) else "DIFFERENT"
-        numbers = f"{of_kind[worst]:.1e}", f"{self.rounding.get(worst, 0.0):.1e}"
-        return _KINDS[kind], *numbers, verdict, worst.removeprefix(f"{kind} ")
-
-    def _names(self) -> str:
-        names = self.unequal
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        return f"{', '.join(names[:_SHOWN])}{more}"
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, _WIDTH)
-
-
-_HEADER = ("compared", "difference", "rounding", "", "largest in")
+        rows = [_ROW.format("kind", "difference", "rounding", "", "largest in")]
+        for kind in _KINDS:
+            names = [name for name in self.differences if name.split()[0] == kind]
+            if names:
+                worst = max(names, key=lambda name: self.differences[name] / self.allowed(name))
+                verdict = "DIFFERENT" if worst in self.unequal else "equal"
+                numbers = self.differences[worst], self.rounding.get(worst, 0.0)
+                shown = (f"{number:.1e}" for number in numbers)
+                rows.append(_ROW.format(kind, *shown, verdict, worst.removeprefix(f"{kind} ")))
+        return "\n".join(rows)
 
 
 def relative_differences(found: Results, wanted: Results) -> dict[str, float]:

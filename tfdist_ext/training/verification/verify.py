@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +13,7 @@ import tensorflow as tf
 from tfdist_ext.errors import TfDistError, TrainingError
 from tfdist_ext.training.verification.causes import probable_causes
 from tfdist_ext.training.verification.result import Verification, relative_differences
-from tfdist_ext.training.verification.trainings import Builder, Trainings
+from tfdist_ext.training.verification.trainings import Trainings
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["verify"]
@@ -23,11 +21,11 @@ __all__ = ["verify"]
 
 @filter_traceback
 def verify(
-    builder: Builder,
+    builder: Callable[[], keras.Model],
     data: Any,
     strategy: tf.distribute.Strategy,
     *,
-    steps: int | None = 3,
+    steps: int = 3,
     tolerance: float = 1e-5,
     synchronize_batch_norm: bool | None = None,
     **fit: Any,
@@ -42,7 +40,7 @@ def verify(
         builder: a function that creates the compiled model. It is called several times.
         data: arrays `(x, y)` or `(x, y, sample_weight)`, or a dataset that yields global batches.
         strategy: a synchronous strategy, as of `tfd.create_strategy`.
-        steps: global batches to train on; None: all of the data.
+        steps: global batches to train on.
         tolerance: largest relative difference that counts as equal. A larger difference counts as
             equal, too, if rounding explains it: if plain Keras differs as much from itself after
             the last bit of the inputs was changed.
@@ -53,7 +51,6 @@ def verify(
     Raises:
         TrainingError: the strategy trains asynchronously; `builder` is not a function; the data
             has no batch.
-        ValueError: what plain Keras refuses.
     """
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise TrainingError(
@@ -64,40 +61,33 @@ def verify(
         raise TrainingError(
             f"verify creates the model several times, so it needs a function, got {builder!r}."
         )
-    with _without_retracing_warnings():
-        trainings = Trainings(builder, strategy, data, steps, fit, synchronize_batch_norm)
-        return _compare(trainings, tolerance)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", UserWarning)  # no warning of a training is an error
+        return _compare(
+            Trainings(builder, data, steps, fit, synchronize_batch_norm), strategy, tolerance
+        )
 
 
-def _compare(trainings: Trainings, tolerance: float) -> Verification:
-    plain = trainings.plain()
+def _compare(
+    trainings: Trainings, strategy: tf.distribute.Strategy, tolerance: float
+) -> Verification:
+    title = (
+        f"{type(strategy).__name__} with {strategy.num_replicas_in_sync} replicas, compared with"
+        f" plain Keras on one device. Rows in the global batches: {str(trainings.rows)[1:-1]}."
+    )
+    result = Verification(title, {}, {}, tolerance)
+    plain = trainings.train()
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            found = trainings.distributed()
+        differences = relative_differences(trainings.train(strategy), plain)
     except TfDistError as error:
-        return Verification(trainings.title, {}, {}, tolerance, error=str(error))
-    differences = relative_differences(found, plain)
-    if trainings.reading_difference:
-        differences["data first batch"] = trainings.reading_difference
-    rounding: Mapping[str, float] = {}
-    if max(differences.values()) > tolerance:
-        rounding = relative_differences(trainings.plain(last_bit=True), plain)
-    result = Verification(trainings.title, differences, rounding, tolerance)
-    if result.equal:
-        return result
-    texts = [str(each.message) for each in caught if each.category is UserWarning]
-    causes = list(probable_causes(trainings, result, plain))
-    return replace(result, causes=causes, warnings=tuple(dict.fromkeys(texts)))
-
-
-@contextlib.contextmanager
-def _without_retracing_warnings() -> Iterator[None]:
-    """Scope in which TensorFlow does not warn that each new model is traced anew."""
-    logger = tf.get_logger()
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+        return replace(result, error=str(error))
+    if trainings.order_changes:
+        differences["data first batch"] = float("inf")
+    result = replace(result, differences=differences)
+    if not result.equal:
+        rounding = relative_differences(trainings.train(last_bit=True), plain)
+        result = replace(result, rounding=rounding)
+    if not result.equal:
+        causes = list(probable_causes(trainings, strategy, result, plain))
+        result = replace(result, causes=causes)
+    return result
