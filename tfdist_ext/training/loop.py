@@ -1,4 +1,4 @@
-"""The loop of `fit`, `evaluate` and `predict`: executions, and steps per execution.
+"""The loop of `fit`, `evaluate` and `predict`: executions, steps per execution, Ctrl-C.
 
 Every execution is a collective, so all tasks of a cluster must run the same executions. The tasks
 agree where one may decide differently: only the chief runs callbacks that write, and a callback
@@ -6,12 +6,17 @@ may stop the training on one task.
 
 Long executions are fast, because nothing waits for Python between their steps. Short executions
 show progress, and let Ctrl-C and callbacks in. So an execution aims at a fixed time
-(`StepsPerExecutionTuner`).
+(`StepsPerExecutionTuner`). A KeyboardInterrupt that is raised in a finalizer is lost.
+`preserve_sigint` raises it again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import time
+from collections.abc import Callable, Iterator
 
 import keras
 
@@ -22,6 +27,8 @@ from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks
 from tfdist_ext.training.epochs import Epochs
 from tfdist_ext.training.programs import Engine, StepProgram, StepsPerExecutionTuner
 from tfdist_ext.training.protocols import Epoch, Logs, StepListener, Structure
+
+__all__ = ["Loop", "predict", "preserve_sigint", "validates"]
 
 
 class Loop:
@@ -58,7 +65,7 @@ class Loop:
 
     def run(self, program: StepProgram, data: Epoch, where: str = "") -> tuple[Logs, int]:
         """(logs, steps done) of one epoch; `where` names it in messages, as "epoch 2, "."""
-        with data_errors_as_raised():
+        with preserve_sigint() as raise_if_interrupted, data_errors_as_raised():
             peers = self._reduction.peers
             logs: Logs = {}
             done = 0
@@ -78,6 +85,7 @@ class Loop:
                 with peers.barrier(f"{where}steps after {done}"):
                     result = program.run(data, n, self._seconds, told=peers.told_to_end)
                 self._seconds = time.perf_counter() - started
+                raise_if_interrupted()
                 self._tuner.record(result.steps, result.chief_seconds)
                 if result.steps == 0:
                     logs = result.logs if data.completed else logs
@@ -132,7 +140,7 @@ def predict(
     hooks.on_predict_begin()
     collected: list[Structure] = []
     done = 0  # global batches
-    with data_errors_as_raised(), epochs.next() as data:
+    with preserve_sigint() as raise_if_interrupted, data_errors_as_raised(), epochs.next() as data:
         each = engine.predictor(model).outputs(data)
         while data.steps is None or done < data.steps:
             hooks.on_predict_batch_begin(done)
@@ -142,6 +150,7 @@ def predict(
                     outputs = next(each)
             except StopIteration:
                 break
+            raise_if_interrupted()
             done += 1
             if outputs is not None:
                 collected.append(outputs)
@@ -153,3 +162,30 @@ def predict(
     epochs.is_done(data, done, stopped=bool(model.stop_predicting))
     hooks.on_predict_end()
     return keras.tree.map_structure(kp.in_one_array, *collected)
+
+
+@contextlib.contextmanager
+def preserve_sigint() -> Iterator[Callable[[], None]]:
+    """Scope with a function that raises a lost KeyboardInterrupt again.
+
+    The scope has no effect outside of the main thread, or if the user has a handler for Ctrl-C.
+    """
+    pressed = threading.Event()
+
+    def raise_interrupt(*_: object) -> None:
+        pressed.set()
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+
+    in_main = threading.current_thread() is threading.main_thread()
+    replaces = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if replaces:
+        signal.signal(signal.SIGINT, raise_interrupt)
+    try:
+        yield check
+    finally:
+        if replaces:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
