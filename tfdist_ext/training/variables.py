@@ -5,9 +5,8 @@ its conditions fail (a cond cannot contain a cross-replica call) and its assignm
 On the plain tf.Variables that lie behind the distributed ones, Keras's code runs as on one device
 (`LocalCopies`, `default_strategy_scope`).
 
-TensorFlow's ShardedVariable is no tf.Variable: Keras can neither compute its gradient, nor gather
-its rows, nor update its shards. `ShardedRead` and `UpdatesInPlace` add this for a step on the
-devices of one machine. Shards on parameter servers are variables that can do it themselves.
+A variable in pieces is read and differentiated as one (`placement.live._tf_private`).
+`UpdatesInPlace` updates each piece on its own device.
 """
 
 from __future__ import annotations
@@ -36,11 +35,9 @@ from tfdist_ext.strategies import StrategyTemplate
 from tfdist_ext.strategies._tf_private import with_scalar_conversions
 from tfdist_ext.strategies.template_extended import check_owner
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training._tf_private import read_by_tapes
 
 __all__ = [
     "LocalCopies",
-    "ShardedRead",
     "UpdatesInPlace",
     "all_built",
     "broadcast_from_owner",
@@ -50,7 +47,6 @@ __all__ = [
     "copies_per_worker",
     "default_strategy_scope",
     "device_of_update",
-    "gather_rows",
     "is_updated_once",
     "local_copy",
     "optimizers_of",
@@ -248,80 +244,6 @@ def outside_of_scopes(function: Callable[..., Any], *args: Any) -> Any:
     """Call it in a new thread: outside of all scopes and graphs that are open in this one."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *args).result()
-
-
-def gather_rows(value: tf.Variable, ids: tf.Tensor) -> tf.Tensor:
-    """Rows of a raw value, gathered where its pieces are; of shape ids.shape + one row's.
-
-    No tape sees it: `ShardedRead` gives the gradient.
-    """
-    pieces = pieces_of(value)
-    flat = tf.reshape(ids, [-1])
-    bounds = tf.constant([end for _, _, end in pieces[:-1]], flat.dtype)
-    # The piece of an id is the number of pieces that end at or before it.
-    owner = tf.searchsorted(bounds, flat, side="right")
-    places = tf.dynamic_partition(tf.range(tf.size(flat)), owner, len(pieces))
-    wanted = tf.dynamic_partition(flat, owner, len(pieces))
-    rows = []
-    for (piece, first, _), mine in zip(pieces, wanted, strict=True):
-        with tf.device(piece.device):
-            rows.append(
-                tf.raw_ops.ResourceGather(
-                    resource=piece.handle, indices=mine - first, dtype=piece.dtype
-                )
-            )
-    row_shape = value.shape[1:]
-    result = tf.reshape(tf.dynamic_stitch(places, rows), [-1, *row_shape])
-    result = tf.reshape(result, tf.concat([tf.shape(ids), row_shape.as_list()], axis=0))
-    result.set_shape(ids.shape.concatenate(row_shape))
-    return result
-
-
-class ShardedRead:
-    """One partitioned variable as a step reads it: as one tensor, or by rows.
-
-    `tape.gradient` needs one source for all reads. The source is a scalar that stands for the
-    variable. Each read passes its gradient, of the variable's whole shape, to the source.
-    """
-
-    trainable = True  # what TensorFlow's tapes look for in a variable that is read
-
-    def __init__(self, raw: tf.Variable):
-        self._raw = raw
-        self.handle = tf.zeros([], raw.dtype)
-
-    def whole(self) -> tf.Tensor:
-        """All pieces in one tensor, which has the source as its `handle`, as variables have."""
-
-        def read() -> tf.Tensor:
-            values = []
-            for piece, _, _ in pieces_of(self._raw):
-                with tf.device(piece.device):
-                    value = tf.raw_ops.ReadVariableOp(resource=piece.handle, dtype=piece.dtype)
-                    values.append(value)
-            return tf.ensure_shape(tf.concat(values, axis=0), self._raw.shape)
-
-        whole = self._read(read, lambda upstream: upstream)
-        whole.handle = self.handle
-        return whole
-
-    def rows(self, ids: tf.Tensor) -> tf.Tensor:
-        """The rows of `ids`; the gradient is of those rows alone."""
-
-        def gradient(upstream: tf.Tensor) -> tf.IndexedSlices:
-            shape = self._raw.shape.as_list()
-            values = tf.reshape(upstream, [-1, *shape[1:]])
-            return tf.IndexedSlices(values, tf.reshape(ids, [-1]), tf.constant(shape))
-
-        return self._read(lambda: gather_rows(self._raw, ids), gradient)
-
-    def _read(
-        self,
-        read: Callable[[], tf.Tensor],
-        gradient: Callable[[tf.Tensor], tf.Tensor | tf.IndexedSlices],
-    ) -> tf.Tensor:
-        read_by_tapes(self)  # anew for each read, so that another tape sees the read too
-        return tf.custom_gradient(lambda source: (read(), gradient))(self.handle)
 
 
 def readable_numbers() -> contextlib.AbstractContextManager[None]:

@@ -37,6 +37,7 @@ from tfdist_ext.training.steps.scope import (
     check_indices,
     check_value,
     shared_by_replicas,
+    take_rows,
 )
 from tfdist_ext.training.steps.step_timer import timestamp_after
 from tfdist_ext.training.steps.sums import current_graph, reduced_for
@@ -61,14 +62,8 @@ __all__ = ["own_applies", "substitutes_of"]
 Moments: TypeAlias = tuple[tf.Tensor, tf.Tensor]
 
 
-def substitutes_of(
-    context: StepContext, take: Callable[..., tf.Tensor]
-) -> Mapping[str, Callable[..., Any]]:
-    """Returns the functions that replace those of Keras and TensorFlow in a step, by key.
-
-    Args:
-        take: gathers rows of a table.
-    """
+def substitutes_of(context: StepContext) -> Mapping[str, Callable[..., Any]]:
+    """Returns the functions that replace those of Keras and TensorFlow in a step, by key."""
     functions: dict[str, Callable[..., Any]] = {
         "apply": _apply,
         "reduce_loss": _reduce_loss,
@@ -80,25 +75,24 @@ def substitutes_of(
         "update_mean": _update_mean,
         "moments": _moments,
         "moments_of_layer": _moments_of_layer,
+        "take": _take,
         **RANDOM,
     }
     if context.replicas > 1 and not context.on_tpu:
         functions.update(write_variable=_write_variable, update_variable=_update_variable)
     bound = {key: functools.partial(function, context) for key, function in functions.items()}
-    taking = functools.partial(_take, context, take)
-    return {**bound, "replicas": lambda original, strategy: 1, "take": taking}
+    return {**bound, "replicas": lambda original, strategy: 1}
 
 
 def _take(
     context: StepContext,
-    take: Callable[..., tf.Tensor],
     original: Callable[..., tf.Tensor],
     x: Any,
     indices: Any,
     axis: int | None = None,
 ) -> tf.Tensor:
     x = x if axis is None else rows_at(context, x, indices, axis)
-    return take(original, x, indices, axis=axis)
+    return take_rows(original, x, indices, axis)
 
 
 def _write_variable(
@@ -517,9 +511,6 @@ def _gradient(
     )
     if not to_variables or context.replicas == 1 or context.computes_gradients:
         return original(tape, target, sources, output_gradients, *options, **named_options)
-    variables = sources
-    if (scope := _scope()) is not None:
-        sources = tf.nest.map_structure(scope.source_of, sources)
     targets = tf.nest.flatten(target)
     _warn_of_compared_rows(context, targets)
     output_gradients = _upstream_of_sums(context, targets, output_gradients)
@@ -537,7 +528,7 @@ def _gradient(
     in_step = current_graph() is context.graph and not is_recording()
     if of_step or context.on_tpu or not in_step:
         return made
-    return _summed(context, made, variables)
+    return _summed(context, made, sources)
 
 
 def _summed(context: StepContext, gradients: Structure, variables: Structure) -> Structure:

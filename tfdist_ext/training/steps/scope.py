@@ -15,9 +15,8 @@ of each replica. Where replicas share one copy, rows are gathered where the tabl
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -33,15 +32,12 @@ from tfdist_ext.training.steps.replaced import substitutes
 from tfdist_ext.training.steps.rows import places_rows
 from tfdist_ext.training.steps.sums import current_graph, outside_of_inner_graphs
 from tfdist_ext.training.variables import (
-    ShardedRead,
     copies_per_worker,
-    gather_rows,
     local_copy,
     outside_of_scopes,
 )
 
 __all__ = [
-    "Ids",
     "LocalVariables",
     "ReplicaScope",
     "assign_each",
@@ -53,14 +49,9 @@ __all__ = [
     "metric_in_inner_graph",
     "metric_variables_on_one_copy",
     "metrics_and_others",
-    "rows_of_shared",
     "shared_by_replicas",
-    "taken_by",
+    "take_rows",
 ]
-
-
-# Numbers of rows in a table, as a layer looks them up.
-Ids: TypeAlias = tf.Tensor | tf.RaggedTensor | tf.SparseTensor
 
 
 class ReplicaScope(StepScope):
@@ -89,7 +80,6 @@ class ReplicaScope(StepScope):
         self.own = own or LocalVariables(tf.distribute.get_strategy(), 1)
         self._apart: set[int] = set()  # watched variables whose value is in a variable beside them
         self._graph = current_graph()
-        self._reads: dict[int, ShardedRead] = {}
         self.updated: set[int] = set()  # ids of the metrics' variables that were written
         for variable in self.own.written.values():
             # Not only when one is met: inner graphs of eager steps are traced in the first alone.
@@ -129,12 +119,13 @@ class ReplicaScope(StepScope):
         if key in self._apart:
             return self.own.of(variable)
         raw = kp.raw_value(variable)
-        if not is_partitioned(raw) or not variable.trainable:
+        if not is_partitioned(raw):
             return raw
-        read = self._read_of(raw)
-        # Not in a loop of a layer's, whose gradient has the shape of its inputs.
+        if not self._in_inner_graph():
+            return self._shared_copy(variable)
+        # The gradient of a loop has the shape of the loop's inputs. So the loop gets one tensor.
         with outside_of_inner_graphs(self._graph):
-            return read.whole()
+            return tf.convert_to_tensor(self._shared_copy(variable))
 
     def forget_losses(self, layer: keras.Layer) -> None:
         """Drop the losses that a layer and its sublayers gave to add_loss in this step."""
@@ -145,28 +136,20 @@ class ReplicaScope(StepScope):
             ids -= mine
 
     def rows(self, variable: keras.Variable, ids: tf.Tensor) -> tf.Tensor | None:
-        """The rows of a variable in pieces, moved without the rest of it.
+        """Rows of a table that replicas share, gathered where the table is.
 
-        None in inner graphs, and where the step has given it another value.
+        Returns:
+            None if each replica has a copy, if the step has given the table another value, and in
+            inner graphs.
         """
-        key = id(variable)
-        if self._in_inner_graph() or key in self.state_mapping or key in self._apart:
+        has_other_value = id(variable) in self.state_mapping or id(variable) in self._apart
+        if self._in_inner_graph() or has_other_value or not self.own.is_shared(variable):
             return None
-        raw = kp.raw_value(variable)
-        return self._read_of(raw).rows(ids) if variable.trainable else gather_rows(raw, ids)
+        return tf.nn.embedding_lookup(self._shared_copy(variable), ids)
 
-    def source_of(
-        self, variable: keras.Variable | tf.Variable
-    ) -> keras.Variable | tf.Variable | tf.Tensor:
-        """What a tape knows a variable by: one in pieces is no source, its reads have one."""
-        raw = kp.raw_value(variable) if isinstance(variable, keras.Variable) else None
-        return self._read_of(raw).handle if is_partitioned(raw) else variable
-
-    def _read_of(self, raw: tf.Variable) -> ShardedRead:
-        if id(raw) not in self._reads:
-            with outside_of_inner_graphs(self._graph):
-                self._reads[id(raw)] = ShardedRead(raw)
-        return self._reads[id(raw)]
+    @staticmethod
+    def _shared_copy(variable: keras.Variable) -> tf.Variable:
+        return local_copy(variable, tf.distribute.get_strategy(), 0)
 
     def states(self) -> list[tf.Tensor]:
         """The state of each metric variable on this replica."""
@@ -249,7 +232,7 @@ class LocalVariables:
 
     def is_apart(self, variable: keras.Variable) -> bool:
         """Whether the replica's copy is another variable than the one that steps start from."""
-        return not variable.trainable and self._is_shared(variable)
+        return not variable.trainable and self.is_shared(variable)
 
     def assigned_by_replicas(self) -> bool:
         """Whether replicas assign to copies of their own what all have agreed on."""
@@ -304,12 +287,12 @@ class LocalVariables:
         Raises:
             TrainingError: a trained weight of which all replicas have one copy.
         """
-        if variable.trainable and self._is_shared(variable):
+        if variable.trainable and self.is_shared(variable):
             raise shared_by_replicas(kp.raw_value(variable), self._local_replicas)
         _assign(self.of(variable), value)
         self.written[id(variable)] = variable
 
-    def _is_shared(self, variable: keras.Variable) -> bool:
+    def is_shared(self, variable: keras.Variable) -> bool:
         """Whether the replicas of this worker have one copy together."""
         if self._local_replicas == 1 or isinstance(self._strategy, tf.distribute.TPUStrategy):
             return False
@@ -486,46 +469,20 @@ def metric_variables_on_one_copy() -> contextlib.AbstractContextManager[None]:
     return tf.variable_creator_scope(creator)
 
 
-def rows_of_shared(
-    strategy: tf.distribute.Strategy, local_replicas: int
-) -> Callable[..., tf.Tensor]:
-    """The replacement of `keras.ops.take` for a table's rows.
-
-    Keras's way remains that of a variable with a copy for each replica, of one that the step has
-    given another value, and of sparse ids.
-    """
-
-    def rows(variable: keras.Variable, ids: Ids) -> tf.Tensor | None:
-        raw, scope = kp.raw_value(variable), kp.stateless_scope()
-        if raw is None or raw.shape.rank < 1 or isinstance(ids, tf.SparseTensor):
-            return None
-        is_shared = copies_per_worker(variable, strategy) < local_replicas
-        if not is_shared or not isinstance(scope, ReplicaScope | None):
-            return None
-        if isinstance(ids, tf.RaggedTensor):
-            flat = rows(variable, ids.flat_values)
-            return None if flat is None else ids.with_flat_values(flat)
-        ids = tf.convert_to_tensor(ids)
-        ids = tf.where(ids < 0, ids + tf.cast(variable.shape[0], ids.dtype), ids)
-        if is_partitioned(raw):
-            taken = gather_rows(raw, ids) if scope is None else scope.rows(variable, ids)
-        elif scope is None or scope.get_current_value(variable) is raw:
-            taken = tf.gather(local_copy(variable, strategy, 0), ids)
-        else:
-            return None
-        # The layer's compute type, where it casts.
-        return None if taken is None else tf.cast(taken, variable.dtype)
-
-    return functools.partial(taken_by, rows)
-
-
-def taken_by(
-    rows: Callable[[keras.Variable, Ids], tf.Tensor | None],
+def take_rows(
     original: Callable[..., tf.Tensor],
     x: keras.Variable | tf.Tensor,
-    indices: Ids,
+    indices: tf.Tensor | tf.RaggedTensor | tf.SparseTensor,
     axis: int | None = None,
-) -> tf.Tensor:
-    """`keras.ops.take`, by `rows(variable, ids)` where that gives what is asked for."""
-    taken = rows(x, indices) if axis == 0 and isinstance(x, keras.Variable) else None
-    return original(x, indices, axis=axis) if taken is None else taken
+) -> tf.Tensor | tf.RaggedTensor:
+    """`keras.ops.take`, which gathers rows of a table where the table is, if the step can."""
+    scope, is_ragged = kp.stateless_scope(), isinstance(indices, tf.RaggedTensor)
+    is_table = axis == 0 and isinstance(x, keras.Variable)
+    if not is_table or not isinstance(scope, StepScope) or isinstance(indices, tf.SparseTensor):
+        return original(x, indices, axis=axis)
+    ids = tf.convert_to_tensor(indices.flat_values if is_ragged else indices)
+    taken = scope.rows(x, tf.where(ids < 0, ids + tf.cast(x.shape[0], ids.dtype), ids))
+    if taken is None:
+        return original(x, indices, axis=axis)
+    taken = tf.cast(taken, x.dtype)  # the layer's compute type, where it casts
+    return indices.with_flat_values(taken) if is_ragged else taken

@@ -40,7 +40,6 @@ from tfdist_ext.training.steps.scope import (
     ReplicaScope,
     assign_written,
     metrics_and_others,
-    rows_of_shared,
 )
 from tfdist_ext.training.steps.step_timer import NullStepTimer
 from tfdist_ext.training.synchronous.reduction import (
@@ -119,7 +118,6 @@ class ModelStep:
         self._replaced = [*step_targets(), *exact.own_applies(model)]
         self._metric_objects = metrics_of(model)
         self._own = LocalVariables(reduction.strategy, reduction.local_replicas)
-        self._rows = rows_of_shared(reduction.strategy, reduction.local_replicas)
         self._weight_shapes = frozenset(tuple(variable.shape) for variable in self._others)
         self._checked = False
         # XLA knows no time of day.
@@ -296,7 +294,7 @@ class ModelStep:
             weight_shapes=self._weight_shapes,
         )
         context.substitutes = {
-            **exact.substitutes_of(context, self._rows),
+            **exact.substitutes_of(context),
             "seed_generator": self._seeds.of_replica,
         }
         return context
