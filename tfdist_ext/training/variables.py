@@ -44,16 +44,15 @@ __all__ = [
     "check_built",
     "copies_of_model",
     "copies_of_one_name",
-    "copies_per_worker",
     "default_strategy_scope",
     "device_of_update",
     "is_updated_once",
+    "local_copies",
     "local_copy",
     "optimizers_of",
     "outside_of_scopes",
     "owner_copy",
-    "readable_numbers",
-    "server_variables",
+    "variables_of_steps",
     "with_inner_optimizers",
 ]
 
@@ -147,22 +146,24 @@ def device_of_update(copy: tf.Variable) -> str:
     return str(pieces_of(copy)[0][0].device)
 
 
-def copies_per_worker(variable: keras.Variable, strategy: tf.distribute.Strategy) -> int:
-    """How many copies of a Keras variable the strategy keeps on this worker."""
-    return len(strategy.experimental_local_results(kp.raw_value(variable)))
+def local_copies(
+    variable: keras.Variable | tf.Variable, strategy: tf.distribute.Strategy
+) -> list[tf.Variable]:
+    """The plain tf.Variables that are the copies of a variable on this worker.
+
+    Of a variable in pieces, the ShardedVariable of plain pieces.
+    """
+    copies = strategy.experimental_local_results(kp.raw_value(variable))
+    # One copy for all replicas comes in a wrapper that insists on its strategy.
+    return [copy.get() if hasattr(copy, "get") else copy for copy in copies]
 
 
 def local_copy(
     variable: keras.Variable, strategy: tf.distribute.Strategy, number: int
 ) -> tf.Variable:
-    """The plain tf.Variable that is a Keras variable's copy of the given number.
-
-    Of one in pieces, the ShardedVariable of plain pieces.
-    """
-    copies = strategy.experimental_local_results(kp.raw_value(variable))
-    copy = copies[number % len(copies)]
-    # One copy for all replicas comes in a wrapper that insists on its strategy.
-    return copy.get() if hasattr(copy, "get") else copy
+    """The copy of a variable that a local replica of this number uses."""
+    copies = local_copies(variable, strategy)
+    return copies[number % len(copies)]
 
 
 def copies_of_model(
@@ -197,7 +198,7 @@ def is_updated_once(
     """
     if isinstance(strategy, StrategyTemplate) and strategy.has_own_updates:
         return True
-    return any(copies_per_worker(variable, strategy) < local_replicas for variable in variables)
+    return any(len(local_copies(variable, strategy)) < local_replicas for variable in variables)
 
 
 def broadcast_from_owner(
@@ -205,7 +206,7 @@ def broadcast_from_owner(
 ) -> None:
     """Give all copies the value of the owner's; to be called in cross-replica context."""
     for variable in variables:
-        if copies_per_worker(variable, strategy) > 1:
+        if len(local_copies(variable, strategy)) > 1:
             _broadcast(kp.raw_value(variable), owner_copy(variable, strategy), strategy)
 
 
@@ -246,11 +247,28 @@ def outside_of_scopes(function: Callable[..., Any], *args: Any) -> Any:
         return thread.submit(function, *args).result()
 
 
-def readable_numbers() -> contextlib.AbstractContextManager[None]:
-    """Scope in which `float` reads the variables that are made, as on one device."""
+def variables_of_steps(*, in_pieces: bool) -> contextlib.AbstractContextManager[None]:
+    """Scope to enter after the strategy's: creates variables as steps need them.
 
-    def creator(next_creator: Any, **kwargs: Any) -> Any:
-        return with_scalar_conversions(next_creator(**kwargs))
+    `float` reads them, as on one device. Variables of metrics are ordinary mirrored ones. Keras
+    creates them to be summed over replicas when they are read. Such a read is a collective, so a
+    callback that looks at a metric on the chief alone would wait forever. The replicas' own states
+    are in the loop; the variable only shows their aggregate.
+
+    Args:
+        in_pieces: variables that TensorFlow partitions become variables on servers like ours. An
+            optimizer's slots of such a variable are partitioned alike. The strategies of
+            `create_strategy` place variables themselves.
+    """
+
+    def creator(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+            kwargs["synchronization"] = tf.VariableSynchronization.AUTO
+            kwargs["aggregation"] = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        if in_pieces and is_partitioned(kwargs.get("colocate_with")):
+            return beside_pieces(next_creator, **kwargs)
+        made = with_scalar_conversions(next_creator(**kwargs))
+        return partitioned(list(made), made.name) if in_pieces and is_partitioned(made) else made
 
     return tf.variable_creator_scope(creator)
 
@@ -269,22 +287,6 @@ def copies_of_one_name() -> contextlib.AbstractContextManager[None]:
         if copy := re.search(r"/(replica_\d+/)$", kwargs.get("name") or ""):
             kwargs["name"] = copy[1]
         return next_creator(**kwargs)
-
-    return tf.variable_creator_scope(creator)
-
-
-def server_variables() -> contextlib.AbstractContextManager[None]:
-    """Scope in which variables that TensorFlow partitions are variables on servers like ours.
-
-    An optimizer's slots of such a variable are partitioned alike. Enter the scope after the scope
-    of TensorFlow's own strategy. The strategies of `create_strategy` place variables themselves.
-    """
-
-    def creator(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-        if is_partitioned(kwargs.get("colocate_with")):
-            return beside_pieces(next_creator, **kwargs)
-        made = next_creator(**kwargs)
-        return partitioned(list(made), made.name) if is_partitioned(made) else made
 
     return tf.variable_creator_scope(creator)
 

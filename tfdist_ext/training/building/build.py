@@ -31,13 +31,11 @@ from tfdist_ext.training.building.cloning import (
 )
 from tfdist_ext.training.protocols import Specs, Structure
 from tfdist_ext.training.steps.replaced import uses_keras_step
-from tfdist_ext.training.steps.scope import metric_variables_on_one_copy
 from tfdist_ext.training.variables import (
     all_built,
     copies_of_one_name,
     optimizers_of,
-    readable_numbers,
-    server_variables,
+    variables_of_steps,
 )
 
 __all__ = [
@@ -76,11 +74,8 @@ def creation_scope(
     if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         scope.enter_context(creating_without_broadcast(strategy))
         scope.enter_context(tf.variable_creator_scope(note))
-    scope.enter_context(metric_variables_on_one_copy())
-    scope.enter_context(readable_numbers())
-    # Both strategies place variables themselves.
-    if not isinstance(strategy, StrategyTemplate | PlacedParameterServers):
-        scope.enter_context(server_variables())
+    places = isinstance(strategy, StrategyTemplate | PlacedParameterServers)
+    scope.enter_context(variables_of_steps(in_pieces=not places))
     return scope
 
 

@@ -176,19 +176,20 @@ class StepContext:
         return self._weighted(value) if value.dtype.is_floating else value
 
     def mean(
-        self, values: dict[int, tf.Tensor], variables: dict[int, keras.Variable]
-    ) -> dict[int, tf.Tensor]:
+        self, values: Sequence[tf.Tensor], variables: Sequence[keras.Variable | tf.Variable]
+    ) -> list[tf.Tensor]:
         """Returns the mean over all rows of each floating value that is a mean over the part's.
 
         Other values (seeds, counters) are equal on all replicas.
 
         Args:
-            variables: by the same keys, the variables that the values are written to.
+            variables: those that the values are written to.
         """
-        floats = [key for key, value in values.items() if value.dtype.is_floating]
-        what = [reduced_for("statistic", variables[key]) for key in floats]
-        reduced = self.sums.all_reduce(self.weighted([values[key] for key in floats]), what)
-        return {**values, **dict(zip(floats, reduced, strict=True))}
+        floats = [i for i, value in enumerate(values) if value.dtype.is_floating]
+        what = [reduced_for("statistic", variables[i]) for i in floats]
+        means = self.sums.all_reduce(self.weighted([values[i] for i in floats]), what)
+        by_index = dict(zip(floats, means, strict=True))
+        return [by_index.get(i, value) for i, value in enumerate(values)]
 
     def differentiable_sum(
         self, values: Sequence[tf.Tensor], what: Reduced = STATISTIC

@@ -32,9 +32,7 @@ from tfdist_ext.training.steps.replaced import (
 from tfdist_ext.training.steps.rows import Gradient, compared_rows
 from tfdist_ext.training.steps.scope import (
     ReplicaScope,
-    check_aggregated,
     check_equal,
-    check_indices,
     check_value,
     shared_by_replicas,
     take_rows,
@@ -108,12 +106,13 @@ def _write_variable(
         given, how = [*args, *named.values()], original.__name__
         if isinstance(given[0], tf.IndexedSlices):
             given[:1] = [given[0].indices, given[0].values]
-        if "scatter" in how or "slice" in how:
-            check_indices(context, variable, given[0], how)
         for value in given:
             check_value(context, variable, value)
-        check_equal(context, variable, given)
-        scope.own.note_write(variable)
+        if not variable.dtype.is_floating:
+            check_equal(context, variable, given, how)
+        elif "scatter" in how or "slice" in how:
+            check_equal(context, variable, given[0], how)
+        scope.own.add(variable)
     return original(variable, *args, **named)
 
 
@@ -124,22 +123,9 @@ def _update_variable(
     *args: Any,
     **named: Any,
 ) -> Any:
-    """Writes a tf.Variable of the user's that the strategy has made.
-
-    A replica writes its own copy. If replicas share one copy, TensorFlow combines their values, if
-    the result is a sum, a mean over all rows, or a counter.
-    """
-    aggregation, is_shared = variable.aggregation, hasattr(variable, "get")
-    sums = aggregation == tf.VariableAggregation.SUM
-    averages = aggregation == tf.VariableAggregation.MEAN
-    counts = not variable.dtype.is_floating and aggregation != tf.VariableAggregation.NONE
-    if sums or (is_shared and (averages or counts)):
-        check_aggregated(context, variable)
-        if averages:  # TensorFlow averages over replicas, not over rows
-            value = context.contribution(tf.convert_to_tensor(args[0], variable.dtype))
-            args = (value * context.replicas, *args[1:])
-        return original(variable, *args, **named)
-    if is_shared:
+    """Writes the replica's own copy of a tf.Variable of the user's that the strategy has made."""
+    del original
+    if hasattr(variable, "get") or variable.aggregation == tf.VariableAggregation.SUM:
         raise shared_by_replicas(variable, context.local_replicas)
     update, value = args
     copies = tf.distribute.get_strategy().experimental_local_results(variable)

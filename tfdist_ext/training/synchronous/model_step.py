@@ -36,7 +36,7 @@ from tfdist_ext.training.steps.replaced import (
     uses_keras_step,
 )
 from tfdist_ext.training.steps.scope import (
-    LocalVariables,
+    OwnCopies,
     ReplicaScope,
     assign_written,
     metrics_and_others,
@@ -117,7 +117,7 @@ class ModelStep:
         self._keras_step = uses_keras_step(model, kind) and not own_apply
         self._replaced = [*step_targets(), *exact.own_applies(model)]
         self._metric_objects = metrics_of(model)
-        self._own = LocalVariables(reduction.strategy, reduction.local_replicas)
+        self._own = OwnCopies(reduction.strategy, reduction.local_replicas)
         self._weight_shapes = frozenset(tuple(variable.shape) for variable in self._others)
         self._checked = False
         # XLA knows no time of day.
@@ -314,7 +314,7 @@ class ModelStep:
         """The variables that a step may use: of each, the copies of all local replicas."""
         on = self._reduction
         yield from copies_of_model(self._model, on.strategy, on.local_replicas)
-        yield from self._own.copies()
+        yield from self._own.all_copies()
         if self._seeds.generators:
             yield [kp.raw_value(generator.state) for generator in self._seeds.generators]
 
