@@ -294,7 +294,7 @@ def _update_mean(
     share = context.batch_fraction(metric.dtype)
     if sample_weight is None and len(getattr(values, "shape", ())) == 0:
         sample_weight = share
-    elif context.has_all_rows(values):  # equal on all replicas
+    elif context.rows_in(values) == "batch":  # equal on all replicas
         weights = tf.ones_like(values) if sample_weight is None else sample_weight
         sample_weight = tf.cast(weights, metric.dtype) * share
     return original(metric, values, sample_weight)
@@ -377,7 +377,7 @@ def _reduce_loss(
             mine = context.contribution(weights)
         return values * context.sums.all_reduce([mine])[0]
     if reduction == "sum":
-        if context.has_all_rows(values):
+        if context.rows_in(values) == "batch":
             return loss
         return tf.math.divide_no_nan(loss, context.batch_fraction(loss.dtype))
     # The divisor of the mean, unless it is the number of rows.
@@ -414,7 +414,7 @@ def _average_loss(
 
     With a `global_batch_size`, TensorFlow divides the sum over the part by the rows of all parts.
     """
-    is_mean = context.has_all_rows(losses)
+    is_mean = context.rows_in(losses) == "batch"
 
     def replicas(*_: Any) -> int:
         nonlocal is_mean
@@ -472,7 +472,7 @@ def _added_loss(
 ) -> tf.Tensor:
     """Adds up what a layer gave to `add_loss`; Keras sums one number per row over all rows."""
     total = original(model, loss)
-    if not context.has_rows(loss):
+    if context.rows_in(loss) != "part":
         return total
     return tf.math.divide_no_nan(total, context.batch_fraction(total.dtype))
 
@@ -541,18 +541,18 @@ def _upstream_of_sums(
         TrainingError: a target may or may not have rows.
     """
     for target in targets:
-        if context.may_have_rows(target):
+        if context.rows_in(target) == "unclear":
             raise TrainingError(
                 f"The gradient of a loss of shape {target.shape} is not supported in an eager step:"
                 " the loss may have several numbers for each row of this replica. Sum it up first:"
                 " with tf.reduce_sum(loss, axis=...) to one number per row, or with"
                 " tf.reduce_sum(loss) if it has no rows."
             )
-    if not any(map(context.has_rows, targets)):
+    if all(context.rows_in(target) != "part" for target in targets):
         return output_gradients
     return [
         upstream * tf.math.reciprocal_no_nan(context.batch_fraction(upstream.dtype))
-        if context.has_rows(target)
+        if context.rows_in(target) == "part"
         else upstream
         for target, upstream in zip(targets, _upstream(targets, output_gradients), strict=True)
     ]

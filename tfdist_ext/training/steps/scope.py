@@ -53,8 +53,6 @@ class ReplicaScope(StepScope):
         own: the variables that are written at once. Not needed to read metrics.
 
     Attributes:
-        without_rows: by id of a metric's variable, its state if the part is empty.
-        has_reset: whether the step has reset a metric.
         updated: ids of the metrics' variables that were written.
     """
 
@@ -70,8 +68,6 @@ class ReplicaScope(StepScope):
         self._watched = {id(variable): (i, variable) for i, variable in enumerate(watched)}
         self.own = own or OwnCopies(tf.distribute.get_strategy(), 1)
         self._graph = current_graph()
-        self.without_rows = dict(self.state_mapping)
-        self.has_reset = False
         self.updated: set[int] = set()
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
@@ -80,7 +76,7 @@ class ReplicaScope(StepScope):
         if context is not None:
             check_value(context, variable, value, is_metric=key in self._metrics)
         if key in self._metrics:
-            self._update_metric(variable, value)
+            self._update_metric(variable, value, context)
             return
         if key not in self._watched:
             _check_is_no_metric(variable)
@@ -162,13 +158,17 @@ class ReplicaScope(StepScope):
                 left[str(number)] = value
         return left
 
-    def _update_metric(self, variable: keras.Variable, value: tf.Tensor) -> None:
+    def _update_metric(
+        self, variable: keras.Variable, value: tf.Tensor, context: StepContext | None
+    ) -> None:
         if self._in_inner_graph():
             raise metric_in_inner_graph(variable)
         self.updated.add(id(variable))
         if self.resetting:
-            self.has_reset = True
-            value = self.without_rows[id(variable)] = _on_first_replica(variable, value)
+            value = _on_first_replica(variable, value)
+        elif context is not None and variable.aggregation == "sum":
+            # A replica without rows computes with another replica's row. It must not count twice.
+            value = context.where_nonempty(value, self.state_mapping[id(variable)])
         super().add_update((variable, value))
 
     def _in_inner_graph(self) -> bool:

@@ -273,7 +273,7 @@ class ModelStep:
             self._check(scope, context)
         scope.forget_losses(self._model)
         self.updated |= scope.updated
-        new = self.stacked.after_step(scope, context, states)
+        new = self.stacked.stack(scope.states())
         notes = () if timer is None else timer.notes(new)
         return ReplicaResult(new, scope.written(context), outputs, notes)
 
