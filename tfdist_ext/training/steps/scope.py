@@ -75,21 +75,22 @@ class ReplicaScope(StepScope):
         key, context = id(variable), current_step()
         if context is not None:
             check_value(context, variable, value, is_metric=key in self._metrics)
+        is_watched = key in self._watched
         if key in self._metrics:
             self._update_metric(variable, value, context)
-            return
-        if key not in self._watched:
-            _check_is_no_metric(variable)
-        if self._in_inner_graph() or variable in self.own:
+        elif is_watched and (self._in_inner_graph() or variable in self.own):
             self._write_collected(variable)
             self._write_own(variable, value)
-        elif key in self._watched and not variable.trainable:
+        elif is_watched and not variable.trainable:
             super().add_update(update)
         else:
+            if not is_watched:
+                _check_is_no_metric(variable)
             # Some layers read a weight in the call in which they assign it. Where replicas share
             # the weight, all write the same value.
-            mean = value if context is None else context.mean([value], [variable])[0]
-            _assign(self.own.copy_of(variable), mean)
+            if context is not None and not self._in_inner_graph():
+                (value,) = context.mean([value], [variable])
+            _assign(self.own.copy_of(variable), value)
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | tf.Variable:
         key = id(variable)
