@@ -18,21 +18,12 @@ NAMES = PrivateNames(
         "distribute.mirrored_strategy.MirroredExtended": "variables of several workers",
         "eager.context.context": "the other workers",
         "eager.record.could_possibly_record": "gradients of the global batch",
-        "eager.tape.variable_accessed": "gradients of variables in shards",
     },
 )
 
 
 def _context() -> Any:
     return NAMES("eager.context.context")()
-
-
-def read_by_tapes(stand_in: object) -> None:
-    """Let open gradient tapes watch the `handle` of what stands in for a trainable variable.
-
-    Private because only a tf.Variable is watched without the user's word.
-    """
-    NAMES("eager.tape.variable_accessed")(stand_in)
 
 
 @contextlib.contextmanager

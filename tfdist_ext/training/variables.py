@@ -5,9 +5,8 @@ its conditions fail (a cond cannot contain a cross-replica call) and its assignm
 On the plain tf.Variables that lie behind the distributed ones, Keras's code runs as on one device
 (`LocalCopies`, `default_strategy_scope`).
 
-TensorFlow's ShardedVariable is no tf.Variable: Keras can neither compute its gradient, nor gather
-its rows, nor update its shards. `ShardedRead` and `UpdatesInPlace` add this for a step on the
-devices of one machine. Shards on parameter servers are variables that can do it themselves.
+A variable in pieces is read and differentiated as one (`placement.live._tf_private`).
+`UpdatesInPlace` updates each piece on its own device.
 """
 
 from __future__ import annotations
@@ -36,28 +35,24 @@ from tfdist_ext.strategies import StrategyTemplate
 from tfdist_ext.strategies._tf_private import with_scalar_conversions
 from tfdist_ext.strategies.template_extended import check_owner
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training._tf_private import read_by_tapes
 
 __all__ = [
     "LocalCopies",
-    "ShardedRead",
     "UpdatesInPlace",
     "all_built",
     "broadcast_from_owner",
     "check_built",
     "copies_of_model",
     "copies_of_one_name",
-    "copies_per_worker",
     "default_strategy_scope",
     "device_of_update",
-    "gather_rows",
     "is_updated_once",
+    "local_copies",
     "local_copy",
     "optimizers_of",
     "outside_of_scopes",
     "owner_copy",
-    "readable_numbers",
-    "server_variables",
+    "variables_of_steps",
     "with_inner_optimizers",
 ]
 
@@ -151,22 +146,24 @@ def device_of_update(copy: tf.Variable) -> str:
     return str(pieces_of(copy)[0][0].device)
 
 
-def copies_per_worker(variable: keras.Variable, strategy: tf.distribute.Strategy) -> int:
-    """How many copies of a Keras variable the strategy keeps on this worker."""
-    return len(strategy.experimental_local_results(kp.raw_value(variable)))
+def local_copies(
+    variable: keras.Variable | tf.Variable, strategy: tf.distribute.Strategy
+) -> list[tf.Variable]:
+    """The plain tf.Variables that are the copies of a variable on this worker.
+
+    Of a variable in pieces, the ShardedVariable of plain pieces.
+    """
+    copies = strategy.experimental_local_results(kp.raw_value(variable))
+    # One copy for all replicas comes in a wrapper that insists on its strategy.
+    return [copy.get() if hasattr(copy, "get") else copy for copy in copies]
 
 
 def local_copy(
     variable: keras.Variable, strategy: tf.distribute.Strategy, number: int
 ) -> tf.Variable:
-    """The plain tf.Variable that is a Keras variable's copy of the given number.
-
-    Of one in pieces, the ShardedVariable of plain pieces.
-    """
-    copies = strategy.experimental_local_results(kp.raw_value(variable))
-    copy = copies[number % len(copies)]
-    # One copy for all replicas comes in a wrapper that insists on its strategy.
-    return copy.get() if hasattr(copy, "get") else copy
+    """The copy of a variable that a local replica of this number uses."""
+    copies = local_copies(variable, strategy)
+    return copies[number % len(copies)]
 
 
 def copies_of_model(
@@ -201,7 +198,7 @@ def is_updated_once(
     """
     if isinstance(strategy, StrategyTemplate) and strategy.has_own_updates:
         return True
-    return any(copies_per_worker(variable, strategy) < local_replicas for variable in variables)
+    return any(len(local_copies(variable, strategy)) < local_replicas for variable in variables)
 
 
 def broadcast_from_owner(
@@ -209,7 +206,7 @@ def broadcast_from_owner(
 ) -> None:
     """Give all copies the value of the owner's; to be called in cross-replica context."""
     for variable in variables:
-        if copies_per_worker(variable, strategy) > 1:
+        if len(local_copies(variable, strategy)) > 1:
             _broadcast(kp.raw_value(variable), owner_copy(variable, strategy), strategy)
 
 
@@ -250,85 +247,28 @@ def outside_of_scopes(function: Callable[..., Any], *args: Any) -> Any:
         return thread.submit(function, *args).result()
 
 
-def gather_rows(value: tf.Variable, ids: tf.Tensor) -> tf.Tensor:
-    """Rows of a raw value, gathered where its pieces are; of shape ids.shape + one row's.
+def variables_of_steps(*, in_pieces: bool) -> contextlib.AbstractContextManager[None]:
+    """Scope to enter after the strategy's: creates variables as steps need them.
 
-    No tape sees it: `ShardedRead` gives the gradient.
-    """
-    pieces = pieces_of(value)
-    flat = tf.reshape(ids, [-1])
-    bounds = tf.constant([end for _, _, end in pieces[:-1]], flat.dtype)
-    # The piece of an id is the number of pieces that end at or before it.
-    owner = tf.searchsorted(bounds, flat, side="right")
-    places = tf.dynamic_partition(tf.range(tf.size(flat)), owner, len(pieces))
-    wanted = tf.dynamic_partition(flat, owner, len(pieces))
-    rows = []
-    for (piece, first, _), mine in zip(pieces, wanted, strict=True):
-        with tf.device(piece.device):
-            rows.append(
-                tf.raw_ops.ResourceGather(
-                    resource=piece.handle, indices=mine - first, dtype=piece.dtype
-                )
-            )
-    row_shape = value.shape[1:]
-    result = tf.reshape(tf.dynamic_stitch(places, rows), [-1, *row_shape])
-    result = tf.reshape(result, tf.concat([tf.shape(ids), row_shape.as_list()], axis=0))
-    result.set_shape(ids.shape.concatenate(row_shape))
-    return result
+    `float` reads them, as on one device. Variables of metrics are ordinary mirrored ones. Keras
+    creates them to be summed over replicas when they are read. Such a read is a collective, so a
+    callback that looks at a metric on the chief alone would wait forever. The replicas' own states
+    are in the loop; the variable only shows their aggregate.
 
-
-class ShardedRead:
-    """One partitioned variable as a step reads it: as one tensor, or by rows.
-
-    `tape.gradient` needs one source for all reads. The source is a scalar that stands for the
-    variable. Each read passes its gradient, of the variable's whole shape, to the source.
+    Args:
+        in_pieces: variables that TensorFlow partitions become variables on servers like ours. An
+            optimizer's slots of such a variable are partitioned alike. The strategies of
+            `create_strategy` place variables themselves.
     """
 
-    trainable = True  # what TensorFlow's tapes look for in a variable that is read
-
-    def __init__(self, raw: tf.Variable):
-        self._raw = raw
-        self.handle = tf.zeros([], raw.dtype)
-
-    def whole(self) -> tf.Tensor:
-        """All pieces in one tensor, which has the source as its `handle`, as variables have."""
-
-        def read() -> tf.Tensor:
-            values = []
-            for piece, _, _ in pieces_of(self._raw):
-                with tf.device(piece.device):
-                    value = tf.raw_ops.ReadVariableOp(resource=piece.handle, dtype=piece.dtype)
-                    values.append(value)
-            return tf.ensure_shape(tf.concat(values, axis=0), self._raw.shape)
-
-        whole = self._read(read, lambda upstream: upstream)
-        whole.handle = self.handle
-        return whole
-
-    def rows(self, ids: tf.Tensor) -> tf.Tensor:
-        """The rows of `ids`; the gradient is of those rows alone."""
-
-        def gradient(upstream: tf.Tensor) -> tf.IndexedSlices:
-            shape = self._raw.shape.as_list()
-            values = tf.reshape(upstream, [-1, *shape[1:]])
-            return tf.IndexedSlices(values, tf.reshape(ids, [-1]), tf.constant(shape))
-
-        return self._read(lambda: gather_rows(self._raw, ids), gradient)
-
-    def _read(
-        self,
-        read: Callable[[], tf.Tensor],
-        gradient: Callable[[tf.Tensor], tf.Tensor | tf.IndexedSlices],
-    ) -> tf.Tensor:
-        read_by_tapes(self)  # anew for each read, so that another tape sees the read too
-        return tf.custom_gradient(lambda source: (read(), gradient))(self.handle)
-
-
-def readable_numbers() -> contextlib.AbstractContextManager[None]:
-    """Scope in which `float` reads the variables that are made, as on one device."""
-
-    def creator(next_creator: Any, **kwargs: Any) -> Any:
-        return with_scalar_conversions(next_creator(**kwargs))
+    def creator(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+            kwargs["synchronization"] = tf.VariableSynchronization.AUTO
+            kwargs["aggregation"] = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        if in_pieces and is_partitioned(kwargs.get("colocate_with")):
+            return beside_pieces(next_creator, **kwargs)
+        made = with_scalar_conversions(next_creator(**kwargs))
+        return partitioned(list(made), made.name) if in_pieces and is_partitioned(made) else made
 
     return tf.variable_creator_scope(creator)
 
@@ -347,22 +287,6 @@ def copies_of_one_name() -> contextlib.AbstractContextManager[None]:
         if copy := re.search(r"/(replica_\d+/)$", kwargs.get("name") or ""):
             kwargs["name"] = copy[1]
         return next_creator(**kwargs)
-
-    return tf.variable_creator_scope(creator)
-
-
-def server_variables() -> contextlib.AbstractContextManager[None]:
-    """Scope in which variables that TensorFlow partitions are variables on servers like ours.
-
-    An optimizer's slots of such a variable are partitioned alike. Enter the scope after the scope
-    of TensorFlow's own strategy. The strategies of `create_strategy` place variables themselves.
-    """
-
-    def creator(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-        if is_partitioned(kwargs.get("colocate_with")):
-            return beside_pieces(next_creator, **kwargs)
-        made = next_creator(**kwargs)
-        return partitioned(list(made), made.name) if is_partitioned(made) else made
 
     return tf.variable_creator_scope(creator)
 

@@ -140,10 +140,16 @@ def test_trainable_variables_that_a_step_assigns(name: str, what: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-def test_one_copy_of_a_trainable_variable_cannot_be_written_by_all() -> None:
+@pytest.mark.parametrize(
+    "build",
+    [lambda: compiled(Follows("in a cond")), between_dense(Average, in_cond)],
+    ids=["trainable", "average"],
+)
+def test_one_copy_of_a_variable_cannot_be_written_by_all_in_a_cond(build: Any) -> None:
     central = strategy_of("central_storage", 3)
-    with pytest.raises(Exception, match=r"variable '.*kernel.*' .* 3 replicas .* share one copy"):
-        distributed_fit(lambda: compiled(Follows("in a cond")), X[:16], Y[:16], strategy=central)
+    message = r"variable '.*(kernel|average).*' .* 3 replicas .* share one copy"
+    with pytest.raises(Exception, match=message):
+        distributed_fit(build, X[:16], Y[:16], strategy=central)
 
 
 NONE, FIRST = tf.VariableAggregation.NONE, tf.VariableAggregation.ONLY_FIRST_REPLICA
@@ -252,5 +258,5 @@ def test_an_own_integer_variable_cannot_count_the_rows_of_a_part() -> None:
         layer.count.assign_add(tf.cast(tf.reduce_sum(mean), tf.int64))
 
     build = between_dense(OwnVariables, directly, count_rows)
-    with pytest.raises(tfd.TrainingError, match=r"'Variable:0' \(int64\) must .*tfd.all_rows"):
+    with pytest.raises(tfd.TrainingError, match=r"'Variable:0' must .*tfd.all_rows"):
         distributed_fit(build, X[:16], Y[:16])

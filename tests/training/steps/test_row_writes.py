@@ -96,7 +96,7 @@ BY_CLASS = [scatter_of_a_tensor, slices, scatter_of_the_variable]
 def test_rows_of_a_part_are_refused(write: Any) -> None:
     strategy = strategy_of("central_storage" if write is in_loop else "mirrored")
     model = tfd.distribute(lambda: model_that_writes(write), strategy)
-    message = "assigned to '.*/queue(:0)?' must be the same on all 2 replicas, got rows .*all_rows"
+    message = "assigns to '.*/queue(:0)?' must be the same on all 2 replicas, .* rows .*all_rows"
     with pytest.raises(tfd.TrainingError, match=message):
         model.fit(X, Y, batch_size=16, verbose=0)
 

@@ -36,14 +36,12 @@ from tfdist_ext.training.steps.replaced import (
     substitutes,
     uses_keras_step,
 )
-from tfdist_ext.training.steps.scope import metric_variables_on_one_copy
 from tfdist_ext.training.variables import (
     all_built,
     copies_of_one_name,
     default_strategy_scope,
     optimizers_of,
-    readable_numbers,
-    server_variables,
+    variables_of_steps,
 )
 
 
@@ -72,11 +70,8 @@ def creation_scope(
     if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         scope.enter_context(creating_without_broadcast(strategy))
         scope.enter_context(tf.variable_creator_scope(note))
-    scope.enter_context(metric_variables_on_one_copy())
-    scope.enter_context(readable_numbers())
-    # Both strategies place variables themselves.
-    if not isinstance(strategy, StrategyTemplate | PlacedParameterServers):
-        scope.enter_context(server_variables())
+    places = isinstance(strategy, StrategyTemplate | PlacedParameterServers)
+    scope.enter_context(variables_of_steps(in_pieces=not places))
     return scope
 
 

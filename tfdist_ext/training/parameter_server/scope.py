@@ -8,18 +8,16 @@ the variable.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist_ext.placement.live._tf_private import piece_number
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.steps.logs import StepScope, metrics_of, observed_metrics
 from tfdist_ext.training.steps.replaced import functions_in_place, step_targets, substitutes
-from tfdist_ext.training.steps.scope import Ids, metric_in_inner_graph, taken_by
+from tfdist_ext.training.steps.scope import metric_in_inner_graph, take_rows
 from tfdist_ext.training.steps.sums import current_graph
 from tfdist_ext.training.variables import (
     UpdatesInPlace,
@@ -97,21 +95,11 @@ class WorkerScope(StepScope):
             if after is not before:
                 _add_difference(kp.raw_value(self._watched[key]), after, before)
 
-    def rows(self, variable: keras.Variable, ids: Ids) -> tf.Tensor | None:
-        """The rows of a variable, moved without the other rows; None if that is not possible."""
-        raw = kp.raw_value(variable)
-        written = id(variable) in self.state_mapping and id(variable) not in self._before
-        if raw is None or raw.shape.rank < 1 or written or piece_number.get() is not None:
+    def rows(self, variable: keras.Variable, ids: tf.Tensor) -> tf.Tensor | None:
+        """Rows of a table, gathered on its servers; None if the step has read or written it."""
+        if id(variable) in self.state_mapping:
             return None
-        if isinstance(ids, tf.RaggedTensor):
-            flat = self.rows(variable, ids.flat_values)
-            return None if flat is None else ids.with_flat_values(flat)
-        if isinstance(ids, tf.SparseTensor):  # Keras also takes row 0 for missing entries
-            ids = tf.sparse.to_dense(ids)
-        ids = tf.convert_to_tensor(ids)
-        ids = tf.where(ids < 0, ids + tf.cast(raw.shape[0], ids.dtype), ids)
-        taken = tf.nn.embedding_lookup(raw, ids)
-        return tf.cast(taken, variable.dtype)  # the layer's compute type, if it casts
+        return tf.nn.embedding_lookup(kp.raw_value(variable), ids)
 
     def _in_step(self) -> bool:
         return current_graph() is self._graph
@@ -124,14 +112,21 @@ def step_on_worker(scope: WorkerScope, model: keras.Model) -> Iterator[None]:
         stack.enter_context(scope)
         stack.enter_context(observed_metrics(metrics_of(model)))
         stack.enter_context(functions_in_place(step_targets()))
-        take = functools.partial(taken_by, scope.rows)
-        stack.enter_context(substitutes({"take": take}))
+        stack.enter_context(substitutes({"take": _take}))
         for optimizer in optimizers_of(model).values():
             updates = UpdatesInPlace(optimizer)
             stack.enter_context(
                 kp.distribution_strategy_of(with_inner_optimizers(optimizer), updates)
             )
         yield
+
+
+def _take(
+    original: Callable[..., tf.Tensor], x: Any, indices: Any, axis: int | None = None
+) -> tf.Tensor | tf.RaggedTensor:
+    if isinstance(indices, tf.SparseTensor):  # Keras also takes row 0 for missing entries
+        indices = tf.sparse.to_dense(indices)
+    return take_rows(original, x, indices, axis)
 
 
 def _add_difference(raw: tf.Variable, after: tf.Tensor, before: tf.Tensor) -> None:

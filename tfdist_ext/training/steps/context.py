@@ -8,10 +8,10 @@ of all parts.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import tensorflow as tf
@@ -133,35 +133,26 @@ class StepContext:
                     self._position = tf.reduce_sum(before), tf.reduce_sum(counts)
         return self._position
 
-    def has_rows(self, value: tf.Tensor) -> bool:
-        """Whether a floating tensor has numbers for each row of the part.
+    def rows_in(self, value: tf.Tensor) -> Literal["part", "batch", "unclear"] | None:
+        """Whose rows a floating tensor has numbers for; None if it has no rows.
 
         In a graph, rows are in a dimension of unknown size. In an eager step, they are in a first
-        dimension as long as the part.
+        dimension as long as the part. A multiple of this length may be several numbers for each
+        row ("unclear"). Rows of the whole batch come from `all_rows`.
         """
-        sizes = _sizes(value)
-        if self.has_all_rows(value):
-            return False
+        if not tf.is_tensor(value) or not value.dtype.is_floating or not value.shape.rank:
+            return None
+        sizes = value.shape.as_list()
         if None in sizes or self.size is None:
-            return None in sizes
-        return sizes[:1] == [self.size]
-
-    def has_all_rows(self, value: tf.Tensor) -> bool:
-        """Whether a tensor has numbers for each row of the global batch, from `all_rows`."""
-        sizes = _sizes(value)
-        if not self.has_all_rows_tensors or not sizes:
-            return False
-        if tf.is_symbolic_tensor(value):
-            return None in sizes and self.equal.has(value)
-        global_rows, rows = int(self.position()[1]), int(self.rows_read)
-        return global_rows > rows and sizes[0] is not None and sizes[0] % global_rows == 0
-
-    def may_have_rows(self, value: tf.Tensor) -> bool:
-        """Whether the first dimension of known size may hold several numbers for each row."""
-        sizes = _sizes(value)
-        if self.size is None or not sizes or self.has_rows(value) or self.has_all_rows(value):
-            return False
-        return bool(sizes[0]) and sizes[0] % self.size == 0
+            is_batch = self.has_all_rows_tensors and self.equal.has(value)
+            return None if None not in sizes else "batch" if is_batch else "part"
+        if self.has_all_rows_tensors and not tf.is_symbolic_tensor(value):
+            global_rows = int(self.position()[1])
+            if global_rows > self.size and sizes[0] % global_rows == 0:
+                return "batch"
+        if sizes[0] == self.size:
+            return "part"
+        return "unclear" if sizes[0] and sizes[0] % self.size == 0 else None
 
     def weighted(self, values: Sequence[Gradient]) -> list[Gradient]:
         """Returns values times `batch_fraction`; a part of 0 rows gives 0, never NaN."""
@@ -172,19 +163,20 @@ class StepContext:
         return self._weighted(value) if value.dtype.is_floating else value
 
     def mean(
-        self, values: dict[int, tf.Tensor], variables: dict[int, keras.Variable]
-    ) -> dict[int, tf.Tensor]:
+        self, values: Sequence[tf.Tensor], variables: Sequence[keras.Variable | tf.Variable]
+    ) -> list[tf.Tensor]:
         """Returns the mean over all rows of each floating value that is a mean over the part's.
 
         Other values (seeds, counters) are equal on all replicas.
 
         Args:
-            variables: by the same keys, the variables that the values are written to.
+            variables: those that the values are written to.
         """
-        floats = [key for key, value in values.items() if value.dtype.is_floating]
-        what = [reduced_for("statistic", variables[key]) for key in floats]
-        reduced = self.sums.all_reduce(self.weighted([values[key] for key in floats]), what)
-        return {**values, **dict(zip(floats, reduced, strict=True))}
+        floats = [i for i, value in enumerate(values) if value.dtype.is_floating]
+        what = [reduced_for("statistic", variables[i]) for i in floats]
+        means = self.sums.all_reduce(self.weighted([values[i] for i in floats]), what)
+        by_index = dict(zip(floats, means, strict=True))
+        return [by_index.get(i, value) for i, value in enumerate(values)]
 
     def differentiable_sum(
         self, values: Sequence[tf.Tensor], what: Reduced = STATISTIC
@@ -225,37 +217,25 @@ class StepContext:
         return tf.math.multiply_no_nan(value, self.batch_fraction(value.dtype))
 
 
-def _sizes(value: Any) -> list[int | None]:
-    """The static shape of a floating tensor; empty for all other values."""
-    if not tf.is_tensor(value) or not value.dtype.is_floating or value.shape.rank is None:
-        return []
-    return value.shape.as_list()
-
-
-class _Running(threading.local):
-    """The step of this thread: TensorFlow runs each replica in a thread of its own."""
-
-    step: StepContext | None = None
-
-
-_running = _Running()
+# Of this thread: TensorFlow runs each replica in a thread of its own.
+_running: ContextVar[StepContext | None] = ContextVar("running", default=None)
 
 
 def current_step() -> StepContext | None:
     """Returns the context of the running replica, None outside of a step."""
-    return _running.step
+    return _running.get()
 
 
 @contextlib.contextmanager
 def running_step(context: StepContext | None) -> Iterator[None]:
     """Scope of a replica's step; with None, a scope without a step."""
-    before, _running.step = _running.step, context
+    token = _running.set(context)
     functions, called = (context.substitutes, context.called) if context else (None, None)
     try:
         with substitutes(functions, called):
             yield
     finally:
-        _running.step = before
+        _running.reset(token)
 
 
 @filter_traceback
@@ -311,7 +291,9 @@ def gather_rows(context: StepContext, values: Sequence[tf.Tensor]) -> list[tf.Te
             tf.shape(tensor, tf.int64)[0], context.rows_read, message=_NOT_THE_ROWS
         )
         with tf.control_dependencies([] if check is None else [check]):
-            mine = tf.cast(tensor, _dtype_of_sums(tensor.dtype))[: context.rows]
+            # Collectives sum few types of integers.
+            dtype = tensor.dtype if tensor.dtype.is_floating else tf.int64
+            mine = tf.cast(tensor, dtype)[: context.rows]
         others = [[0, 0]] * (tensor.shape.rank - 1)
         padded.append(tf.pad(mine, [[before, count - before - context.rows], *others]))
     gathered = []
@@ -353,8 +335,3 @@ def _dense(value: Any) -> tf.Tensor:
         "tfd.all_rows must get dense tensors of numbers or booleans, whose axis 0 is the batch, got"
         f" {what}. RaggedTensor.to_tensor and tf.sparse.to_dense make dense ones."
     )
-
-
-def _dtype_of_sums(dtype: tf.DType) -> tf.DType:
-    """The dtype in which a tensor travels: collectives sum few of them."""
-    return dtype if dtype.is_floating or dtype in (tf.int32, tf.int64) else tf.int64

@@ -29,9 +29,9 @@ from tfdist_ext.training.steps.rows import Gradient, compared_rows, merged, with
 from tfdist_ext.training.steps.scope import (
     ReplicaScope,
     check_equal,
-    check_indices,
     check_value,
     shared_by_replicas,
+    take_rows,
 )
 from tfdist_ext.training.steps.step_timer import timestamp_after
 from tfdist_ext.training.steps.sums import current_graph, reduced_for
@@ -56,14 +56,8 @@ __all__ = ["own_applies", "substitutes_of"]
 Moments: TypeAlias = tuple[tf.Tensor, tf.Tensor]
 
 
-def substitutes_of(
-    context: StepContext, take: Callable[..., tf.Tensor]
-) -> Mapping[str, Callable[..., Any]]:
-    """Returns the functions that replace those of Keras and TensorFlow in a step, by key.
-
-    Args:
-        take: gathers rows of a table.
-    """
+def substitutes_of(context: StepContext) -> Mapping[str, Callable[..., Any]]:
+    """Returns the functions that replace those of Keras and TensorFlow in a step, by key."""
     functions: dict[str, Callable[..., Any]] = {
         "apply": _apply,
         "reduce_loss": _reduce_loss,
@@ -75,25 +69,24 @@ def substitutes_of(
         "update_mean": _update_mean,
         "moments": _moments,
         "moments_of_layer": _moments_of_layer,
+        "take": _take,
         **RANDOM,
     }
     if context.replicas > 1 and not context.on_tpu:
         functions.update(write_variable=_write_variable, update_variable=_update_variable)
     bound = {key: functools.partial(function, context) for key, function in functions.items()}
-    taking = functools.partial(_take, context, take)
-    return {**bound, "replicas": lambda original, strategy: 1, "take": taking}
+    return {**bound, "replicas": lambda original, strategy: 1}
 
 
 def _take(
     context: StepContext,
-    take: Callable[..., tf.Tensor],
     original: Original,
     x: Any,
     indices: Any,
     axis: int | None = None,
 ) -> tf.Tensor:
     x = x if axis is None else rows_at(context, x, indices, axis)
-    return take(original, x, indices, axis=axis)
+    return take_rows(original, x, indices, axis)
 
 
 def _write_variable(
@@ -105,12 +98,13 @@ def _write_variable(
         given, how = [*args, *named.values()], original.__name__
         if isinstance(given[0], tf.IndexedSlices):
             given[:1] = [given[0].indices, given[0].values]
-        if "scatter" in how or "slice" in how:
-            check_indices(context, variable, given[0], how)
         for value in given:
             check_value(context, variable, value)
-        check_equal(context, variable, given)
-        scope.own.note_write(variable)
+        if not variable.dtype.is_floating:
+            check_equal(context, variable, given, how)
+        elif "scatter" in how or "slice" in how:
+            check_equal(context, variable, given[0], how)
+        scope.own.add(variable)
     return original(variable, *args, **named)
 
 
@@ -271,7 +265,7 @@ def _update_mean(
     share = context.batch_fraction(metric.dtype)
     if sample_weight is None and len(getattr(values, "shape", ())) == 0:
         sample_weight = share
-    elif context.has_all_rows(values):  # equal on all replicas
+    elif context.rows_in(values) == "batch":  # equal on all replicas
         weights = tf.ones_like(values) if sample_weight is None else sample_weight
         sample_weight = tf.cast(weights, metric.dtype) * share
     return original(metric, values, sample_weight)
@@ -334,7 +328,7 @@ def _reduce_loss(
             mine = context.contribution(weights)
         return values * context.sums.all_reduce([mine])[0]
     if reduction == "sum":
-        if context.has_all_rows(values):
+        if context.rows_in(values) == "batch":
             return loss
         return tf.math.divide_no_nan(loss, context.batch_fraction(loss.dtype))
     if reduction != "mean_with_sample_weight":
@@ -370,7 +364,7 @@ def _average_loss(context: StepContext, original: Original, losses: tf.Tensor) -
 
     With a `global_batch_size`, TensorFlow divides the sum over the part by the rows of all parts.
     """
-    is_mean = context.has_all_rows(losses)
+    is_mean = context.rows_in(losses) == "batch"
 
     def replicas(*_: Any) -> int:
         nonlocal is_mean
@@ -407,7 +401,7 @@ def _added_loss(
 ) -> tf.Tensor:
     """Adds up what a layer gave to `add_loss`; Keras sums one number per row over all rows."""
     total = original(model, loss)
-    if not context.has_rows(loss):
+    if context.rows_in(loss) != "part":
         return total
     return tf.math.divide_no_nan(total, context.batch_fraction(total.dtype))
 
@@ -432,9 +426,6 @@ def _gradient(
     )
     if not to_variables or context.replicas == 1 or context.computes_gradients:
         return original(tape, target, sources, output_gradients, *options, **named_options)
-    variables = sources
-    if (scope := _scope()) is not None:
-        sources = tf.nest.map_structure(scope.source_of, sources)
     targets = tf.nest.flatten(target)
     _warn_of_compared_rows(context, targets)
     upstream = _upstream(context, targets, output_gradients)
@@ -452,7 +443,7 @@ def _gradient(
     in_step = current_graph() is context.graph and not is_recording()
     if of_step or context.on_tpu or not in_step:
         return made
-    return _summed(context, made, variables)
+    return _summed(context, made, sources)
 
 
 def _summed(context: StepContext, gradients: Structure, variables: Structure) -> Structure:
@@ -474,7 +465,7 @@ def _upstream(context: StepContext, targets: list[tf.Tensor], given: Structure) 
         TrainingError: a target may or may not have rows.
     """
     for target in targets:
-        if context.may_have_rows(target):
+        if context.rows_in(target) == "unclear":
             raise TrainingError(
                 f"The gradient of a loss of shape {target.shape} is not supported in an eager step:"
                 " the loss may have several numbers for each row of this replica. Sum it up first:"
@@ -484,7 +475,7 @@ def _upstream(context: StepContext, targets: list[tf.Tensor], given: Structure) 
     upstream = list(map(tf.ones_like, targets)) if given is None else tf.nest.flatten(given)
     return [
         each * tf.math.reciprocal_no_nan(context.batch_fraction(each.dtype))
-        if context.has_rows(target)
+        if context.rows_in(target) == "part"
         else each
         for target, each in zip(targets, upstream, strict=True)
     ]

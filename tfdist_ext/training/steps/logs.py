@@ -65,6 +65,10 @@ class StepScope(keras.StatelessScope):
         self.results: list[_Result] = []
         self.resetting = False
 
+    def rows(self, variable: keras.Variable, ids: tf.Tensor) -> tf.Tensor | None:
+        """Rows of a table, moved without its other rows; None if that is not possible."""
+        raise NotImplementedError
+
     def state_of(self, metric: keras.metrics.Metric) -> list[Any]:
         """The current values of a metric's variables."""
         return [self.get_current_value(variable) for variable in metric.variables]

@@ -1,23 +1,18 @@
-"""What one replica's step writes, collected instead of done.
+"""What one replica's step writes to variables, and what it reads from them.
 
-Keras writes metrics and moving statistics from inside each replica's step. Under a strategy these
-writes are slow (a cross-replica operation each), and with some strategies wrong. Here they become
-values of the step: metrics stay in the loop until it ends, moving statistics are averaged and
-written once. What is written inside a `cond` or a loop of a layer's own cannot leave it as a
-value. It goes to the replica's own copy of the variable (`LocalVariables`): it is unlike the
-others' until the step ends, and the mean over all rows is written to all of them.
+Under a strategy, a write inside a replica's step is slow (a cross-replica operation each), and with
+some strategies wrong. So `ReplicaScope` collects writes as values of the step. Metrics stay in the
+loop until it ends. Moving averages become the mean over all rows, and are written once.
 
-Keras turns a table into a tensor before it takes rows of it, and so sends all of it to the device
-of each replica. Where replicas share one copy, rows are gathered where the table is
-(`rows_of_shared`).
+Some writes cannot be collected: those inside a `cond` or a loop, whose values cannot leave its
+graph, and those to a `tf.Variable` of the user's. They go to the replica's own copy at once
+(`OwnCopies`). When the step ends, the mean over all rows is written to every copy.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -25,41 +20,27 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies.reductions import tells_what_it_reduces
-from tfdist_ext.strategies.traced_replica import copy_number, is_traced_once, replica_number
+from tfdist_ext.strategies.traced_replica import copy_number, replica_number
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.steps.context import StepContext, current_step
 from tfdist_ext.training.steps.logs import StepScope, metric_variables, metrics_of
 from tfdist_ext.training.steps.replaced import substitutes
 from tfdist_ext.training.steps.rows import places_rows
 from tfdist_ext.training.steps.sums import current_graph, outside_of_inner_graphs
-from tfdist_ext.training.variables import (
-    ShardedRead,
-    copies_per_worker,
-    gather_rows,
-    local_copy,
-    outside_of_scopes,
-)
+from tfdist_ext.training.variables import local_copies
 
 __all__ = [
-    "Ids",
-    "LocalVariables",
+    "OwnCopies",
     "ReplicaScope",
     "assign_each",
     "assign_written",
     "check_equal",
-    "check_indices",
     "check_value",
     "metric_in_inner_graph",
-    "metric_variables_on_one_copy",
     "metrics_and_others",
-    "rows_of_shared",
     "shared_by_replicas",
-    "taken_by",
+    "take_rows",
 ]
-
-
-# Numbers of rows in a table, as a layer looks them up.
-Ids: TypeAlias = tf.Tensor | tf.RaggedTensor | tf.SparseTensor
 
 
 class ReplicaScope(StepScope):
@@ -69,71 +50,63 @@ class ReplicaScope(StepScope):
         metrics: (variable, value) of each metric's variable.
         watched: the model's other variables. What a replica writes to them becomes the mean over
             all rows: when the step ends, or at once for those that an optimizer trains.
-        own: where the replica keeps what is written in inner graphs.
+        own: the variables that are written at once. Not needed to read metrics.
+
+    Attributes:
+        updated: ids of the metrics' variables that were written.
     """
 
     def __init__(
         self,
         metrics: Iterable[tuple[keras.Variable, tf.Tensor]],
         watched: Sequence[keras.Variable] = (),
-        own: LocalVariables | None = None,
+        own: OwnCopies | None = None,
     ):
         metrics = list(metrics)
         super().__init__(metrics)
         self._metrics = {id(variable): variable for variable, _ in metrics}
-        self._others = list(watched)
-        self.without_rows = dict(self.state_mapping)  # what the states are if this part is empty
-        self.has_reset = False  # in this step
-        self._watched = {id(variable): number for number, variable in enumerate(watched)}
-        self.own = own or LocalVariables(tf.distribute.get_strategy(), 1)
-        self._apart: set[int] = set()  # watched variables whose value is in a variable beside them
+        self._watched = {id(variable): (i, variable) for i, variable in enumerate(watched)}
+        self.own = own or OwnCopies(tf.distribute.get_strategy(), 1)
         self._graph = current_graph()
-        self._reads: dict[int, ShardedRead] = {}
-        self.updated: set[int] = set()  # ids of the metrics' variables that were written
-        for variable in self.own.written.values():
-            # Not only when one is met: inner graphs of eager steps are traced in the first alone.
-            self._move_to_own(variable)
+        self.updated: set[int] = set()
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         variable, value = update
-        key = id(variable)
-        if (context := current_step()) is not None:
+        key, context = id(variable), current_step()
+        if context is not None:
             check_value(context, variable, value, is_metric=key in self._metrics)
+        is_watched = key in self._watched
         if key in self._metrics:
-            if self._in_inner_graph():
-                raise metric_in_inner_graph(variable)
-            self.updated.add(key)
-            if self.resetting:
-                self.has_reset = True
-                value = self.without_rows[key] = _on_first_replica(variable, value)
-            super().add_update((variable, value))
-        elif key not in self._watched:
-            _check_is_no_metric(variable)
-            self._write(variable, value)
-        elif self._in_inner_graph():
-            self._move_to_own(variable)
-            self.own.write(variable, value)
-        elif variable.trainable:
-            self._write(variable, value)
-        else:
+            self._update_metric(variable, value, context)
+        elif is_watched and (self._in_inner_graph() or variable in self.own):
+            self._write_collected(variable)
+            self._write_own(variable, value)
+        elif is_watched and not variable.trainable:
             super().add_update(update)
+        else:
+            if not is_watched:
+                _check_is_no_metric(variable)
+            # Some layers read a weight in the call in which they assign it. Where replicas share
+            # the weight, all write the same value.
+            if context is not None and not self._in_inner_graph():
+                (value,) = context.mean([value], [variable])
+            _assign(self.own.copy_of(variable), value)
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | tf.Variable:
         key = id(variable)
-        if key in self._watched and self._in_inner_graph():
-            self._move_to_own(variable)  # the graph may be a loop that writes it later
+        if key in self._watched and self._in_inner_graph() and not self.own.is_shared(variable):
+            self._write_collected(variable)  # the graph may be a loop that writes it later
         if key in self.state_mapping:
             return self.state_mapping[key]
         # Never None: Keras reads regularized weights through the scope.
-        if key in self._apart:
-            return self.own.of(variable)
         raw = kp.raw_value(variable)
-        if not is_partitioned(raw) or not variable.trainable:
+        if not is_partitioned(raw):
             return raw
-        read = self._read_of(raw)
-        # Not in a loop of a layer's, whose gradient has the shape of its inputs.
+        if not self._in_inner_graph():
+            return self.own.copy_of(variable)
+        # The gradient of a loop has the shape of the loop's inputs. So the loop gets one tensor.
         with outside_of_inner_graphs(self._graph):
-            return read.whole()
+            return tf.convert_to_tensor(self.own.copy_of(variable))
 
     def forget_losses(self, layer: keras.Layer) -> None:
         """Drop the losses that a layer and its sublayers gave to add_loss in this step."""
@@ -144,94 +117,79 @@ class ReplicaScope(StepScope):
             ids -= mine
 
     def rows(self, variable: keras.Variable, ids: tf.Tensor) -> tf.Tensor | None:
-        """The rows of a variable in pieces, moved without the rest of it.
+        """Rows of a table that replicas share, gathered where the table is.
 
-        None in inner graphs, and where the step has given it another value.
+        Returns:
+            None if each replica has a copy, if the step has given the table another value, and in
+            inner graphs.
         """
-        key = id(variable)
-        if self._in_inner_graph() or key in self.state_mapping or key in self._apart:
+        has_other_value = id(variable) in self.state_mapping
+        if has_other_value or self._in_inner_graph() or not self.own.is_shared(variable):
             return None
-        raw = kp.raw_value(variable)
-        return self._read_of(raw).rows(ids) if variable.trainable else gather_rows(raw, ids)
-
-    def source_of(
-        self, variable: keras.Variable | tf.Variable
-    ) -> keras.Variable | tf.Variable | tf.Tensor:
-        """What a tape knows a variable by: one in pieces is no source, its reads have one."""
-        raw = kp.raw_value(variable) if isinstance(variable, keras.Variable) else None
-        return self._read_of(raw).handle if is_partitioned(raw) else variable
-
-    def _read_of(self, raw: tf.Variable) -> ShardedRead:
-        if id(raw) not in self._reads:
-            with outside_of_inner_graphs(self._graph):
-                self._reads[id(raw)] = ShardedRead(raw)
-        return self._reads[id(raw)]
+        return tf.nn.embedding_lookup(self.own.copy_of(variable), ids)
 
     def states(self) -> list[tf.Tensor]:
         """The state of each metric variable on this replica."""
         return [self.get_current_value(variable) for variable in self._metrics.values()]
 
     def written(self, context: StepContext | None) -> dict[str, tf.Tensor]:
-        """What the replica has written to the watched variables.
+        """Average what the replica has written, and assign the mean to the replica's own copies.
 
         To be called in the replica's context, after the scope.
 
         Returns:
-            By the number of a variable, as a string, its new value, equal on all replicas, for
-            `assign_written`, where the replica has not assigned it itself.
+            By the number of a watched variable, as a string, the means that are left for
+            `assign_written`. They are equal on all replicas.
         """
-        written = {
-            self._watched[key]: tf.convert_to_tensor(self.own.of(variable))
-            for key, variable in self.own.written.items()
-        }
-        for key, number in self._watched.items():
-            if key in self.state_mapping:
-                written[number] = self.state_mapping[key]
+        collected = [each for key, each in self._watched.items() if key in self.state_mapping]
+        variables: list[Any] = [variable for _, variable in collected]
+        values = [self.state_mapping[id(variable)] for variable in variables]
         if context is not None:
-            users = dict(enumerate(self.own.of_users(), len(self._others)))
-            written |= {number: copy.read_value() for number, copy in users.items()}
-            written = context.mean(written, {**dict(enumerate(self._others)), **users})
-            for number, copy in users.items():
-                copy.assign(written.pop(number), read_value=False)
-        for number in list(written) if self.own.assigned_by_replicas() else ():
-            variable = self._others[number]
-            if not self.own.is_apart(variable):
-                copy = self.own.of(variable)
-                copy.assign(tf.cast(written.pop(number), copy.dtype), read_value=False)
-        return {str(number): value for number, value in written.items()}
+            own = self.own.written()
+            values += [copy.read_value() for copy in own]
+            values = context.mean(values, [*variables, *own])
+            for copy, value in zip(own, values[len(variables) :], strict=True):
+                copy.assign(value, read_value=False)
+        left = {}
+        for (number, variable), value in zip(collected, values, strict=False):
+            if self.own.take_means(variable):
+                copy = self.own.copy_of(variable)
+                copy.assign(tf.cast(value, copy.dtype), read_value=False)
+            else:
+                left[str(number)] = value
+        return left
+
+    def _update_metric(
+        self, variable: keras.Variable, value: tf.Tensor, context: StepContext | None
+    ) -> None:
+        if self._in_inner_graph():
+            raise metric_in_inner_graph(variable)
+        self.updated.add(id(variable))
+        if self.resetting:
+            value = _on_first_replica(variable, value)
+        elif context is not None and variable.aggregation == "sum":
+            # A replica without rows computes with another replica's row. It must not count twice.
+            value = context.where_nonempty(value, self.state_mapping[id(variable)])
+        super().add_update((variable, value))
 
     def _in_inner_graph(self) -> bool:
         return current_graph() is not self._graph
 
-    def _move_to_own(self, variable: keras.Variable) -> None:
-        """See to it that the replica's own copy has the value that is current before this graph."""
-        key = id(variable)
-        collected = self.state_mapping.pop(key, None)
-        is_apart = self.own.is_apart(variable)
-        if collected is not None or (is_apart and key not in self._apart):
+    def _write_collected(self, variable: keras.Variable) -> None:
+        """Write a collected value to the replica's own copy, before the inner graph."""
+        if (value := self.state_mapping.pop(id(variable), None)) is not None:
             with outside_of_inner_graphs(self._graph):
-                value = kp.raw_value(variable) if collected is None else collected
-                _assign(self.own.of(variable), value)
-        if collected is not None:
-            self.own.written[key] = variable
-        if is_apart:
-            self._apart.add(key)
+                self._write_own(variable, value)
 
-    def _write(self, variable: keras.Variable, value: tf.Tensor) -> None:
-        """Assign at once, as some layers do to weights that they read in the same call."""
-        context = current_step()
-        if context and not self._in_inner_graph():
-            # Where one copy is all replicas', all write the same.
-            value = context.mean({0: value}, {0: variable})[0]
-        raw = kp.raw_value(variable)
-        if isinstance(raw, tf.distribute.DistributedValues) or not hasattr(raw, "get"):
-            _assign(raw, value)
-        else:  # the one copy of all replicas, in a wrapper that asks how they combine
-            _assign(raw.get(), value)
+    def _write_own(self, variable: keras.Variable, value: tf.Tensor) -> None:
+        self.own.add(kp.raw_value(variable))
+        _assign(self.own.copy_of(variable), value)
 
 
-class LocalVariables:
-    """The copies of one program, kept from step to step.
+class OwnCopies:
+    """The variables that replicas write at once, each replica its own copy.
+
+    They are kept from step to step, because inner graphs of eager steps are traced once.
 
     Args:
         local_replicas: replicas of this worker.
@@ -240,85 +198,57 @@ class LocalVariables:
     def __init__(self, strategy: tf.distribute.Strategy, local_replicas: int):
         self._strategy = strategy
         self._local_replicas = local_replicas
-        self._beside: dict[int, Sequence[tf.Variable]] = {}
-        # By id, the variables that steps write in inner graphs.
-        self.written: dict[int, keras.Variable] = {}
-        # By id of the first copy, the copies of each tf.Variable of the user's that steps write.
-        self._of_users: dict[int, Sequence[tf.Variable]] = {}
+        # TensorFlow does not give out the copies on TPUs one by one.
+        self._on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
+        self._written: dict[int, tf.Variable] = {}  # by id
 
-    def is_apart(self, variable: keras.Variable) -> bool:
-        """Whether the replica's copy is another variable than the one that steps start from."""
-        return not variable.trainable and self._is_shared(variable)
+    def __contains__(self, variable: keras.Variable) -> bool:
+        return id(kp.raw_value(variable)) in self._written
 
-    def assigned_by_replicas(self) -> bool:
-        """Whether replicas assign to copies of their own what all have agreed on."""
-        # An update of a StrategyTemplate is one call of its hook.
-        return is_traced_once() and not tells_what_it_reduces(self._strategy)
-
-    def of(self, variable: keras.Variable) -> tf.Variable:
-        """The variable to read and assign on the running replica."""
-        if isinstance(self._strategy, tf.distribute.TPUStrategy):
-            return kp.raw_value(variable)  # copies cannot be had one by one there
-        number = copy_number() % self._local_replicas
-        if not self.is_apart(variable):
-            return local_copy(variable, self._strategy, number)
-        return self._apart(variable)[number]
-
-    def copies(self) -> list[Sequence[tf.Variable]]:
-        """Those that are other variables than the model's, for each replica."""
-        return [*self._beside.values(), *self._of_users.values()]
-
-    def note_write(self, variable: tf.Variable) -> None:
-        """Note that the replica writes its copy of a tf.Variable of the user's.
+    def add(self, variable: tf.Variable) -> None:
+        """Note that replicas write a variable, given as its container or as one of its copies.
 
         Raises:
-            TrainingError: it is the copy of all replicas of this worker.
+            TrainingError: the replicas of this worker share one copy.
         """
-        if any(variable.handle is copy.handle for each in self._of_users.values() for copy in each):
-            return
         container = self._strategy.extended.value_container(variable)
         if getattr(container, "synchronization", None) == tf.VariableSynchronization.ON_READ:
             return
-        copies = self._strategy.experimental_local_results(container)
-        if len(copies) < self._local_replicas:
+        if self.is_shared(container):
             raise shared_by_replicas(variable, self._local_replicas)
-        self._of_users[id(copies[0])] = copies
+        self._written[id(container)] = container
 
-    def of_users(self) -> list[tf.Variable]:
-        """The running replica's copies of the user's floating variables that steps write."""
-        number = copy_number() % self._local_replicas if self._of_users else 0
-        copies = [copies[number] for copies in self._of_users.values()]
-        return [copy for copy in copies if copy.dtype.is_floating]
+    def copy_of(self, variable: keras.Variable | tf.Variable) -> tf.Variable:
+        """The running replica's copy of a variable, or the one copy that replicas share."""
+        if self._on_tpu:
+            return kp.raw_value(variable)
+        copies = local_copies(variable, self._strategy)
+        return copies[copy_number() % len(copies)] if len(copies) > 1 else copies[0]
 
-    def _apart(self, variable: keras.Variable) -> Sequence[tf.Variable]:
-        if id(variable) not in self._beside:
-            new = [outside_of_scopes(_like, variable) for _ in range(self._local_replicas)]
-            # Replicas run in threads.
-            self._beside.setdefault(id(variable), new)
-        return self._beside[id(variable)]
+    def is_shared(self, variable: keras.Variable | tf.Variable) -> bool:
+        """Whether the replicas of this worker share one copy."""
+        copies = 0 if self._on_tpu else len(local_copies(variable, self._strategy))
+        return 0 < copies < self._local_replicas
 
-    def write(self, variable: keras.Variable, value: tf.Tensor) -> None:
-        """Assign inside an inner graph.
+    def take_means(self, variable: keras.Variable) -> bool:
+        """Whether each replica assigns to its own copy what all replicas have agreed on."""
+        # An update of a StrategyTemplate is one call of its hook.
+        has_hook = tells_what_it_reduces(self._strategy)
+        return not (self._on_tpu or has_hook or self.is_shared(variable))
 
-        Raises:
-            TrainingError: a trained weight of which all replicas have one copy.
-        """
-        if variable.trainable and self._is_shared(variable):
-            raise shared_by_replicas(kp.raw_value(variable), self._local_replicas)
-        _assign(self.of(variable), value)
-        self.written[id(variable)] = variable
+    def written(self) -> list[tf.Variable]:
+        """The running replica's copies of the floating variables that were written."""
+        return [self.copy_of(each) for each in self._written.values() if each.dtype.is_floating]
 
-    def _is_shared(self, variable: keras.Variable) -> bool:
-        """Whether the replicas of this worker have one copy together."""
-        if self._local_replicas == 1 or isinstance(self._strategy, tf.distribute.TPUStrategy):
-            return False
-        return copies_per_worker(variable, self._strategy) < self._local_replicas
+    def all_copies(self) -> list[list[tf.Variable]]:
+        """Of each variable that was written, the copies of all local replicas."""
+        return [local_copies(each, self._strategy) for each in self._written.values()]
 
 
 def check_value(
     context: StepContext,
     variable: keras.Variable | tf.Variable,
-    value: Any,
+    value: object,
     *,
     is_metric: bool = False,
 ) -> None:
@@ -334,34 +264,23 @@ def check_value(
         raise _rows_written(context, variable, how)
 
 
-def check_indices(context: StepContext, variable: tf.Variable, indices: Any, how: str) -> None:
-    """Raise TrainingError if the indices that are written follow from this part's rows."""
-    if tf.is_symbolic_tensor(indices) and not context.equal.has(indices):
+def check_equal(context: StepContext, variable: tf.Variable, values: object, how: str) -> None:
+    """Raise TrainingError if numbers that must be equal on all replicas follow from this part."""
+    symbolic = [each for each in tf.nest.flatten(values) if tf.is_symbolic_tensor(each)]
+    if not context.equal.has(symbolic):
         raise _rows_written(context, variable, how)
 
 
 def _rows_written(
     context: StepContext, variable: keras.Variable | tf.Variable, how: str
 ) -> TrainingError:
+    name = getattr(variable, "path", variable.name)
     return TrainingError(
-        f"what is assigned to {getattr(variable, 'path', variable.name)!r} must be the same on"
-        f" all {context.replicas} replicas, got rows of this replica's part of the batch (from"
-        f" {how}): each replica would write other rows. Use the rows of all replicas:"
-        " rows = tfd.all_rows(rows), and so for their indices, before they are put into"
-        f" {variable.name!r}."
+        f"What a step assigns to {name!r} must be the same on all {context.replicas} replicas, but"
+        f" {how!r} writes rows of this replica's part of the batch, or a number that depends on"
+        " them. Use the rows of all replicas: rows = tfd.all_rows(rows), and so for indices and"
+        " counts. A keras.metrics.Metric counts over all replicas."
     )
-
-
-def check_equal(context: StepContext, variable: tf.Variable, values: Any) -> None:
-    """Raise TrainingError if a variable that has no mean gets a value of this part's rows."""
-    values = [each for each in tf.nest.flatten(values) if tf.is_symbolic_tensor(each)]
-    if not variable.dtype.is_floating and not context.equal.has(values):
-        raise TrainingError(
-            f"What is assigned to the variable {variable.name!r} ({variable.dtype.name}) must"
-            f" be the same on all {context.replicas} replicas, but it depends on the rows of this"
-            " replica's part of the batch. Compute it from the rows of all replicas, as"
-            " tf.shape(tfd.all_rows(x))[0], or count in a keras.metrics.Metric."
-        )
 
 
 def shared_by_replicas(variable: tf.Variable, replicas: int) -> TrainingError:
@@ -369,22 +288,15 @@ def shared_by_replicas(variable: tf.Variable, replicas: int) -> TrainingError:
     return TrainingError(
         f"The variable {variable.name!r} of shape {variable.shape} is assigned in a step, and the"
         f" {replicas} replicas of this process share one copy of it, or its aggregation is SUM."
-        " Create it with self.add_weight(..., trainable=False) in a layer or model: what a"
-        " step assigns to that is averaged over all rows. A trainable weight can be assigned in the"
-        " body of train_step or call, but not in a tf.function, a cond or a loop. For sums, use a"
-        " keras.metrics.Metric."
+        " Create it with self.add_weight(..., trainable=False) in a layer or model, and assign it"
+        " in the body of train_step or call, not in a tf.function, a cond or a loop. What is"
+        " assigned there is averaged over all rows. For sums, use a keras.metrics.Metric."
     )
 
 
 def _assign(variable: tf.Variable, value: tf.Tensor) -> None:
     with substitutes(None):  # it is no variable of the user's
         variable.assign(tf.cast(value, variable.dtype))
-
-
-def _like(variable: keras.Variable) -> tf.Variable:
-    raw = kp.raw_value(variable)
-    with tf.device("CPU:0"):
-        return tf.Variable(tf.zeros(raw.shape, raw.dtype), trainable=False)
 
 
 def metrics_and_others(model: keras.Model) -> tuple[list[keras.Variable], list[keras.Variable]]:
@@ -458,63 +370,20 @@ def _on_first_replica(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
     return tf.where(tf.equal(number, 0), value, tf.zeros_like(value))
 
 
-def metric_variables_on_one_copy() -> contextlib.AbstractContextManager[None]:
-    """Scope in which metrics' variables are ordinary mirrored ones.
-
-    Keras creates them to be summed over replicas when read. Reading such a variable is a
-    collective, so a callback that looks at a metric on the chief alone would wait forever. The
-    replicas' own states are in the loop; the variable only shows their aggregate.
-    """
-
-    def creator(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
-            kwargs["synchronization"] = tf.VariableSynchronization.AUTO
-            kwargs["aggregation"] = tf.VariableAggregation.ONLY_FIRST_REPLICA
-        return next_creator(**kwargs)
-
-    return tf.variable_creator_scope(creator)
-
-
-def rows_of_shared(
-    strategy: tf.distribute.Strategy, local_replicas: int
-) -> Callable[..., tf.Tensor]:
-    """The replacement of `keras.ops.take` for a table's rows.
-
-    Keras's way remains that of a variable with a copy for each replica, of one that the step has
-    given another value, and of sparse ids.
-    """
-
-    def rows(variable: keras.Variable, ids: Ids) -> tf.Tensor | None:
-        raw, scope = kp.raw_value(variable), kp.stateless_scope()
-        if raw is None or raw.shape.rank < 1 or isinstance(ids, tf.SparseTensor):
-            return None
-        is_shared = copies_per_worker(variable, strategy) < local_replicas
-        if not is_shared or not isinstance(scope, ReplicaScope | None):
-            return None
-        if isinstance(ids, tf.RaggedTensor):
-            flat = rows(variable, ids.flat_values)
-            return None if flat is None else ids.with_flat_values(flat)
-        ids = tf.convert_to_tensor(ids)
-        ids = tf.where(ids < 0, ids + tf.cast(variable.shape[0], ids.dtype), ids)
-        if is_partitioned(raw):
-            taken = gather_rows(raw, ids) if scope is None else scope.rows(variable, ids)
-        elif scope is None or scope.get_current_value(variable) is raw:
-            taken = tf.gather(local_copy(variable, strategy, 0), ids)
-        else:
-            return None
-        # The layer's compute type, where it casts.
-        return None if taken is None else tf.cast(taken, variable.dtype)
-
-    return functools.partial(taken_by, rows)
-
-
-def taken_by(
-    rows: Callable[[keras.Variable, Ids], tf.Tensor | None],
+def take_rows(
     original: Callable[..., tf.Tensor],
     x: keras.Variable | tf.Tensor,
-    indices: Ids,
+    indices: tf.Tensor | tf.RaggedTensor | tf.SparseTensor,
     axis: int | None = None,
-) -> tf.Tensor:
-    """`keras.ops.take`, by `rows(variable, ids)` where that gives what is asked for."""
-    taken = rows(x, indices) if axis == 0 and isinstance(x, keras.Variable) else None
-    return original(x, indices, axis=axis) if taken is None else taken
+) -> tf.Tensor | tf.RaggedTensor:
+    """`keras.ops.take`, which gathers rows of a table where the table is, if the step can."""
+    scope, is_ragged = kp.stateless_scope(), isinstance(indices, tf.RaggedTensor)
+    is_table = axis == 0 and isinstance(x, keras.Variable)
+    if not is_table or not isinstance(scope, StepScope) or isinstance(indices, tf.SparseTensor):
+        return original(x, indices, axis=axis)
+    ids = tf.convert_to_tensor(indices.flat_values if is_ragged else indices)
+    taken = scope.rows(x, tf.where(ids < 0, ids + tf.cast(x.shape[0], ids.dtype), ids))
+    if taken is None:
+        return original(x, indices, axis=axis)
+    taken = tf.cast(taken, x.dtype)  # the layer's compute type, where it casts
+    return indices.with_flat_values(taken) if is_ragged else taken

@@ -37,11 +37,10 @@ from tfdist_ext.training.steps.replaced import (
     uses_keras_step,
 )
 from tfdist_ext.training.steps.scope import (
-    LocalVariables,
+    OwnCopies,
     ReplicaScope,
     assign_written,
     metrics_and_others,
-    rows_of_shared,
 )
 from tfdist_ext.training.steps.step_timer import ReplicaTimer, StepTimer
 from tfdist_ext.training.synchronous.reduction import (
@@ -106,8 +105,7 @@ class ModelStep:
         self._keras_step = uses_keras_step(model, kind) and not own_apply
         self._replaced = [*step_targets(), *exact.own_applies(model)]
         self._metric_objects = metrics_of(model)
-        self._local = LocalVariables(reduction.strategy, reduction.local_replicas)
-        self._rows = rows_of_shared(reduction.strategy, reduction.local_replicas)
+        self._local = OwnCopies(reduction.strategy, reduction.local_replicas)
         self._weight_shapes = frozenset(tuple(variable.shape) for variable in self._others)
         self._checked = False
         # XLA knows no time of day.
@@ -273,7 +271,7 @@ class ModelStep:
             self._check(scope, context)
         scope.forget_losses(self.model)
         self.updated |= scope.updated
-        new = self._stacked.after_step(scope, context, states)
+        new = self._stacked.stack(scope.states())
         ready = None if timer is None else timer.ready(new)
         return new, scope.written(context), outputs, ready
 
@@ -312,7 +310,7 @@ class ModelStep:
             weight_shapes=self._weight_shapes,
         )
         context.substitutes = {
-            **exact.substitutes_of(context, self._rows),
+            **exact.substitutes_of(context),
             "seed_generator": self._seeds.of_replica,
         }
         return context
@@ -332,7 +330,7 @@ class ModelStep:
         """The variables that a step may use: of each, the copies of all local replicas."""
         on = self.reduction
         yield from copies_of_model(self.model, on.strategy, on.local_replicas)
-        yield from self._local.copies()
+        yield from self._local.all_copies()
         if self._seeds.generators:
             yield [kp.raw_value(generator.state) for generator in self._seeds.generators]
 

@@ -24,8 +24,6 @@ from tfdist_ext.training.agreement.barriers import SAME_CALLS, peers_of
 from tfdist_ext.training.agreement.equality import check_equal_across_workers
 from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.inputs import Part, Parts
-from tfdist_ext.training.steps.context import StepContext
-from tfdist_ext.training.steps.scope import ReplicaScope
 
 __all__ = ["StackedStates", "States", "SynchronousReduction", "device_types"]
 
@@ -234,27 +232,6 @@ class StackedStates:
             kind = tuple(variable.shape), variable.dtype, variable.aggregation
             by_kind.setdefault(kind, []).append(place)
         self._kinds = list(by_kind.values())
-        self._is_sum = [variables[places[0]].aggregation == "sum" for places in self._kinds]
-
-    def after_step(
-        self, scope: ReplicaScope, context: StepContext | None, before: list[tf.Tensor]
-    ) -> list[tf.Tensor]:
-        """Stack the states with which a replica's step ends.
-
-        A replica without rows computes with another replica's row, which must not count twice. So
-        its sums stay as they were.
-
-        Args:
-            before: the states before the step, stacked.
-        """
-        after = self.stack(scope.states())
-        if context is None:
-            return after
-        before = self.stack(list(scope.without_rows.values())) if scope.has_reset else before
-        return [
-            context.where_nonempty(new, old) if is_sum else new
-            for new, old, is_sum in zip(after, before, self._is_sum, strict=True)
-        ]
 
     def stack(self, states: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The state of each variable, as few tensors."""
