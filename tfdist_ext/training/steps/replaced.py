@@ -35,7 +35,6 @@ __all__ = [
     "not_called",
     "redirect_methods",
     "step_targets",
-    "substitute_of",
     "substitutes",
     "uses_keras_step",
 ]
@@ -103,11 +102,6 @@ def substitutes(
         yield
     finally:
         _step.substitutes, _step.called = before
-
-
-def substitute_of(key: str) -> Callable[..., Any] | None:
-    """The replacement of the functions of a key in this thread now."""
-    return _step.substitutes.get(key)
 
 
 @contextlib.contextmanager
