@@ -97,8 +97,9 @@ def read_rows(variable: keras.Variable | tf.Variable, start: int, stop: int) -> 
             continue
         copy = _copies(piece)[0]
         if high - low == end - first or _is_in_this_process(copy):
-            rows = tf.reshape(copy.read_value(), (end - first, *copy.shape[1:]))
-            parts.append(np.asarray(rows)[low:high])
+            value = copy.read_value()
+            rows = np.asarray(value) if value.shape.rank else np.atleast_1d(value.numpy())
+            parts.append(rows[low:high])
         else:
             # A gather runs where the variable is: only these rows are moved.
             taken = tf.raw_ops.ResourceGather(
