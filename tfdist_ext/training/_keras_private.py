@@ -312,11 +312,6 @@ def restored_epoch(model: keras.Model) -> int | None:
     return NAMES.of(model, "_initial_epoch", "BackupAndRestore")
 
 
-def set_restored_epoch(model: keras.Model, epoch: int) -> None:
-    """Set the same on a task that is not the chief."""
-    model._initial_epoch = epoch
-
-
 def backup_of(callback: keras.callbacks.BackupAndRestore) -> str:
     """The file of weights. Private: the name of the file in the folder is not public."""
     return str(NAMES.of(callback, "_weights_path", "BackupAndRestore"))

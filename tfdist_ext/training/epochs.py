@@ -149,22 +149,36 @@ class Epochs:
         """Whether `begin_after` reads nothing of what it passes over."""
         return self._batches.from_step is not None and self._batches.steps is not None
 
-    def begin_after(self, epochs: int, *, completed: int = 0) -> bool:
-        """Pass over epochs without reading; returns False, with no effect, if that is impossible.
+    def begin_after(self, epochs: int, *, completed: int = 0) -> None:
+        """Pass over epochs. Data that cannot begin anywhere is read.
 
         Args:
-            completed: steps of the epoch after them, which are passed over, too.
+            completed: steps of the epoch after them, which are passed over, too. There may be
+                some only if the data `can_begin_anywhere`.
         """
         batches = self._batches
         if batches.from_step is None or batches.steps is None:
-            return False
+            self._read_past(epochs)
+            return
         passed = completed + sum(
             self._move_on(batches.steps, self._requested) for _ in range(epochs)
         )
         self._position = (self._position + completed) % batches.steps
         self._completed = completed
         self._batches = replace(batches, parts_of=batches.from_step(passed))
-        return True
+
+    def _read_past(self, epochs: int) -> None:
+        """Read epochs as a training reads them: the order of examples may depend on it."""
+        for _ in range(epochs):
+            with self.next() as epoch:
+                if not isinstance(epoch.iterator, Iterator):
+                    return  # workers that read for themselves keep no common order
+                steps = 0
+                with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
+                    while epoch.steps is None or steps < epoch.steps:
+                        next(epoch.iterator)
+                        steps += 1
+            self.is_done(epoch, steps, stopped=False)
 
     def begin_at_position(self, *, completed: int) -> None:
         """Begin where the data's own position is, `completed` steps of an epoch being done."""

@@ -17,6 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import keras
 
@@ -24,9 +25,10 @@ from tfdist_ext.data.pipelines import data_errors_as_raised
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks
+from tfdist_ext.training.checkpoints.manager import CheckpointManager
 from tfdist_ext.training.epochs import Epochs
 from tfdist_ext.training.programs import Engine, StepProgram, StepsPerExecutionTuner
-from tfdist_ext.training.protocols import Epoch, Logs, StepListener, Structure
+from tfdist_ext.training.protocols import Epoch, Logs, Structure
 
 __all__ = ["Loop", "predict", "preserve_sigint", "validates"]
 
@@ -40,14 +42,17 @@ class Loop:
         engine: Engine,
         hooks: keras.callbacks.CallbackList,
         kind: str,
-        listener: StepListener | None = None,
+        saved: CheckpointManager | None = None,
+        end: Callable[[], NoReturn] | None = None,
     ):
         """
         Args:
             kind: "train" or "test".
-            listener: gets the steps that are done.
+            saved: gets the steps that are done.
+            end: called at a signal to end, unless the epoch is done.
         """
-        self._listener = listener
+        self._saved = saved
+        self._end_job = end
         self._model = model
         self._reduction = engine.reduction
         self._begin = getattr(hooks, f"on_{kind}_batch_begin")
@@ -75,7 +80,7 @@ class Loop:
                 program.reset(resume=data.completed > 0)
             while data.steps is None or done < data.steps:
                 left = None if data.steps is None else data.steps - done
-                if self._listener is not None and (most := self._listener.max_steps()) is not None:
+                if self._saved is not None and (most := self._saved.max_steps()) is not None:
                     left = most if left is None else min(left, most)
                 n = self._tuner.next(1 if one_only else left)
                 peers.enters("callbacks")
@@ -101,14 +106,17 @@ class Loop:
                     with peers.barrier(f"{where}stop after {done}?"):
                         stop = self._reduction.any_worker(stop)
                 peers.enters("checkpoint")
-                if self._listener is not None:  # after callbacks, whose state it may write
-                    self._listener.steps_done(
+                epoch_ends = done == data.steps
+                if self._saved is not None:  # after callbacks, whose state it may write
+                    self._saved.steps_done(
                         result.steps,
                         logs,
-                        epoch_ends=done == data.steps,
+                        epoch_ends=epoch_ends,
                         stopped=stop,
                         told=result.told,
                     )
+                if self._end_job is not None and result.told and not epoch_ends and not stop:
+                    self._end_job()
                 if stop:
                     setattr(self._model, self._stop_flag, True)
                     break

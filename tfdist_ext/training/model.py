@@ -10,7 +10,7 @@ import functools
 import numbers
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import keras
 import numpy as np
@@ -58,16 +58,18 @@ from tfdist_ext.training.inputs import GlobalBatches
 from tfdist_ext.training.loop import Loop, predict, validates
 from tfdist_ext.training.parameter_server.engine import ParameterServerEngine
 from tfdist_ext.training.programs import Engine, StepProgram, compiled_parts
-from tfdist_ext.training.protocols import Callbacks, Logs, StepListener
+from tfdist_ext.training.protocols import Callbacks, Logs
 from tfdist_ext.training.state.chief import (
     broadcast_state,
     broadcast_variables,
     run_on_chief,
 )
-from tfdist_ext.training.state.values import assign_whole, whole_value
+from tfdist_ext.training.state.values import snapshot
 from tfdist_ext.training.synchronous.engine import SynchronousEngine
 from tfdist_ext.training.synchronous.model_step import OneTrace
 from tfdist_ext.user_frames import filter_traceback, warn
+
+EndOfJob: TypeAlias = Callable[[], NoReturn]
 
 
 @filter_traceback
@@ -95,8 +97,8 @@ class DistributedModel(SavingMixin):
         self._built_for = None
         self._progress = Progress()
         self._in_epoch = False  # of a fit; callbacks may evaluate meanwhile
-        # Data of a validation by the model's own `evaluate`, and the listener to its steps.
-        self._validation: tuple[Epochs, StepListener | None] | None = None
+        # Data of a validation by the model's own `evaluate`, and what ends the job in it.
+        self._validation: tuple[Epochs, EndOfJob | None] | None = None
         self._engine: Engine
         if isinstance(strategy, tf.distribute.ParameterServerStrategy):
             self._engine = ParameterServerEngine(strategy)
@@ -156,7 +158,7 @@ class DistributedModel(SavingMixin):
             checkpoint_dir: a folder for checkpoints, one after each epoch; the last few stay. A
                 new job with the same folder resumes where the last one ended, with the epoch, the
                 weights, the optimizer and the order of examples of a training without a break.
-            checkpoint_every: also save after this many global batches in the middle of an epoch.
+            checkpoint_every: also save after every `checkpoint_every` global batches of an epoch.
                 `x` must be arrays or a `tfd.data.ShardedDataset`.
             checkpoint_async: write checkpoints in the background, from a copy of the state in the
                 memory of the chief. If False, the training waits until a checkpoint is on disk.
@@ -235,7 +237,7 @@ class DistributedModel(SavingMixin):
         ):
             with refusing_compile(self._model, "fit"):
                 hooks.on_train_begin()
-                restored = restored_epoch(self._model, self._reduction, callbacks)
+                restored = restored_epoch(self._model, self._reduction)
                 saved.restore_callbacks()
                 saved.announce()
                 first = restored or initial_epoch
@@ -249,7 +251,7 @@ class DistributedModel(SavingMixin):
         self,
         epochs: range,
         train: Epochs,
-        validate: Callable[[keras.callbacks.CallbackList, StepListener | None], Logs] | None,
+        validate: Callable[[keras.callbacks.CallbackList, EndOfJob | None], Logs] | None,
         validation_freq: int | list[int],
         hooks: keras.callbacks.CallbackList,
         saved: CheckpointManager,
@@ -273,7 +275,7 @@ class DistributedModel(SavingMixin):
                 complete = train.is_done(data, steps, stopped=bool(model.stop_training))
             logs = trained
             if validate is not None and validates(epoch, validation_freq):
-                val_logs = validate(hooks, saved.validation(epoch, logs, complete=complete))
+                val_logs = validate(hooks, saved.end_of_validation(epoch, logs, complete=complete))
                 logs = {**logs, **{f"val_{name}": value for name, value in val_logs.items()}}
             peers.enters("callbacks")
             hooks.on_epoch_end(epoch, logs)
@@ -340,8 +342,8 @@ class DistributedModel(SavingMixin):
         """
         if _use_cached_eval_dataset and self._validation is not None:
             # Keras's argument, with which `fit` calls the model's own `evaluate`.
-            epochs, listener = self._validation
-            logs = self._evaluate(epochs, callbacks, listener)
+            epochs, end = self._validation
+            logs = self._evaluate(epochs, callbacks, end)
             return logs if return_dict else kp.metrics_in_order(self._model, logs)
         self._check_call("evaluate", {"batch_size": batch_size, "steps": steps}, x=x)
         data = x, y, sample_weight
@@ -465,7 +467,7 @@ class DistributedModel(SavingMixin):
 
     def _validation_by(
         self, data: Any, sizes: dict[str, Any]
-    ) -> Callable[[keras.callbacks.CallbackList, StepListener | None], Logs]:
+    ) -> Callable[[keras.callbacks.CallbackList, EndOfJob | None], Logs]:
         """Reads the validation data of a `fit`; returns a function that evaluates on it."""
         arrays = keras.utils.unpack_x_y_sample_weight(data)
         batches = self._engine.read(*arrays, **sizes)
@@ -479,12 +481,12 @@ class DistributedModel(SavingMixin):
         epochs: Epochs,
         given: dict[str, Any],
         hooks: keras.callbacks.CallbackList,
-        listener: StepListener | None,
+        end: EndOfJob | None,
     ) -> Logs:
         """Evaluate in `fit`, by the model's own `evaluate` if it has one."""
         if not overrides(self._model, "evaluate"):
-            return self._evaluate(epochs, hooks, listener)
-        self._validation = epochs, listener
+            return self._evaluate(epochs, hooks, end)
+        self._validation = epochs, end
         try:
             logs: Logs = self.evaluate(
                 **given, callbacks=hooks, return_dict=True, _use_cached_eval_dataset=True
@@ -497,21 +499,19 @@ class DistributedModel(SavingMixin):
         self,
         epochs: Epochs,
         hooks: keras.callbacks.CallbackList,
-        listener: StepListener | None = None,
+        end: EndOfJob | None = None,
     ) -> Logs:
         self._model.stop_evaluating = False
-        metrics = self._model.metrics_variables if self._in_epoch else ()
-        kept = [(variable, whole_value(variable)) for variable in metrics]
+        restore_metrics = snapshot(self._model.metrics_variables if self._in_epoch else ())
         with refusing_compile(self._model, "evaluate"):
             epochs.rewind()
             hooks.on_test_begin()
             with epochs.next() as data:
-                loop = Loop(self._model, self._engine, hooks, "test", listener)
+                loop = Loop(self._model, self._engine, hooks, "test", end=end)
                 logs, steps = loop.run(self._engine.program(self._model, "test"), data)
         epochs.is_done(data, steps, stopped=bool(self._model.stop_evaluating))
         hooks.on_test_end(logs)
-        for variable, value in kept:
-            assign_whole(variable, value)
+        restore_metrics()
         return logs
 
     def _callbacks(

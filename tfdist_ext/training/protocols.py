@@ -53,26 +53,6 @@ class Execution:
     told: bool = False
 
 
-class StepListener(Protocol):
-    """A listener for finished steps, called between the executions of a `fit`."""
-
-    def max_steps(self) -> int | None:
-        """The maximum of steps before the next call of `steps_done`; None: any number."""
-
-    def steps_done(
-        self, steps: int, logs: Logs, *, epoch_ends: bool, stopped: bool, told: bool
-    ) -> None:
-        """Called after that many more global batches; `logs` are over the epoch so far.
-
-        Args:
-            stopped: a callback stopped the training.
-            told: a task got the signal to end.
-
-        Raises:
-            SystemExit: at such a signal, if the training can resume from here.
-        """
-
-
 class TrainedModel(Protocol):
     """The methods of a `DistributedModel` that callbacks and the evaluator call."""
 

@@ -15,7 +15,6 @@ import tfdist_ext as tfd
 from tfdist_ext.training.checkpoints.folder import (
     CheckpointFolder,
     FolderTakenError,
-    owner_of,
 )
 from tfdist_ext.training.checkpoints.format import Progress, encode_checkpoint
 
@@ -127,7 +126,7 @@ def test_a_lost_or_damaged_owner_file_costs_nothing(tmp_path: Path) -> None:
     job = Job(tmp_path).train(until=2)
     for held in (b"", b'{"id": "a"}', b"[]"):
         (tmp_path / "owner.json").write_bytes(held)
-        assert owner_of(str(tmp_path)) is None
+        assert not tfd.training_is_done(tmp_path)
         job.save(job.epoch + 1)
     (tmp_path / "owner.json").unlink()
     assert Job(tmp_path).epoch == 5
@@ -138,7 +137,7 @@ def test_a_job_resumes_from_the_newest_complete_checkpoint(tmp_path: Path) -> No
     newest, held = tmp_path / file(4), (tmp_path / file(4)).read_bytes()
     newest.write_bytes(held[:-1])
     (tmp_path / f".{file(5)}.{'0' * 32}.unfinished").write_bytes(b"of a job that was killed")
-    words = r"epoch-00004\.safetensors is not a complete.*resumes from epoch-00003"
+    words = r"epoch-00004\.safetensors is not a complete.*resumes from .*epoch-00003"
     with pytest.warns(UserWarning, match=words):
         job = Job(tmp_path)
     assert job.epoch == 3
@@ -146,7 +145,7 @@ def test_a_job_resumes_from_the_newest_complete_checkpoint(tmp_path: Path) -> No
     assert not list(tmp_path.glob(".*"))
     job.train(until=5).end()
     (tmp_path / file(5)).write_bytes(b"")  # the training is not complete any more
-    with pytest.warns(UserWarning, match=r"resumes from epoch-00004"):
+    with pytest.warns(UserWarning, match=r"resumes from .*epoch-00004"):
         assert Job(tmp_path).epoch == 4
 
 

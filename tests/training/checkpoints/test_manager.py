@@ -26,14 +26,16 @@ from training_cases import (
 )
 
 import tfdist_ext as tfd
-from tfdist_ext.training.checkpoints import paths, writer
+from tfdist_ext.training.checkpoints import paths
 from tfdist_ext.training.checkpoints.folder import (
     CheckpointFolder,
     FolderTakenError,
     finished_checkpoints,
     training_is_done,
 )
-from tfdist_ext.training.checkpoints.format import Progress
+from tfdist_ext.training.checkpoints.format import Progress, encode_checkpoint
+
+WRITES = "tfdist_ext.training.checkpoints.folder.encode_checkpoint"
 
 
 def momentum() -> keras.optimizers.Optimizer:
@@ -200,7 +202,7 @@ def test_a_job_that_is_killed_while_it_writes_goes_on(
     two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, killed = tmp_path / "whole", tmp_path / "killed"
-    encode = writer.encode_checkpoint
+    encode = encode_checkpoint
 
     def encode_and_copy(progress: Progress, *rest: Any) -> Iterator[Any]:
         for number, block in enumerate(encode(progress, *rest)):
@@ -209,7 +211,7 @@ def test_a_job_that_is_killed_while_it_writes_goes_on(
             yield block
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "encode_checkpoint", encode_and_copy)
+        patch.setattr(WRITES, encode_and_copy)
         two[0].fit(X, Y, epochs=4, checkpoint_dir=folder, **FIT)
     names = ["epoch-00001", "epoch-00002"]
     assert [path.stem for path in finished_checkpoints(killed)] == names

@@ -25,7 +25,6 @@ from tfdist_ext.training.state.chief import broadcast_state
 from tfdist_ext.training.steps.replaced import (
     functions_in_place,
     redirect_methods,
-    substitute_of,
     substitutes,
     target_of,
 )
@@ -103,17 +102,14 @@ def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
     return True
 
 
-def restored_epoch(model: keras.Model, reduction: Reduction, callbacks: Callbacks) -> int | None:
+def restored_epoch(model: keras.Model, reduction: Reduction) -> int | None:
     """Returns the epoch that BackupAndRestore found; copies the chief's state to all tasks."""
-    given = keras.tree.flatten(callbacks or [])
-    restores = any(isinstance(each, keras.callbacks.BackupAndRestore) for each in given)
-    if reduction.multi_worker and restores:
-        epoch = kp.restored_epoch(model)
-        epoch = int(reduction.from_chief(-1 if epoch is None else epoch))
-        if epoch >= 0:
-            kp.set_restored_epoch(model, epoch)
-            broadcast_state(model, reduction)
-    return kp.restored_epoch(model)
+    epoch = kp.restored_epoch(model)
+    epoch = int(reduction.from_chief(-1 if epoch is None else epoch))
+    if epoch < 0:
+        return None
+    broadcast_state(model, reduction)
+    return epoch
 
 
 def redirect_model_methods(
@@ -240,16 +236,13 @@ def _trained_by(distributed: TrainedModel, **instead: Function) -> Iterator[None
     """
 
     def redirected(name: str) -> Function:
-        outer = substitute_of(name)
         method = getattr(type(distributed), name).distributed
         ours = instead.get(name) or functools.partial(method, distributed)
 
-        def called(original: Function, model: keras.Model, *args: Any, **kw: Any) -> Any:
+        def called(original: Function, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
             if model is distributed.keras_model:
-                return ours(*args, **kw)
-            # Another model, in a method of this one.
-            unchanged = original if outer is None else functools.partial(outer, original)
-            return unchanged(model, *args, **kw)
+                return ours(*args, **kwargs)
+            return original(model, *args, **kwargs)  # another model, in a method of this one
 
         return called
 

@@ -115,7 +115,7 @@ def _stored(value: Any, arrays: CallbackState, name: str) -> Any:
         return [_stored(each, arrays, name) for each in value]
     if value is None or isinstance(value, str | bool | int | float):
         return value
-    array = np.asarray(value)
+    array = np.array(value)  # a copy: the callback may change its own
     if array.dtype == object or array.dtype.kind in "USMm":
         raise TrainingError(
             f"The state of {name} must hold numbers, texts, arrays of numbers, and lists and dicts"

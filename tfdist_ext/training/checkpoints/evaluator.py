@@ -18,7 +18,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.launch.exit_codes import RESTART
 from tfdist_ext.strategies.resolvers import Described
 from tfdist_ext.strategies.serving import COORDINATOR_SILENT, RoleEnded, driver_of
-from tfdist_ext.training.checkpoints.folder import checkpoints_in, owner_of
+from tfdist_ext.training.checkpoints.folder import checkpoints_in, epochs_when_done
 from tfdist_ext.training.checkpoints.format import DamagedCheckpointError, Progress
 from tfdist_ext.training.checkpoints.paths import checkpoint_folder, error_if_unwritable
 from tfdist_ext.training.protocols import Callbacks, TrainedModel
@@ -74,7 +74,9 @@ def evaluate_checkpoints(
     )
     if not model.keras_model.built:
         evaluate(steps=1)  # the model gets its shapes from data
-    log_dir = _log_dir(callbacks, folder)
+    given = keras.tree.flatten(callbacks or [])
+    boards = [each.log_dir for each in given if isinstance(each, keras.callbacks.TensorBoard)]
+    log_dir = posixpath.join(str([*boards, folder][0]), "evaluator")
     with error_if_unwritable(log_dir, "the folder of the evaluator's scalars"):
         writer = tf.summary.create_file_writer(log_dir)
     if verbose:
@@ -100,13 +102,13 @@ def _restored(
     seen: set[str] = set()
     while True:
         gone = leader is not None and leader.state == GONE  # asked before the folder is read
-        owner = owner_of(folder)
-        new = [name for name in checkpoints_in(folder) if name not in seen]
+        done = (epochs_when_done(folder) or 0) >= epochs  # also asked before
+        new = [path for path in checkpoints_in(folder) if path not in seen]
         if new:
             seen.add(new[0])
             if (progress := _restore(model, folder, new[0], me)) is not None:
                 yield progress
-        elif owner is not None and (owner.epochs_when_done or 0) >= epochs:
+        elif done:
             return
         elif gone:
             say(f"{me}: {leader} is gone, and {folder} does not say that the training is done")
@@ -118,26 +120,18 @@ def _restored(
                 leader.report_wait(me, cluster.source)
 
 
-def _restore(model: TrainedModel, folder: str, name: str, me: str) -> Progress | None:
+def _restore(model: TrainedModel, folder: str, path: str, me: str) -> Progress | None:
     """Restores a checkpoint; returns None if it is damaged, or was removed meanwhile."""
     try:
-        progress: Progress = model.restore_checkpoint(posixpath.join(folder, name))
+        progress: Progress = model.restore_checkpoint(path)
         return progress
-    except DamagedCheckpointError as error:
-        say(f"{me}: {name} is not evaluated: {error}")
-    except TrainingError:
-        if name in checkpoints_in(folder):
+    except TrainingError as error:
+        is_removed = path not in checkpoints_in(folder)
+        if not is_removed and not isinstance(error, DamagedCheckpointError):
             raise
-        say(f"{me}: {name} was removed before its turn came: training is faster")
-    return None
-
-
-def _log_dir(callbacks: Callbacks, folder: str) -> str:
-    """Returns the folder of the scalars: in that of the TensorBoard callback, if there is one."""
-    for callback in keras.tree.flatten(callbacks or []):
-        if isinstance(callback, keras.callbacks.TensorBoard):
-            return posixpath.join(str(callback.log_dir), "evaluator")
-    return posixpath.join(folder, "evaluator")
+        reason = "it was removed, because training is faster" if is_removed else error
+        say(f"{me}: {path} is not evaluated: {reason}")
+        return None
 
 
 def _write_scalars(logs: Mapping[str, float], progress: Progress) -> None:

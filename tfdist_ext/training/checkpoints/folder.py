@@ -10,43 +10,49 @@ done.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import posixpath
 import re
 import socket
+import threading
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
+import keras
+import numpy as np
+
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.checkpoints.format import (
+    Arrays,
     CheckpointFile,
     DamagedCheckpointError,
     Progress,
+    encode_checkpoint,
 )
 from tfdist_ext.training.checkpoints.paths import (
     error_if_unwritable,
     names_in,
     open_file,
-    os_errors,
     remove,
     rename,
     write_atomically,
 )
+from tfdist_ext.training.state.values import whole_value
 from tfdist_ext.user_frames import filter_traceback, warn
 
 __all__ = [
     "CheckpointFolder",
     "FolderTakenError",
-    "Owner",
     "checkpoints_in",
+    "epochs_when_done",
     "finished_checkpoints",
     "name_of",
-    "owner_of",
     "training_is_done",
 ]
 
@@ -73,9 +79,10 @@ def name_of(progress: Progress) -> str:
 
 
 def checkpoints_in(folder: str) -> list[str]:
-    """Returns the names of the checkpoints in a folder, the oldest first."""
+    """Returns the paths of the checkpoints in a folder, the oldest first."""
     matches = [match for match in map(_CHECKPOINT.fullmatch, names_in(folder)) if match]
-    return [match[0] for match in sorted(matches, key=lambda m: (int(m[1]), int(m[2] or 0)))]
+    matches.sort(key=lambda match: (int(match[1]), int(match[2] or 0)))
+    return [posixpath.join(folder, match[0]) for match in matches]
 
 
 @filter_traceback
@@ -85,66 +92,65 @@ def finished_checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
     Old ones are removed while the training runs: the last three stay. For a folder in a remote
     store the paths are strings.
     """
-    folder = os.fspath(directory)
-    join: Callable[[str, str], Any] = posixpath.join if "://" in folder else Path
-    return [join(folder, name) for name in checkpoints_in(folder)]
+    paths: list[Any] = checkpoints_in(folder := os.fspath(directory))
+    return paths if "://" in folder else [Path(path) for path in paths]
 
 
 @filter_traceback
 def training_is_done(directory: str | os.PathLike[str]) -> bool:
     """Returns whether the `fit` that saves to `directory` has completed."""
-    owner = owner_of(os.fspath(directory))
-    return owner is not None and owner.epochs_when_done is not None
+    return epochs_when_done(os.fspath(directory)) is not None
 
 
-@dataclass(frozen=True)
-class Owner:
-    """The job that writes to a checkpoint folder.
-
-    Attributes:
-        job: the host, the process and the start of one `fit`.
-        epochs_when_done: the `epochs` of the `fit`, once that has completed.
-    """
-
-    job: str
-    epochs_when_done: int | None = None
-
-    @classmethod
-    def this_job(cls) -> Owner:
-        start = datetime.datetime.now().astimezone()
-        return cls(f"host {socket.gethostname()}, process {os.getpid()}, since {start}")
+def epochs_when_done(folder: str) -> int | None:
+    """Returns the `epochs` of the `fit` that has completed in a folder; None if none has."""
+    return _owner_of(folder).get("epochs_when_done")
 
 
-def owner_of(folder: str) -> Owner | None:
-    """Returns the job that opened a folder last; None if no job has, or if its file is damaged."""
-    path = posixpath.join(folder, OWNER)
+def _owner_of(folder: str) -> dict[str, Any]:
+    """Returns what `owner.json` says; an empty dict if there is none, or it is damaged."""
     try:
-        with os_errors(path), open_file(path) as file:
-            return Owner(**json.loads(file.read()))
+        with open_file(posixpath.join(folder, OWNER)) as file:
+            return dict(json.loads(file.read()))
     except (FileNotFoundError, ValueError, TypeError):
-        return None
+        return {}
 
 
 class CheckpointFolder:
     """A checkpoint folder, on the chief.
 
+    Args:
+        report: called after each block that is written while the training waits.
+        in_background: write in a thread, from copies of the state. The training waits only while
+            the state is copied, and while the checkpoint before is written.
+
     Attributes:
         path: of the folder.
-        newest: the checkpoint from which this job resumes, and later the one written last; None
-            if there is none.
+        newest: the path of the checkpoint from which this job resumes, and later of the one
+            written last; None if there is none.
         progress: of that checkpoint.
     """
 
-    def __init__(self, path: str):
+    def __init__(
+        self,
+        path: str,
+        report: Callable[[], object] = lambda: None,
+        *,
+        in_background: bool = False,
+    ):
         self.path = path
         self.newest: str | None = None
         self.progress = Progress()
-        self._owner = Owner.this_job()
-        self._id = uuid.uuid4().hex  # several jobs may write unfinished files
-
-    def file(self, name: str) -> str:
-        """Returns the path of a file in the folder."""
-        return posixpath.join(self.path, name)
+        start = datetime.datetime.now().astimezone()
+        self._job = f"host {socket.gethostname()}, process {os.getpid()}, since {start}"
+        self._writer = f".{uuid.uuid4().hex}"  # several jobs may write unfinished files
+        self._report = report
+        self._training_waits = False
+        self._running: futures.Future[None] | None = None
+        self._buffers: dict[str, np.ndarray] = {}
+        self._thread: futures.ThreadPoolExecutor | None = None
+        if in_background:
+            self._thread = futures.ThreadPoolExecutor(1, "tfdist-checkpoints", _lower_priority)
 
     def open(self) -> None:
         """Becomes the owner of the folder, and finds the newest complete checkpoint.
@@ -157,25 +163,65 @@ class CheckpointFolder:
         """
         self._write_owner()
         for name in filter(_UNFINISHED.fullmatch, names_in(self.path)):
-            remove(self.file(name))
+            remove(self._file(name))
         damaged: dict[str, DamagedCheckpointError] = {}
-        for name in reversed(checkpoints_in(self.path)):
+        for path in reversed(checkpoints_in(self.path)):
             try:
-                with CheckpointFile(self.file(name)) as file:
-                    self.newest, self.progress = name, file.progress
+                with CheckpointFile(path) as file:
+                    self.newest, self.progress = path, file.progress
                 break
             except DamagedCheckpointError as error:
-                damaged[name] = error
+                damaged[path] = error
         if damaged and self.newest is None:
             raise TrainingError(
                 f"{self.path} has no complete checkpoint:"
                 f" {' '.join(str(error) for error in damaged.values())} Move these files away to"
                 " start the training again, or use another folder."
             )
-        for name, reason in damaged.items():
-            aside = f"{name.removesuffix(SUFFIX)}.damaged"
+        for path, reason in damaged.items():
+            aside = f"{path.removesuffix(SUFFIX)}.damaged"
             warn(f"{reason} It is renamed to {aside}, and the training resumes from {self.newest}.")
-            rename(self.file(name), self.file(aside))
+            rename(path, aside)
+
+    def begin(self, progress: Progress, arrays: Arrays) -> None:
+        """Writes a checkpoint; in the background, returns when the state is copied.
+
+        Args:
+            arrays: NumPy arrays must not change later.
+
+        Raises:
+            Exception: the error of the checkpoint before.
+        """
+        self.wait()
+        if self._thread is None:
+            self.write(progress, encode_checkpoint(progress, arrays, self._report))
+            return
+        copies = {
+            name: array if isinstance(array, np.ndarray) else self._copy(name, array)
+            for name, array in arrays.items()
+        }
+        blocks = encode_checkpoint(
+            progress, copies, lambda: self._training_waits and self._report()
+        )
+        self._running = self._thread.submit(self.write, progress, blocks)
+
+    def wait(self) -> None:
+        """Returns when everything is written.
+
+        Raises:
+            Exception: the error of `write`.
+        """
+        if (running := self._running) is not None:
+            self._training_waits = True
+            futures.wait([running])
+            self._training_waits, self._running = False, None
+            running.result()
+
+    def close(self) -> None:
+        """Ends the thread, and frees the memory of the copies."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._buffers = {}
 
     def write(self, progress: Progress, blocks: Iterable[bytes | memoryview]) -> None:
         """Writes a checkpoint, and removes old ones.
@@ -187,51 +233,53 @@ class CheckpointFolder:
             FolderTakenError: another job has opened the folder.
             TrainingError: the file cannot be written, for example because the disk is full.
         """
-        name = name_of(progress)
+        path = self._file(name_of(progress))
         self._check_owner()
         try:
-            write_atomically(self.file(name), self._unfinished(name), blocks, self._check_owner)
-            self.newest, self.progress = name, progress
+            write_atomically(path, blocks, writer=self._writer, before_rename=self._check_owner)
+            self.newest, self.progress = path, progress
             for old in checkpoints_in(self.path)[:-KEPT]:
                 self._check_owner()
-                remove(self.file(old))
+                remove(old)
         except OSError as error:
             self._check_owner()  # a newer job removes what this one has not finished
             raise TrainingError(
-                f"{name} could not be written to {self.path}: {error.strerror or error}. The last"
-                f" complete checkpoint is {self.newest}. Free disk space or correct the permissions"
-                " of checkpoint_dir, and run the job again."
+                f"{path} could not be written: {error.strerror or error}. The last complete"
+                f" checkpoint is {self.newest}. Free disk space or correct the permissions of"
+                " checkpoint_dir, and run the job again."
             ) from error
 
     def finish(self, epochs: int) -> None:
-        """Notes that the training has completed.
-
-        Args:
-            epochs: of the whole training.
-        """
+        """Notes that the training of this many epochs has completed."""
         self._check_owner()
-        self._owner = replace(self._owner, epochs_when_done=epochs)
-        self._write_owner()
+        self._write_owner(epochs)
+
+    def _copy(self, name: str, variable: keras.Variable) -> np.ndarray:
+        copy = self._buffers[name] = whole_value(variable, self._buffers.get(name))
+        return copy
 
     def _check_owner(self) -> None:
-        """Passes if this job may write.
-
-        Raises:
-            FolderTakenError: another job has opened the folder.
-        """
-        newest = owner_of(self.path)
-        if newest is None:  # the folder was emptied
+        """Raises FolderTakenError if another job has opened the folder."""
+        job = _owner_of(self.path).get("job")
+        if job is None:  # the folder was emptied
             self._write_owner()
-        elif newest.job != self._owner.job:
+        elif job != self._job:
             raise FolderTakenError(
-                f"Another job writes to {self.path}: {newest.job}. This job stops and changes"
-                " nothing there. Give each training its own checkpoint_dir."
+                f"Another job writes to {self.path}: {job}. This job stops and changes nothing"
+                " there. Give each training its own checkpoint_dir."
             )
 
-    def _write_owner(self) -> None:
-        text = json.dumps(asdict(self._owner), indent=1)
+    def _write_owner(self, epochs_when_done: int | None = None) -> None:
+        owner = {"job": self._job, "epochs_when_done": epochs_when_done}
         with error_if_unwritable(self.path, "checkpoint_dir"):
-            write_atomically(self.file(OWNER), self._unfinished(OWNER), [text.encode()])
+            text = json.dumps(owner, indent=1).encode()
+            write_atomically(self._file(OWNER), [text], writer=self._writer)
 
-    def _unfinished(self, name: str) -> str:
-        return self.file(f".{name}.{self._id}.unfinished")
+    def _file(self, name: str) -> str:
+        return posixpath.join(self.path, name)
+
+
+def _lower_priority() -> None:
+    """Gives the training precedence; each thread has its own niceness."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -29,7 +29,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.checkpoints.paths import open_file, os_errors
+from tfdist_ext.training.checkpoints.paths import open_file
 from tfdist_ext.training.state.values import block_ranges, blocks, read_rows
 
 __all__ = [
@@ -173,15 +173,13 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
 
     def __init__(self, path: str, content: bytes | None = None, *, verified: bool = False):
         self._path = path
-        with self._system_errors():
+        with self._errors_of_reading(), contextlib.ExitStack() as opened:
             self._file = open_file(path) if content is None else io.BytesIO(content)
-        try:
+            opened.enter_context(self._file)
             if not verified:
                 self._verify()
             self._read_header()
-        except BaseException:
-            self._file.close()
-            raise
+            opened.pop_all()  # keeps the file open
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
@@ -190,7 +188,8 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         """Returns rows of an array; of a scalar, an array of one value."""
         dtype, row = tf.as_dtype(array.dtype), array.shape[1:]
         size = math.prod(row) * dtype.size
-        data = self._read(array.begin + start * size, (stop - start) * size)
+        with self._errors_of_reading():
+            data = self._read(array.begin + start * size, (stop - start) * size)
         return np.frombuffer(data, dtype.as_numpy_dtype).reshape(stop - start, *row)
 
     def read(self, array: SavedArray) -> np.ndarray:
@@ -200,9 +199,8 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
 
     def _verify(self) -> None:
         """Reads every byte once, a block at a time, and compares the checksum."""
-        with self._system_errors():
-            self._file.seek(0, 2)
-            end = self._file.tell() - 4
+        self._file.seek(0, 2)
+        end = self._file.tell() - 4
         checksum = 0
         for start, stop in block_ranges((max(end, 0),), 1):
             checksum = zlib.crc32(self._read(start, stop - start), checksum)
@@ -230,15 +228,13 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         }
 
     def _read(self, begin: int, count: int) -> bytes:
-        with self._system_errors():
-            self._file.seek(begin)
-            data: bytes = self._file.read(count)
+        self._file.seek(begin)
+        data: bytes = self._file.read(count)
         return data
 
     @contextlib.contextmanager
-    def _system_errors(self) -> Iterator[None]:
+    def _errors_of_reading(self) -> Iterator[None]:
         try:
-            with os_errors(self._path):
-                yield
+            yield
         except OSError as error:
             raise TrainingError(f"{self._path} cannot be read: {error.strerror}.") from error

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tfdist_ext.cluster.liveness.reports import say
 from tfdist_ext.data.sharded import ShardedDataset
@@ -23,7 +23,6 @@ from tfdist_ext.launch.exit_codes import PREEMPTED, command_line, is_started_aga
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.checkpoints.callback_state import (
-    CallbackState,
     callback_state,
     continue_log_files,
     restore_callbacks,
@@ -31,22 +30,18 @@ from tfdist_ext.training.checkpoints.callback_state import (
 from tfdist_ext.training.checkpoints.folder import (
     CheckpointFolder,
     FolderTakenError,
-    finished_checkpoints,
 )
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.paths import checkpoint_folder
 from tfdist_ext.training.checkpoints.saving import arrays_of, at_step, restore_checkpoint
-from tfdist_ext.training.checkpoints.writer import Writer
 from tfdist_ext.training.epochs import Epochs
-from tfdist_ext.training.protocols import Callbacks, Logs, StepListener
+from tfdist_ext.training.protocols import Callbacks, Logs
 from tfdist_ext.training.state.chief import run_on_chief
-from tfdist_ext.training.state.values import assign_whole, whole_value
+from tfdist_ext.training.state.values import snapshot
 from tfdist_ext.training.variables import optimizers_of
 from tfdist_ext.user_frames import warn
 
 __all__ = ["CheckpointManager"]
-
-_Values = list[tuple[keras.Variable, np.ndarray]]
 
 
 class CheckpointManager:
@@ -57,7 +52,7 @@ class CheckpointManager:
     Args:
         folder: where checkpoints are, or will be.
         data: the training data, if it knows its position, which is part of a checkpoint.
-        every: also save after this many global batches, in the middle of an epoch.
+        every: also save in the middle of an epoch, after each `every` of its global batches.
         epochs: of the whole training.
         in_background: write files in a thread.
 
@@ -77,7 +72,7 @@ class CheckpointManager:
         epochs: int = 1,
         in_background: bool = False,
     ):
-        self._files = None if folder is None else CheckpointFolder(checkpoint_folder(folder))
+        self._folder: CheckpointFolder | None = None
         self._model = model
         self._reduction = reduction
         self._callbacks: Sequence[keras.callbacks.Callback] = ()  # those that run on this task
@@ -87,11 +82,9 @@ class CheckpointManager:
         self._progress = Progress()
         self._unannounced: Progress | None = None  # callbacks have not seen this checkpoint
         self._resumes_inside = False  # the training may begin in the middle of an epoch
-        self._since = 0  # global batches since the last checkpoint
-        # From the checkpoint that was restored, until its epoch has begun:
-        self._callback_state = CallbackState()
-        self._numbers: _Values = []  # learning rates and metrics
-        if self._files is None:
+        # Restore what callbacks may change before the first step of a job that resumes.
+        self._restores: list[Callable[[], None]] = []
+        if folder is None:
             return
         given = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or [])
         if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in given):
@@ -100,8 +93,9 @@ class CheckpointManager:
                 " give one of them."
             )
         report = functools.partial(reduction.peers.enters, "checkpoint")
-        self._writer = Writer(self._files.write, report, in_background=in_background)
-        run_on_chief(reduction, self._files.open, f"open {self._files.path}")
+        path = checkpoint_folder(folder)
+        self._folder = CheckpointFolder(path, report, in_background=in_background)
+        run_on_chief(reduction, self._folder.open, f"open {path}")
 
     def seed(self) -> int:
         """Returns the seed of the order of examples: of the job before, or a new one.
@@ -109,7 +103,7 @@ class CheckpointManager:
         A new seed comes from Python's generator, as in Keras.
         """
         drawn = random.randint(1, 2**31 - 1)  # also if it is not used: the next fit draws, too
-        found = 0 if self._files is None else self._files.progress.seed
+        found = 0 if self._folder is None else self._folder.progress.seed
         seed = int(self._reduction.from_chief(found or drawn))
         self._progress = replace(self._progress, seed=seed)
         return seed
@@ -125,7 +119,7 @@ class CheckpointManager:
             self._progress = replace(self._progress, batch_size=data.batch_size or 0)
         else:
             self._resumes_inside = self._data.resumes_inside_epochs
-        if self._every is not None and (self._files is None or not self._resumes_inside):
+        if self._every is not None and (self._folder is None or not self._resumes_inside):
             raise TrainingError(
                 "checkpoint_every needs checkpoint_dir, and data that knows its position in an"
                 " epoch: arrays, tfd.data.from_arrays((x, y), global_batch_size=64, seed=0) or"
@@ -146,35 +140,37 @@ class CheckpointManager:
         """
         self._callbacks = callbacks
         self._progress = replace(self._progress, epoch=initial_epoch, first_epoch=initial_epoch)
-        files, model = self._files, self._model
-        if files is None or not self._reduction.any_worker(files.newest is not None):
+        folder, model = self._folder, self._model
+        if folder is None or not self._reduction.any_worker(folder.newest is not None):
             return initial_epoch
-        path = files.file(files.newest or "")
+        path = folder.newest or folder.path
         progress, state = restore_checkpoint(model, self._reduction, path, verified=True)
         self._check_same_data(progress)
         self._progress = self._unannounced = replace(progress, batch_size=self._progress.batch_size)
-        self._callback_state = state
         optimizers = optimizers_of(model).values()
         numbers = [v for each in optimizers for v in each.variables if not tuple(v.shape)]
-        self._numbers = _values([*numbers, *model.metrics_variables])
+        restore_numbers = snapshot([*numbers, *model.metrics_variables])
+        restore_state = functools.partial(restore_callbacks, state, callbacks)
+        self._restores = [restore_numbers, restore_state]
         continue_log_files(state, callbacks)
         has_ended = progress.stopped or progress.epoch >= self._epochs
         is_done = has_ended and progress.trained is None
         if self._reduction.is_chief:
-            complete = f"training in {files.path} is complete after {progress}; nothing to do"
+            complete = f"training in {folder.path} is complete after {progress}; nothing to do"
             say(complete if is_done else f"resuming after {progress}, from {path}")
-        trained_epochs = progress.epoch - progress.first_epoch
-        if self._data is not None and progress.data is not None:
-            self._data.restore(progress.data)
-        elif self._data is not None:  # the job before had other data
-            for _ in range(trained_epochs):
-                self._data.end_epoch()
+        trained = progress.epoch - progress.first_epoch
+        if self._data is None:
+            if not is_done:
+                data.begin_after(trained, completed=progress.batches)
+        else:
+            if progress.data is not None:
+                self._data.restore(progress.data)
+            else:  # the job before had other data
+                for _ in range(trained):
+                    self._data.end_epoch()
+            data.begin_at_position(completed=progress.batches)
         if is_done:
             return max(self._epochs, progress.epoch)
-        if self._data is not None:
-            data.begin_at_position(completed=progress.batches)
-        elif not data.begin_after(trained_epochs, completed=progress.batches):
-            _read_past(data, trained_epochs)
         return progress.epoch - (progress.trained is not None)
 
     def _check_same_data(self, saved: Progress) -> None:
@@ -189,9 +185,8 @@ class CheckpointManager:
 
     def restore_callbacks(self) -> None:
         """After `on_train_begin`: restores callbacks, and what they may have changed."""
-        if self._callback_state:
-            _assign(self._numbers)
-            restore_callbacks(self._callback_state, self._callbacks)
+        for restore in self._restores:
+            restore()
 
     def epoch_has_begun(self) -> Logs | None:
         """After `on_epoch_begin`: undoes it in an epoch that callbacks have begun before.
@@ -202,7 +197,7 @@ class CheckpointManager:
         logs = self._progress.trained
         if self._progress.batches or logs is not None:
             self.restore_callbacks()
-        self._callback_state = CallbackState()
+        self._restores = []
         self._progress = replace(self._progress, trained=None)
         return logs and {k: v if isinstance(v, float) else np.asarray(v) for k, v in logs.items()}
 
@@ -213,50 +208,70 @@ class CheckpointManager:
         """
         progress, self._unannounced = self._unannounced, None
         is_whole = progress and progress.epoch and not progress.batches and not progress.trained
-        if self._files is None or progress is None or not is_whole:
+        if self._folder is None or progress is None or not is_whole:
             return
         hooks = [getattr(each, "on_checkpoint_end", None) for each in self._callbacks]
         if not self._reduction.any_worker(any(hooks)):  # a callback may be on the chief only
             return
-        self._run_on_chief(self._writer.wait)
-        path = finished_checkpoints(self._files.path)[-1] if self._reduction.is_chief else None
+        self._run_on_chief(CheckpointFolder.wait)
+        newest = self._folder.newest
+        path = newest if newest is None or "://" in newest else Path(newest)
         for hook in filter(None, hooks):
             hook(progress.epoch - 1, path)
 
-    def validation(self, epoch: int, logs: Logs, *, complete: bool) -> StepListener | None:
-        """Returns a listener that lets a signal end a validation; None if it must not end.
+    def end_of_validation(
+        self, epoch: int, logs: Logs, *, complete: bool
+    ) -> Callable[[], NoReturn] | None:
+        """Returns a function that ends the job in a validation; None if it must not end there.
+
+        The function saves the state before the validation, which the next job begins again.
 
         Args:
             logs: of the epoch's training.
             complete: all global batches of the epoch are done.
         """
-        may_end = self._files is not None and complete and not self._model.stop_training
+        may_end = self._folder is not None and complete and not self._model.stop_training
         if not may_end or not _is_finite(logs):
             return None
         trained = {name: np.asarray(value).tolist() for name, value in logs.items()}
         progress = replace(self._progress, epoch=epoch + 1, batches=0, trained=trained)
-        return _ValidationListener(self._model, functools.partial(self._save, progress))
+        # Besides metrics, a validation changes the states of random generators.
+        variables = self._model.non_trainable_variables
+        seeds = [each for each in variables if each.name == "seed_generator_state"]
+        if kp.seed_state() is not None:
+            seeds.append(kp.global_seed_generator().state)
+        restore_seeds = snapshot(seeds)
+
+        def end() -> NoReturn:
+            restore_seeds()
+            self._save(progress)
+            raise SystemExit(PREEMPTED)
+
+        return end
 
     def max_steps(self) -> int | None:
         """Returns the maximum of global batches before the next checkpoint; None: any number."""
-        return None if self._every is None else self._every - self._since
+        return None if self._every is None else self._every - self._progress.batches % self._every
 
     def steps_done(
         self, steps: int, logs: Logs, *, epoch_ends: bool, stopped: bool, told: bool
     ) -> None:
         """Saves after each `every` global batches, and at a signal.
 
+        Args:
+            steps: global batches since the last call.
+            logs: over the epoch so far.
+            stopped: a callback has stopped the training.
+            told: a task has got a signal to end.
+
         Raises:
-            SystemExit: `told`, a task has got a signal to end, and the epoch is not done.
+            SystemExit: `told`, and the epoch is not done.
         """
-        self._since += steps
         if self._resumes_inside:
             self._progress = replace(self._progress, batches=self._progress.batches + steps)
-        due = self._every is not None and self._since >= self._every
-        if due:
-            self._since = 0
         if epoch_ends:  # it is saved after its callbacks
             return
+        due = self._every is not None and self._progress.batches % self._every == 0
         if (due or told) and self._resumes_inside and _is_finite(logs):
             self._save(replace(self._progress, stopped=stopped))
         if told:
@@ -273,22 +288,22 @@ class CheckpointManager:
             self._progress = replace(self._progress, epoch=epoch + 1, batches=0)
         else:  # stopped in the middle
             self._progress = replace(self._progress, epoch=epoch)
-        if self._files is None:
+        if self._folder is None:
             return self._progress
         if _is_finite(logs):
             self._save(replace(self._progress, stopped=stopped))
         elif self._reduction.is_chief:
             warn(
                 f"the loss of epoch {epoch + 1} is {logs['loss']}: no checkpoint is written,"
-                f" and those in {self._files.path} stay."
+                f" and those in {self._folder.path} stay."
             )
         return self._progress
 
     def training_is_done(self) -> None:
         """Notes in the folder that the training has completed."""
-        if self._files is not None:
-            self._run_on_chief(self._writer.wait)
-            self._run_on_chief(functools.partial(self._files.finish, self._epochs))
+        if self._folder is not None:
+            self._run_on_chief(CheckpointFolder.wait)
+            self._run_on_chief(lambda folder: folder.finish(self._epochs))
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
@@ -296,34 +311,33 @@ class CheckpointManager:
 
         If it fails or is ended, the chief prints how to resume it.
         """
-        if self._files is None:
+        if (folder := self._folder) is None:
             yield
             return
         try:
             with self._reduction.peers.ends_at_a_step():
                 yield
-            self._writer.wait()
+            folder.wait()
         except FolderTakenError:  # its message says what to do
             raise
         except BaseException as error:
-            self._report(self._files, error)
+            self._report(folder, error)
             raise
         finally:
-            self._writer.close()
+            folder.close()
 
-    def _report(self, files: CheckpointFolder, error: BaseException) -> None:
+    def _report(self, folder: CheckpointFolder, error: BaseException) -> None:
         """Waits for the last file after an error, and says how to resume the training."""
         try:
-            self._writer.wait()
+            folder.wait()
         except Exception as failure:
-            name = type(failure).__name__
-            say(f"the last checkpoint could not be written: {name}: {failure}")
+            say(f"the last checkpoint could not be written: {type(failure).__name__}: {failure}")
         if not self._reduction.is_chief:
-            hint = f"Checkpoints are in {files.path} on the chief."
-        elif files.newest is None:
-            hint = f"There is no checkpoint in {files.path} yet."
+            hint = f"Checkpoints are in {folder.path} on the chief."
+        elif folder.newest is None:
+            hint = f"There is no checkpoint in {folder.path} yet."
         else:
-            hint = f"The last checkpoint is {files.file(files.newest)}, after {files.progress}."
+            hint = f"The last checkpoint is {folder.newest}, after {folder.progress}."
             if not is_started_again():
                 line = command_line() or "fit() with the same arguments"
                 hint = f"{hint} To resume, run again: {line}"
@@ -341,68 +355,16 @@ class CheckpointManager:
         progress = at_step(replace(progress, data=data), self._model)
         self._progress = self._unannounced = progress
 
-        def begin() -> None:
-            self._writer.begin(progress, arrays_of(self._model, callback_state(self._callbacks)))
+        def begin(folder: CheckpointFolder) -> None:
+            folder.begin(progress, arrays_of(self._model, callback_state(self._callbacks)))
 
         self._run_on_chief(begin)
 
-    def _run_on_chief(self, action: Callable[[], None]) -> None:
-        assert self._files is not None
-        run_on_chief(self._reduction, action, f"write to {self._files.path}")
-
-
-class _ValidationListener:
-    """Ends the job at a signal in a validation; the next job begins the validation again.
-
-    Args:
-        save: saves the state before the validation.
-    """
-
-    def __init__(self, model: keras.Model, save: Callable[[], None]):
-        self._save = save
-        # Besides metrics, a validation changes the states of random generators.
-        seeds = [v for v in model.non_trainable_variables if v.name == "seed_generator_state"]
-        if kp.seed_state() is not None:
-            seeds.append(kp.global_seed_generator().state)
-        self._seeds = _values(seeds)
-
-    def max_steps(self) -> None:
-        """Any number."""
-
-    def steps_done(
-        self, steps: int, logs: Logs, *, epoch_ends: bool, stopped: bool, told: bool
-    ) -> None:
-        """Ends at a signal, unless the validation has ended, too."""
-        if told and not epoch_ends and not stopped:
-            _assign(self._seeds)
-            self._save()
-            raise SystemExit(PREEMPTED)
-
-
-def _values(variables: Iterable[keras.Variable]) -> _Values:
-    return [(variable, whole_value(variable)) for variable in variables]
-
-
-def _assign(values: _Values) -> None:
-    for variable, value in values:
-        assign_whole(variable, value)
+    def _run_on_chief(self, action: Callable[[CheckpointFolder], None]) -> None:
+        folder = self._folder
+        assert folder is not None
+        run_on_chief(self._reduction, lambda: action(folder), f"write to {folder.path}")
 
 
 def _is_finite(logs: Logs) -> bool:
     return bool(np.all(np.isfinite(logs.get("loss", 0.0))))
-
-
-def _read_past(data: Epochs, epochs: int) -> None:
-    """Reads what earlier epochs have used, as they did: the order may depend on the reading."""
-    for _ in range(epochs):
-        with data.next() as epoch:
-            if not isinstance(epoch.iterator, Iterator):
-                return  # workers that read for themselves keep no common order
-            steps = 0
-            while epoch.steps is None or steps < epoch.steps:
-                try:
-                    next(epoch.iterator)
-                except (StopIteration, tf.errors.OutOfRangeError):
-                    break
-                steps += 1
-        data.is_done(epoch, steps, stopped=False)

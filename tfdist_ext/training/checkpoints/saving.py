@@ -151,11 +151,11 @@ class SavingMixin:
             raise TrainingError(
                 f"a checkpoint must be a file, got the folder {path}: add a file name."
             )
-        with os_errors(path):
+        with os_errors():
             tf.io.gfile.makedirs(folder or ".")
         report = functools.partial(self._reduction.peers.enters, "checkpoint")
         blocks = encode_checkpoint(self._progress, arrays_of(self._model, {}), report)
-        write_atomically(path, posixpath.join(folder, f".{name}.unfinished"), blocks)
+        write_atomically(path, blocks)
 
     def _build_optimizer(self) -> None:
         """Builds the optimizer's slots, if no step has made them yet."""
@@ -196,23 +196,17 @@ def restore_checkpoint(
         TrainingError: on every task: the file is missing, is not a checkpoint, is incomplete or
             damaged, or is of another model or optimizer; the model is unchanged then.
     """
-    sent = b""
 
-    def read() -> None:
-        nonlocal sent
+    def read() -> bytes:
         with CheckpointFile(path, verified=verified) as file:
             pairs = _matching(file, model, path)
-            others = {
-                name: file.read(array)
-                for name, array in file.arrays.items()
-                if group_of(name) == _OTHERS
-            }
-            sent = b"".join(encode_checkpoint(file.progress, others))
+            others = {n: file.read(a) for n, a in file.arrays.items() if group_of(n) == _OTHERS}
             for saved, variable in pairs:
                 for start, stop in blocks(variable):
                     assign_rows(variable, start, file.read_rows(saved, start, stop))
+            return b"".join(encode_checkpoint(file.progress, others))
 
-    run_on_chief(reduction, read, f"read the checkpoint {path}")
+    sent = run_on_chief(reduction, read, f"read the checkpoint {path}") or b""
     broadcast_state(model, reduction)
     with CheckpointFile(path, broadcast_bytes(reduction, sent)) as received:
         arrays = received.arrays.items()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import keras
 import numpy as np
@@ -19,25 +20,27 @@ __all__ = ["broadcast_bytes", "broadcast_state", "broadcast_variables", "run_on_
 
 _TEXT = 2000  # bytes of an error message that the other workers get
 
-# A variable, the first row, and this task's values of the rows.
-Rows = tuple[keras.Variable | tf.Variable, int, np.ndarray]
+_Result = TypeVar("_Result")
 
 
-def run_on_chief(reduction: Reduction, action: Callable[[], object], what: str) -> None:
+def run_on_chief(reduction: Reduction, action: Callable[[], _Result], what: str) -> _Result | None:
     """Runs `action` on the chief; every worker must call, and returns when it is done.
+
+    Returns:
+        On the chief the result of the action, elsewhere None.
 
     Raises:
         Exception: what the action raises, on the chief.
         TrainingError: on the others, with the chief's message.
     """
-    failure: Exception | None = None
+    failure, result = None, None
     if reduction.is_chief:
         try:
-            action()
+            result = action()
         except Exception as error:  # the others must not wait for a chief that has failed
             failure = error
     if not reduction.any_worker(failure is not None):
-        return
+        return result
     words = broadcast_bytes(reduction, f"{type(failure).__name__}: {failure}".encode()[:_TEXT])
     if failure is not None:
         raise failure
@@ -54,9 +57,7 @@ def broadcast_state(
         others: variables that need not belong to the model.
     """
     if reduction.multi_worker:
-        state = state_of(model).values()
-        known = {id(kp.raw_value(variable)) for variable in state}
-        broadcast_variables(reduction, [*state, *(v for v in others if id(v) not in known)])
+        broadcast_variables(reduction, [*state_of(model).values(), *others])
 
 
 def broadcast_variables(
@@ -64,40 +65,30 @@ def broadcast_variables(
 ) -> None:
     """Gives every worker the chief's values, to the bit; every worker must call.
 
-    They are sent in pieces, so that a big model needs little more memory than it has.
+    They are sent in blocks, so that a big model needs little more memory than it has.
     """
-    for message in _messages(variables):
-        values = [value for _, _, value in message]
-        sent = b"".join(value.tobytes() for value in values)
-        bits = np.frombuffer(broadcast_bytes(reduction, sent), np.uint8)
-        parts = np.split(bits, np.cumsum([value.nbytes for value in values])[:-1])
-        for (variable, start, value), part in zip(message, parts, strict=True):
-            assign_rows(variable, start, part.view(value.dtype).reshape(value.shape))
+    different = {id(kp.raw_value(variable)): variable for variable in variables}
+    for variable in different.values():
+        for start, stop in blocks(variable):
+            rows = read_rows(variable, start, stop)
+            received = _from_chief(reduction, rows.tobytes(), rows.nbytes)
+            assign_rows(variable, start, np.frombuffer(received, rows.dtype).reshape(rows.shape))
 
 
 def broadcast_bytes(reduction: Reduction, data: bytes) -> bytes:
     """Returns the chief's bytes; every worker must call."""
-    if not reduction.multi_worker:
-        return data
     size = int(reduction.from_chief(len(data)))
-    received = bytearray()
-    for start in range(0, size, BLOCK_BYTES):
-        count = min(size - start, BLOCK_BYTES)
-        words = np.zeros(-(-count // 4), np.int32)  # every collective can sum this dtype
-        if reduction.is_chief:
-            words.view(np.uint8)[:count] = np.frombuffer(data, np.uint8, count, start)
-        received += reduction.from_chief(words).tobytes()
-    return bytes(received[:size])
+    parts = range(0, size, BLOCK_BYTES)
+    return b"".join(
+        _from_chief(reduction, data[start : start + BLOCK_BYTES], min(size - start, BLOCK_BYTES))
+        for start in parts
+    )
 
 
-def _messages(variables: Iterable[keras.Variable | tf.Variable]) -> Iterator[list[Rows]]:
-    """Yields the rows of all variables, up to about two blocks at once."""
-    message: list[Rows] = []
-    for variable in variables:
-        for start, stop in blocks(variable):
-            message.append((variable, start, read_rows(variable, start, stop)))
-            if sum(value.nbytes for _, _, value in message) >= BLOCK_BYTES:
-                yield message
-                message = []
-    if message:
-        yield message
+def _from_chief(reduction: Reduction, data: bytes, size: int) -> bytes:
+    if not size:
+        return b""
+    words = np.zeros(-(-size // 4), np.int32)  # every collective can sum this dtype
+    if reduction.is_chief:
+        words.view(np.uint8)[:size] = np.frombuffer(data, np.uint8)
+    return reduction.from_chief(words).tobytes()[:size]

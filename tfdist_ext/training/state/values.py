@@ -7,7 +7,7 @@ servers never has to fit into this process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import keras
 import numpy as np
@@ -24,23 +24,28 @@ __all__ = [
     "assign_whole",
     "block_ranges",
     "blocks",
-    "copy_value",
     "read_rows",
+    "snapshot",
     "whole_value",
 ]
 
 BLOCK_BYTES = 64 * 2**20
 
 
-def whole_value(variable: keras.Variable) -> np.ndarray:
+def whole_value(variable: keras.Variable, buffer: np.ndarray | None = None) -> np.ndarray:
     """Returns the value of a variable: its first copy, its pieces joined.
 
     A strategy with its own way of reading variables reads it.
+
+    Args:
+        buffer: memory for the value, if it fits; new memory costs time.
     """
-    whole = np.empty(tuple(variable.shape), kp.raw_value(variable).dtype.as_numpy_dtype)
+    shape, dtype = tuple(variable.shape), kp.raw_value(variable).dtype.as_numpy_dtype
+    if buffer is None or (buffer.shape, buffer.dtype) != (shape, dtype):
+        buffer = np.empty(shape, dtype)
     for start, stop in blocks(variable):
-        np.atleast_1d(whole)[start:stop] = read_rows(variable, start, stop)
-    return whole
+        np.atleast_1d(buffer)[start:stop] = read_rows(variable, start, stop)
+    return buffer
 
 
 def assign_whole(variable: keras.Variable, value: npt.ArrayLike) -> None:
@@ -50,25 +55,15 @@ def assign_whole(variable: keras.Variable, value: npt.ArrayLike) -> None:
         assign_rows(variable, start, np.atleast_1d(rows)[start:stop])
 
 
-def copy_value(variable: keras.Variable, buffer: np.ndarray | None) -> np.ndarray:
-    """Returns a copy of a value, in `buffer` if it fits, because new memory costs time."""
-    value = _value_in_place(variable)
-    if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-        buffer = np.empty(value.shape, value.dtype)
-    np.copyto(buffer, value)
-    return buffer
+def snapshot(variables: Iterable[keras.Variable]) -> Callable[[], None]:
+    """Returns a function that gives variables the values that they have now."""
+    values = [(variable, whole_value(variable)) for variable in variables]
 
+    def restore() -> None:
+        for variable, value in values:
+            assign_whole(variable, value)
 
-def _value_in_place(variable: keras.Variable) -> np.ndarray:
-    """Returns a view of the variable's memory, or a copy if its memory cannot be viewed."""
-    pieces = pieces_of(kp.raw_value(variable))
-    copy = _copies(pieces[0][0])[0]
-    if len(pieces) == 1 and not _has_own_reading(variable) and "CPU" in copy.device:
-        try:
-            return np.asarray(memoryview(copy.read_value()))
-        except (TypeError, ValueError, BufferError):  # NumPy has no such dtype
-            pass
-    return whole_value(variable)
+    return restore
 
 
 def blocks(variable: keras.Variable | tf.Variable) -> Iterator[tuple[int, int]]:
@@ -89,7 +84,10 @@ def block_ranges(shape: tuple[int, ...], item_bytes: int) -> Iterator[tuple[int,
 
 
 def read_rows(variable: keras.Variable | tf.Variable, start: int, stop: int) -> np.ndarray:
-    """Returns the rows from `start` up to `stop`; of a scalar, an array of one value."""
+    """Returns the rows from `start` up to `stop`; of a scalar, an array of one value.
+
+    The rows may be a view of the memory of a tensor. TensorFlow never changes that memory.
+    """
     if _has_own_reading(variable):
         return np.atleast_1d(kp.raw_value(variable).numpy())[start:stop]
     parts = []
@@ -98,8 +96,10 @@ def read_rows(variable: keras.Variable | tf.Variable, start: int, stop: int) -> 
         if low >= high:
             continue
         copy = _copies(piece)[0]
-        if high - low == end - first:
-            parts.append(np.atleast_1d(copy.numpy()))
+        if high - low == end - first or _is_in_this_process(copy):
+            value = copy.read_value()
+            rows = np.asarray(value) if value.shape.rank else np.atleast_1d(value.numpy())
+            parts.append(rows[low:high])
         else:
             # A gather runs where the variable is: only these rows are moved.
             taken = tf.raw_ops.ResourceGather(
@@ -127,6 +127,10 @@ def assign_rows(variable: keras.Variable | tf.Variable, start: int, values: np.n
 def _has_own_reading(variable: keras.Variable | tf.Variable) -> bool:
     strategy = getattr(kp.raw_value(variable), "distribute_strategy", None)
     return isinstance(strategy, StrategyTemplate) and strategy.has_own_reading
+
+
+def _is_in_this_process(variable: tf.Variable) -> bool:
+    return "CPU" in variable.device and "/job:ps" not in variable.device
 
 
 def _copies(piece: tf.Variable) -> list[tf.Variable]:

@@ -36,7 +36,6 @@ __all__ = [
     "not_called",
     "redirect_methods",
     "step_targets",
-    "substitute_of",
     "substitutes",
     "target_of",
     "uses_keras_step",
@@ -96,11 +95,6 @@ def substitutes(
         yield
     finally:
         _step.substitutes, _step.called = before
-
-
-def substitute_of(key: str) -> Callable[..., Any] | None:
-    """The replacement of the functions of a key in this thread now."""
-    return _step.substitutes.get(key)
 
 
 @contextlib.contextmanager
