@@ -209,7 +209,9 @@ class WorkerLoop:
         done, progress, patience = 0, time.monotonic(), PATIENCE
         while done < n and data.unfinished:
             if data.of_workers is None:
+                self.calls.peers.enters("compiling")
                 data.begin(self._table)
+                self.calls.peers.enters("steps")
             answers = self.calls.results(self._calls(data, n - done, first, rate))
             found += (counted := data.count(answers))
             steps = sum(int(answer.steps) for answer in counted)
