@@ -104,14 +104,14 @@ def get_value(key: str, *, seconds: float) -> str | None:
         return None
 
 
-def peer_status(job: str, index: int, *, seconds: float = 1.0) -> str:
+def peer_status(task: str, *, seconds: float = 1.0) -> str:
     """ "there", "gone" (nothing listens at its address, or another process) or "silent".
 
     Private because nothing public asks TensorFlow's server of another task whether it is there.
     """
-    task = f"/job:{job}/replica:0/task:{index}"
+    name = f"/job:{task.replace(':', '/replica:0/task:')}"  # of "worker:1"
     try:
-        _context().check_collective_ops_peer_health(task, int(seconds * 1000))
+        _context().check_collective_ops_peer_health(name, int(seconds * 1000))
     except (tf.errors.UnavailableError, tf.errors.FailedPreconditionError):
         return "gone"
     except tf.errors.OpError:

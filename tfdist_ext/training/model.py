@@ -26,11 +26,12 @@ from tfdist_ext.strategies.factory import check_spans_cluster
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.barriers import peers_of
 from tfdist_ext.training.agreement.equality import (
-    check_equal_arrays,
-    check_equal_calls,
-    check_equal_models,
-    first_batch_comparison,
+    SAME_ARGUMENTS,
+    SAME_MODEL,
+    check_equal_across_workers,
+    check_equal_data,
 )
+from tfdist_ext.training.agreement.model_description import describe_model
 from tfdist_ext.training.agreement.single_task import on_every_worker
 from tfdist_ext.training.building.build import (
     adopt,
@@ -537,7 +538,7 @@ class DistributedModel(SavingMixin):
                 f"the model must be compiled for {call}(). Call compile(optimizer, loss) in the"
                 " function given to distribute(), or on the model before it is distributed."
             )
-        check_equal_calls(self._reduction, call, {**counts, **arguments})
+        check_equal_across_workers(self._reduction, {**counts, **arguments}, SAME_ARGUMENTS)
 
     def _read(
         self, call: str, kind: str, *data: Any, steps: int | None = None, **options: Any
@@ -551,11 +552,14 @@ class DistributedModel(SavingMixin):
     def _epochs(self, batches: GlobalBatches, asked: int | None, call: str, of: str = "") -> Epochs:
         """The epochs of a call; compares the workers' data. `of` names the data in messages."""
         sizes = {f"{of}batch_size": batches.batch_size, f"{of}batches in the data": batches.steps}
-        check_equal_calls(self._reduction, call, sizes)
+        check_equal_across_workers(self._reduction, sizes, SAME_ARGUMENTS)
         inspect = None
         if self._reduction.multi_worker:
-            check_equal_arrays(self._reduction, batches.arrays, of)
-            inspect = first_batch_comparison(self._reduction, batches.dataset, of)
+            check = functools.partial(check_equal_data, self._reduction, names=of)
+            if batches.arrays is not None:
+                check(batches.arrays)
+            if batches.dataset is not None:
+                inspect = functools.partial(check, dataset=batches.dataset)
         return Epochs(batches, self._engine.feed, asked, inspect)
 
     def _build(self, batches: GlobalBatches, kind: str) -> None:
@@ -605,7 +609,8 @@ class DistributedModel(SavingMixin):
             return
         compiled = compiled_parts(self._model) if self._model.compiled else ()
         if self._reduction.any_worker(bool(created) or self._compared.get(kind) != compiled):
-            check_equal_models(self._reduction, self._model, created)
+            described = describe_model(self._model, created)
+            check_equal_across_workers(self._reduction, described, SAME_MODEL)
             if self._compared:
                 broadcast_variables(self._reduction, created)
             else:  # weights that came along are each worker's own

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,10 +12,8 @@ from tfdist_ext.training.agreement.termination import Termination
 
 
 @pytest.fixture
-def termination() -> Iterator[Termination]:
-    termination = Termination()
-    yield termination
-    termination.close()
+def termination() -> Termination:
+    return Termination()
 
 
 def test_it_ends_the_process_with_143_and_the_handler_is_restored(termination: Termination) -> None:

@@ -37,19 +37,22 @@ import tensorflow as tf
 
 from tfdist_ext.cluster.liveness.reports import WaitReports, say, show_stacks
 from tfdist_ext.errors import PeerError
+from tfdist_ext.launch.exit_codes import PREEMPTED
 from tfdist_ext.training import _tf_private as tp
-from tfdist_ext.training.agreement.single_task import TaskStatus
-from tfdist_ext.training.agreement.stalls import Phases, end_to_be_restarted, watched_process
-from tfdist_ext.training.agreement.termination import STATUS, Termination
+from tfdist_ext.training.agreement.single_task import (
+    Phases,
+    TaskStatus,
+    end_to_be_restarted,
+    watched_phases,
+)
 
 PATIENCE = 2.0  # seconds in a barrier before a task looks where the others are
 LEAVE_LIMIT = 30.0  # seconds to wait for the end of a task after the end of its script
 _LOOK_EVERY = 0.25  # seconds
 _CAUSE = 6.0  # seconds to learn why a collective has failed
-_DEAF = 15.0  # seconds beyond its limit after which a task that publishes nothing has stalled
 # Looks in a row that must find the same: an answer may be lost, and values change meanwhile. A look
 # at a silent task takes a second more. TensorFlow gives a task up after 10 seconds.
-_LOOKS = {"gone": 3, "silent": 9, "differs": 8}
+_LOOKS = {"gone": 3, "silent": 9, "differs": 8, "left": 1}
 _PREFIX = "tfdist_ext/"
 _STATUS = {
     "gone": "is gone: nothing listens at its address {} (it ended, crashed or was killed, or its"
@@ -57,6 +60,7 @@ _STATUS = {
     "silent": "does not answer at its address {}: it is stopped (SIGSTOP), or its machine is down"
     " or cannot be reached",
 }
+_PHASES = {"callbacks": "its callbacks", "checkpoint": "a checkpoint"}
 SAME_CALLS = (
     "call fit, evaluate, predict, save and the like on every worker, not on one alone: all of them"
     " compute, and of save and export the chief writes the files."
@@ -67,7 +71,7 @@ def peers_of(strategy: tf.distribute.Strategy) -> TaskStatus:
     """Returns the monitor of the workers of a strategy; a plain status where there is one task."""
     resolver = strategy.cluster_resolver
     if resolver is None or isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        return TaskStatus(watched_process())
+        return TaskStatus(watched_phases())
     jobs = resolver.cluster_spec().as_dict()
     tasks = tuple(
         (f"{job}:{index}", address)
@@ -76,7 +80,7 @@ def peers_of(strategy: tf.distribute.Strategy) -> TaskStatus:
     )
     me = f"{resolver.task_type}:{resolver.task_id}"
     if len(tasks) < 2 or me not in dict(tasks) or not tp.has_coordination_service():
-        return TaskStatus(watched_process())
+        return TaskStatus(watched_phases())
     return _monitor_of_process(me, tasks)
 
 
@@ -90,7 +94,6 @@ class Position:
         inside: whether the task is in the barrier, and not between two barriers.
         since: seconds since 1970; 0 if the task has not published a position.
         phase: the phase of the training, between two barriers.
-        limit: seconds that the phase may take; 0 if there is no watchdog.
         batches: batches read by the current execution, inside a barrier.
         left: whether the thread that made the calls has ended.
     """
@@ -100,7 +103,6 @@ class Position:
     inside: bool = False
     since: float = 0.0
     phase: str = ""
-    limit: float = 0.0
     batches: int = 0
     left: bool = False
 
@@ -111,12 +113,7 @@ class Position:
     def __str__(self) -> str:
         if self.inside or not self.place:
             return self.place or "its own code"
-        own = {"callbacks": "its callbacks", "checkpoint": "a checkpoint"}
-        return f"{own.get(self.phase, 'its own code')}, inside {self.place}"
-
-    def since_when(self) -> str:
-        """The end of a report on the task; "" if the task has not published a position."""
-        return f", since {_clock(self.since)} in {self}" if self.since else ""
+        return f"{_PHASES.get(self.phase, 'its own code')}, inside {self.place}"
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,7 @@ class End:
     """Why no barrier after number `completed` can be passed.
 
     Attributes:
-        kind: "left", "failed", "gone", "differs" or "stalled".
+        kind: "left", "failed", "gone", "silent", "differs" or "stalled".
         task: the cause; "" if it is not one task.
         text: the sentence for all tasks.
     """
@@ -132,7 +129,7 @@ class End:
     kind: str
     task: str
     text: str
-    completed: int
+    completed: int = 0
 
 
 class PeerMonitor(TaskStatus):
@@ -143,11 +140,8 @@ class PeerMonitor(TaskStatus):
         tasks: (task, address) of all workers, the leader first.
     """
 
-    _termination: Termination
-
     def __init__(self, me: str, tasks: tuple[tuple[str, str], ...]):
         super().__init__(Phases.of_environment())
-        self._termination = Termination()
         self._me = me
         self._leader = tasks[0][0]
         self._others = [task for task, _ in tasks if task != me]
@@ -159,7 +153,7 @@ class PeerMonitor(TaskStatus):
         self._end: End | None = None
         self._end_is_known = threading.Event()
         self._published: Position | None = None
-        self._batches_read: Callable[[], int] = lambda: 0
+        self._batches_read: Callable[[], int] = int
         self._thread = threading.current_thread()  # the one that makes the calls
         for body in (self._listen, self._watch):
             threading.Thread(target=body, daemon=True, name="tfdist-peers").start()
@@ -211,15 +205,10 @@ class PeerMonitor(TaskStatus):
         self._termination.check()
 
     def reached(self, place: str) -> None:
-        self._reached = place
+        self._reached = f" after {place}"
 
     def reads_batches(self, count: Callable[[], int]) -> None:
         self._batches_read = count
-
-    @contextlib.contextmanager
-    def ends_at_a_step(self) -> Iterator[None]:
-        with self._termination.noted():
-            yield
 
     def _place(self, detail: str = "") -> str:
         call = " inside ".join(reversed(self._calls))
@@ -247,9 +236,9 @@ class PeerMonitor(TaskStatus):
         failure.permanent = end.kind in ("left", "differs")
         raise failure from None
 
-    def _decide(self, kind: str, task: str, text: str) -> None:
+    def _decide(self, end: End) -> None:
         """Stores why no barrier can be passed any more, unless another worker was quicker."""
-        end = End(kind, task, text, self._completed)
+        end = replace(end, completed=self._completed)
         if self._leader_answers():
             with contextlib.suppress(tf.errors.OpError):
                 tp.insert_value(f"{_PREFIX}end", json.dumps(asdict(end)))  # the first one stays
@@ -262,7 +251,7 @@ class PeerMonitor(TaskStatus):
 
     def _leader_answers(self) -> bool:
         """Whether the store can be written to; a write waits forever if the leader is frozen."""
-        return self._me == self._leader or _status_of(self._leader) == "there"
+        return self._me == self._leader or tp.peer_status(self._leader) == "there"
 
     def _listen(self) -> None:
         """Thread that receives the end from another worker at once."""
@@ -277,24 +266,23 @@ class PeerMonitor(TaskStatus):
     def _watch(self) -> None:
         """Thread that publishes the position of this task, and looks at other tasks."""
         before, waited, reports = self._position, 0.0, WaitReports()
-        looks: dict[tuple[str, str, str], int] = {}  # in a row that found the same
+        looks: dict[End, int] = {}  # in a row that found the same
         while self._end is None:
             self._wait_for_signal()
             if (position := self._position) is not before:
                 before, waited, reports, looks = position, 0.0, WaitReports(), {}
             # Ticks, and not the clock: a process that was stopped has not waited.
             waited += _LOOK_EVERY
-            stalled = self._phases is not None and self._phases.tick(_LOOK_EVERY)
-            statuses = {task: _status_of(task) for task in self._watched}
+            stalled = self._phases.tick(_LOOK_EVERY)
+            statuses = {task: tp.peer_status(task) for task in self._watched}
             if statuses.get(self._leader, "there") == "there":
                 self._publish(position)
             if stalled:
                 self._look_who_stalls(position)
-            found = dict(self._findings(position, waited, statuses))
-            looks = {each: looks.get(each, 0) + 1 for each in found}
-            for each, needed in found.items():
-                if looks[each] >= needed and self._position is position:
-                    self._decide(*each)
+            looks = {end: looks.get(end, 0) + 1 for end in self._found(position, waited, statuses)}
+            for end, count in looks.items():
+                if count >= _LOOKS[end.kind] and self._position is position:
+                    self._decide(end)
             if position.inside and reports.due(waited):
                 self._report_wait(position, waited)
         self._obey(self._end)
@@ -303,7 +291,7 @@ class PeerMonitor(TaskStatus):
         """Shows stacks or ends this process, if it has stalled; else aborts its collectives."""
         if end.kind == "stalled":
             show_stacks()
-            if end.task in ("", self._me):
+            if end.task == self._me:
                 time.sleep(PATIENCE)  # the others receive it meanwhile, also from the leader
                 end_to_be_restarted(end.text)
         while not (self._position.inside and self._position.number > end.completed):
@@ -314,18 +302,17 @@ class PeerMonitor(TaskStatus):
 
     def _publish(self, position: Position) -> None:
         batches = int(self._batches_read()) if position.inside else 0
-        position = replace(position, left=not self._thread.is_alive(), batches=batches)
-        if self._phases is not None:
-            position = replace(position, phase=self._phases.name, limit=self._phases.limit)
+        left, phase = not self._thread.is_alive(), self._phases.name
+        position = replace(position, left=left, batches=batches, phase=phase)
         if position != self._published:
             with contextlib.suppress(tf.errors.OpError):
                 tp.replace_value(f"{_PREFIX}position/{self._me}", json.dumps(asdict(position)))
                 self._published = position
 
-    def _findings(
+    def _found(
         self, position: Position, waited: float, statuses: Mapping[str, str]
-    ) -> Iterator[tuple[tuple[str, str, str], float]]:
-        """Yields (kind, task and text of an end, looks in a row that must find it).
+    ) -> Iterator[End]:
+        """Yields what lets no barrier be passed, if some looks in a row find the same.
 
         Args:
             waited: seconds in this position.
@@ -334,39 +321,43 @@ class PeerMonitor(TaskStatus):
         for task, status in statuses.items():
             if status != "there":
                 text = f"{task} {_STATUS[status].format(self._watched[task])}"
-                yield ("gone", task, text), _LOOKS[status]
+                yield End(status, task, text)
         if not position.inside or waited < PATIENCE:
             return
         for task, other in _positions_of(self._watched).items():
             if other.inside and other.number >= position.number:
                 # It has passed the barrier in which this task waits, or is there with another call.
                 if (other.number, other.place) != (position.number, position.place):
-                    everyone = {self._me: position} | _positions_of(self._others)
-                    yield ("differs", "", different_calls(everyone)), _LOOKS["differs"]
-            elif other.left and other.number < position.number:
-                if waited >= LEAVE_LIMIT:
-                    when = f"left at {_clock(other.since)}: the thread that trained there has ended"
-                    yield ("left", task, f"{task} {when}"), 1
-            elif other.limit:
-                # It watches itself, unless its threads do not run, as one holds Python's lock.
-                looks = (other.limit + _DEAF) / _LOOK_EVERY
-                yield ("stalled", task, f"{task} has stalled{other.since_when()}"), looks
+                    yield End("differs", "", self._different_calls(position))
+            elif other.left and other.number < position.number and waited >= LEAVE_LIMIT:
+                when = f"left at {_clock(other.since)}: the thread that trained there has ended"
+                yield End("left", task, f"{task} {when}")
+
+    def _different_calls(self, position: Position) -> str:
+        tasks: dict[str, list[str]] = {}
+        for task, each in sorted({self._me: position, **_positions_of(self._others)}.items()):
+            tasks.setdefault(str(each), []).append(task)
+        got = "; ".join(f"{', '.join(names)} in {place}" for place, names in tasks.items())
+        return f"every worker must make the same calls in the same order, got {got}: {SAME_CALLS}"
 
     def _look_who_stalls(self, position: Position) -> None:
         """Names the task that has stalled: this one, or in a barrier the one that reads no data."""
-        assert self._phases is not None
         if not position.inside:
-            self._decide("stalled", self._me, f"{self._me} has stalled: {self._phases}")
+            self._decide(End("stalled", self._me, f"{self._me} has stalled: {self._phases}"))
         elif self._me == self._leader:
             everyone = {self._me: self._published or position} | _positions_of(self._others)
             if all(each.is_at(position) for each in everyone.values()):  # a late one watches itself
-                task, text = who_stalls({task: each.batches for task, each in everyone.items()})
+                least = min(each.batches for each in everyone.values())
+                behind = [task for task, each in everyone.items() if each.batches == least]
+                text = f"{' with '.join(behind)} has stalled reading its data"
+                if len(behind) == len(everyone):
+                    text = "all workers have stalled"
                 seconds = f"no step is done for {self._phases.waited:.0f} s (see --stall-timeout)"
-                self._decide("stalled", task, f"{text}: {seconds}")
+                self._decide(End("stalled", behind[0], f"{text}: {seconds}"))
 
     def _report_wait(self, position: Position, waited: float) -> None:
         late = [
-            f"{task}{other.since_when()}"
+            f"{task}, since {_clock(other.since)} in {other}" if other.since else task
             for task, other in _positions_of(self._others).items()
             if not other.is_at(position)
         ]
@@ -387,24 +378,23 @@ class PeerMonitor(TaskStatus):
         if self._termination.only_noted:  # the others may need as long to come to the step
             waited -= max(0.0, self._termination.grace - 3 * PATIENCE)
         if waited >= PATIENCE and self._position.inside and self._end is None:
-            self._decide(*self._parting())
+            self._decide(self._own_end())
         if waited >= 2 * PATIENCE and self._position.inside:  # it compiles, perhaps
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(STATUS)
+            os._exit(PREEMPTED)
 
-    def _parting(self) -> tuple[str, str, str]:
-        """Returns kind, task and text of this task's own end."""
-        kind, at = "failed", f"at {_clock(time.time())}"
-        after = f" after {self._reached}" if self._reached else ""
+    def _own_end(self) -> End:
+        """Why this task ends."""
+        at = f"at {_clock(time.time())}"
         error = getattr(sys, "last_value", None)
         if self._termination.received is not None:
-            text = f"{self._me} got SIGTERM {at} and ended{after}"
+            text = f"{self._me} got SIGTERM {at} and ended{self._reached}"
         elif error is not None:
-            text = f"{self._me} failed {at}{after}: {type(error).__name__}: {_cause(error)}"
+            text = f"{self._me} failed {at}{self._reached}: {type(error).__name__}: {_cause(error)}"
         else:
-            kind, text = "left", f"{self._me} left {at}{after}: its script ended"
-        return kind, self._me, text
+            return End("left", self._me, f"{self._me} left {at}{self._reached}: its script ended")
+        return End("failed", self._me, text)
 
     def _leave(self, pid: int) -> None:
         """At exit: tells the others, and waits for them unless this task has failed.
@@ -414,17 +404,14 @@ class PeerMonitor(TaskStatus):
         """
         if os.getpid() != pid:  # a child that was forked
             return
-        kind, task, text = self._parting()
-        self._decide(kind, task, text)
+        end = self._own_end()
+        self._decide(end)
         if self._leader_answers():
             with contextlib.suppress(tf.errors.OpError):
-                tp.insert_value(f"{_PREFIX}left/{self._me}", json.dumps({"text": text}))
-        if kind == "left":
-            self._wait_for_others()
-        elif self._me == self._leader:
-            time.sleep(PATIENCE)  # the others receive the end meanwhile
-
-    def _wait_for_others(self) -> None:
+                tp.insert_value(f"{_PREFIX}left/{self._me}", json.dumps(asdict(end)))
+        if end.kind != "left":
+            time.sleep(PATIENCE if self._me == self._leader else 0.0)  # the others receive the end
+            return
         deadline, waits_for = time.monotonic() + LEAVE_LIMIT, list(self._others)
         while waits_for and time.monotonic() < deadline and self._leader_answers():
             if self._end is not None and self._end.kind != "left":
@@ -453,40 +440,12 @@ def _positions_of(tasks: Iterable[str]) -> dict[str, Position]:
     return {task: Position(**_stored(f"position/{task}")) for task in tasks}
 
 
-def _status_of(task: str) -> str:
-    job, index = task.split(":")
-    return tp.peer_status(job, int(index))
-
-
 def _cause(error: BaseException) -> str:
     """The line of a message that names the cause; TensorFlow's messages start with a report."""
-    lines = str(error).strip().splitlines() or [""]
-    if lines[0].startswith("Graph execution error"):
-        causes = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b.*: ", line)]
-        lines = [*causes, *lines]
-    return lines[0][:300]
+    text = str(error).strip()
+    found = re.search(r"^[\w.]+(Error|Exception)\b.*: .*", text, re.MULTILINE)
+    return (found[0] if found else text.partition("\n")[0])[:300]
 
 
 def _clock(seconds: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(seconds))
-
-
-def who_stalls(batches: Mapping[str, int]) -> tuple[str, str]:
-    """Returns (task, description) of the tasks that have read less than others.
-
-    The task is "" if all have read the same number of batches.
-    """
-    least = min(batches.values())
-    behind = [task for task, count in batches.items() if count == least]
-    if len(behind) == len(batches):
-        return "", "all workers have stalled"
-    return behind[0], f"{' with '.join(behind)} has stalled reading its data"
-
-
-def different_calls(positions: Mapping[str, Position]) -> str:
-    """The message about tasks that have made different calls."""
-    tasks: dict[str, list[str]] = {}
-    for task, position in sorted(positions.items()):
-        tasks.setdefault(str(position), []).append(task)
-    shown = "; ".join(f"{', '.join(names)} in {place}" for place, names in tasks.items())
-    return f"every worker must make the same calls in the same order, got {shown}: {SAME_CALLS}"

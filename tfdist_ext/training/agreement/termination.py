@@ -9,6 +9,7 @@ thread can read meanwhile.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -18,9 +19,6 @@ import time
 from collections.abc import Iterator
 
 from tfdist_ext.launch.exit_codes import GRACE, PREEMPTED, PREEMPTION_SIGNAL
-
-STATUS = PREEMPTED
-
 
 _USUAL_GRACE = 30.0  # seconds from the signal to the kill, by Slurm and Kubernetes
 
@@ -41,46 +39,41 @@ class Termination:
         self.deferred = False
         self.only_noted = False
         self.grace = float(os.environ.get(GRACE) or _USUAL_GRACE)
-        self._signals = {signal.SIGTERM}
+        # A launcher that asks for a checkpoint by another signal may have it ignored at the start.
+        self._replaceable = {signal.SIGTERM: {signal.SIG_DFL}}
         if name := os.environ.get(PREEMPTION_SIGNAL):
-            self._signals.add(signal.Signals[name])
+            self._replaceable[signal.Signals[name]] = {signal.SIG_DFL, signal.SIG_IGN}
+        self._replaced: dict[signal.Signals, int] = {}
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-
-    def close(self) -> None:
-        """Close the sockets. No signal is handled afterwards."""
-        self._reader.close()
-        self._writer.close()
+        os.register_at_fork(after_in_child=self._restore_handlers)  # as of a data loader
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
         """Scope in which SIGTERM raises SystemExit(143) in the main thread."""
-        main = threading.current_thread() is threading.main_thread()
-        # A launcher that asks for a checkpoint by another signal may have it ignored at the start.
-        free = {signal.SIGTERM: {signal.SIG_DFL}}
-        handlers = {each: signal.getsignal(each) for each in self._signals}
-        ours = {
-            each: handler
-            for each, handler in handlers.items()
-            if handler in free.get(each, {signal.SIG_DFL, signal.SIG_IGN})
-        }
-        if not main or not ours:
+        if self._replaced or threading.current_thread() is not threading.main_thread():
             yield
             return
+        for each, replaceable in self._replaceable.items():
+            if (handler := signal.getsignal(each)) in replaceable:
+                self._replaced[each] = handler
+                signal.signal(each, self._end)
         before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        if before != -1:  # an event loop reads it
+        if before != -1 or not self._replaced:  # an event loop reads it
             signal.set_wakeup_fd(before)
-        for each in ours:
-            signal.signal(each, self._end)
-        _taken.update(ours)
         try:
             yield
         finally:
-            _taken.difference_update(ours)
-            for each, handler in ours.items():
-                signal.signal(each, handler)
-            if before == -1:
-                signal.set_wakeup_fd(-1)
+            self._restore_handlers()
+
+    def _restore_handlers(self) -> None:
+        if self._replaced:
+            before = signal.set_wakeup_fd(-1)
+            if before != self._writer.fileno():
+                signal.set_wakeup_fd(before)
+        for each, handler in self._replaced.items():
+            signal.signal(each, handler)
+        self._replaced = {}
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -89,7 +82,7 @@ class Termination:
         Raises:
             SystemExit: at the end of the scope, if a signal has come.
         """
-        self.only_noted = True
+        self.received, self.only_noted = None, True
         try:
             with self.handled():
                 yield
@@ -104,33 +97,21 @@ class Termination:
             failed: the training cannot continue to a step at which it would end.
         """
         if self.received is not None and (failed or not self.only_noted):
-            raise SystemExit(STATUS)
+            raise SystemExit(PREEMPTED)
 
     def wait(self, seconds: float) -> None:
         """Sleep until a signal comes, in a thread other than the main one."""
         came = select.select([self._reader], [], [], seconds)[0]
-        if came and self._signals.intersection(self._reader.recv(64)):
+        if came and set(self._replaceable).intersection(self._reader.recv(64)):
             self._note()
 
     def _end(self, *_: object) -> None:
         self._note()
         if not self.deferred and not self.only_noted:
-            raise SystemExit(STATUS)
+            raise SystemExit(PREEMPTED)
 
     def _note(self) -> None:
         self.received = self.received or time.monotonic()
 
 
-_taken: set[signal.Signals] = set()  # by this process
-
-
-def _give_back_in_child() -> None:
-    """Restore the default handlers in a forked process, such as a data loader."""
-    if _taken:
-        signal.set_wakeup_fd(-1)
-        for each in _taken:
-            signal.signal(each, signal.SIG_DFL)
-        _taken.clear()
-
-
-os.register_at_fork(after_in_child=_give_back_in_child)
+termination_of_process = functools.cache(Termination)

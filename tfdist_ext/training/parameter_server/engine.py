@@ -10,8 +10,7 @@ import tensorflow as tf
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.agreement.single_task import Reduction, TaskStatus
-from tfdist_ext.training.agreement.stalls import Phases, watch
+from tfdist_ext.training.agreement.single_task import Reduction, TaskStatus, watched_phases
 from tfdist_ext.training.inputs import GlobalBatches
 from tfdist_ext.training.parameter_server.calls import Calls, busy_workers
 from tfdist_ext.training.parameter_server.program import (
@@ -37,11 +36,8 @@ class ParameterServerEngine(Engine):
     state_is_here = False  # the state may not fit into this process
 
     def __init__(self, strategy: tf.distribute.ParameterServerStrategy):
-        phases = Phases.of_environment()
-        if phases is not None:
-            servers = getattr(strategy, "servers", None)  # of create_strategy's
-            watch("chief:0", phases, busy_workers, servers)
-        peers = TaskStatus(phases)
+        servers = getattr(strategy, "servers", None)  # of create_strategy's
+        peers = TaskStatus(watched_phases("chief:0", busy_workers, servers))
         # Of the coordinator alone, which reads global batches as they are.
         super().__init__(strategy, Reduction(strategy, peers))
         self._calls = Calls(strategy, peers)

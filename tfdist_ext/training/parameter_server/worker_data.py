@@ -38,16 +38,6 @@ from tfdist_ext.training.parameter_server.calls import (
 from tfdist_ext.training.protocols import Specs
 from tfdist_ext.user_frames import warn
 
-__all__ = [
-    "PATIENCE",
-    "Answer",
-    "StepValues",
-    "WorkerBatches",
-    "WorkerIterators",
-    "WorkerLoop",
-    "why_not_remote",
-]
-
 # Seconds without progress after which another worker takes over the shard of one that does not
 # answer. A process needs as long to restart.
 PATIENCE = 10.0
@@ -219,7 +209,9 @@ class WorkerLoop:
         done, progress, patience = 0, time.monotonic(), PATIENCE
         while done < n and data.unfinished:
             if data.of_workers is None:
+                self.calls.peers.enters("compiling")
                 data.begin(self._table)
+                self.calls.peers.enters("steps")
             answers = self.calls.results(self._calls(data, n - done, first, rate))
             found += (counted := data.count(answers))
             steps = sum(int(answer.steps) for answer in counted)
