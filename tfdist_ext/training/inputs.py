@@ -39,6 +39,17 @@ from tfdist_ext.training.agreement.equality import from_each_worker
 from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.protocols import Specs, Structure
 
+__all__ = [
+    "GlobalBatches",
+    "Part",
+    "Parts",
+    "batches_of_function",
+    "batches_of_ordered",
+    "check_says_nothing_else",
+    "parts_of_dataset",
+    "read",
+]
+
 # One replica's part of a global batch: the number of its rows, the number of rows of the global
 # batch, and the rows. A part of 0 rows still holds one row; see `_spans`.
 Part: TypeAlias = tuple[tf.Tensor, tf.Tensor, Structure]

@@ -44,6 +44,16 @@ from tfdist_ext.training.variables import (
     variables_of_steps,
 )
 
+__all__ = [
+    "adopt",
+    "batch_normalization_layers",
+    "belongs_to",
+    "build",
+    "creation_scope",
+    "recompile",
+    "reject_stateful_rnns",
+]
+
 
 def creation_scope(
     strategy: tf.distribute.Strategy, created: list[tf.Variable] | None = None

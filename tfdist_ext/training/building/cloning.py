@@ -20,6 +20,15 @@ import keras
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 
+__all__ = [
+    "cannot_be_copied",
+    "clone_from_config",
+    "clone_model",
+    "copy_flags_and_assets",
+    "custom_objects_of",
+    "truncate_message",
+]
+
 # Keras adds these to the config of each layer, whether its __init__ takes them or not.
 _OF_KERAS = {"name", "trainable", "dtype"}
 

@@ -20,6 +20,15 @@ from tfdist_ext.training.agreement.single_task import TaskStatus
 from tfdist_ext.training.protocols import BatchIterator, Specs, Structure
 from tfdist_ext.training.variables import default_strategy_scope
 
+__all__ = [
+    "BATCHES_IN_A_CALL",
+    "Calls",
+    "ChunkCalls",
+    "ConcreteFunction",
+    "busy_workers",
+    "on_worker",
+]
+
 ConcreteFunction: TypeAlias = tf.types.experimental.ConcreteFunction
 
 BATCHES_IN_A_CALL = 8  # at most

@@ -38,6 +38,16 @@ from tfdist_ext.training.parameter_server.calls import (
 from tfdist_ext.training.protocols import Specs
 from tfdist_ext.user_frames import warn
 
+__all__ = [
+    "PATIENCE",
+    "Answer",
+    "StepValues",
+    "WorkerBatches",
+    "WorkerIterators",
+    "WorkerLoop",
+    "why_not_remote",
+]
+
 # Seconds without progress after which another worker takes over the shard of one that does not
 # answer. A process needs as long to restart.
 PATIENCE = 10.0
