@@ -29,7 +29,8 @@ NAMES = PrivateNames(
         "backend.compute_output_spec": "variables of a model that is not compiled",
         "backend.tensorflow.trainer.convert_to_np_if_not_ragged": "the outputs of predict",
         "backend.tensorflow.trainer.potentially_ragged_concat": "the outputs of predict",
-        "models.functional.Functional": "models whose config has their layers",
+        "models.functional.Functional": "cloning a model layer by layer",
+        "saving.serialization_lib.SafeModeScope": "cloning objects with lambdas",
         "random.seed_generator.global_seed_generator": "random numbers without a seed",
         "trainers.data_adapters.array_data_adapter.ArrayDataAdapter": "arrays as data",
         "trainers.data_adapters.array_slicing.TensorflowSparseWrapper": "sparse arrays as data",
@@ -351,6 +352,11 @@ def seed_state() -> np.ndarray | None:
 def global_seed_generator() -> keras.random.SeedGenerator:
     """The generator that this thread draws from without a seed. Private: Keras makes it itself."""
     return NAMES("random.seed_generator.global_seed_generator")()
+
+
+def trusted() -> contextlib.AbstractContextManager[None]:
+    """A scope in which lambdas may be deserialized: for objects alive in this process only."""
+    return NAMES("saving.serialization_lib.SafeModeScope")(safe_mode=False)
 
 
 def trained_by(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:

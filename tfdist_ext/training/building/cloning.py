@@ -1,7 +1,7 @@
-"""Copies Keras objects by their configs, with the classes and functions that they use.
+"""Clones Keras objects from their configs, with the live functions and classes they use.
 
-A model can be copied if Keras could save and load it. A config has only the names of the user's
-classes and functions. They are found in the objects that are copied.
+A config has only the name of a user's function, or a lambda as bytes. Both objects live in this
+process, so the clone takes the functions of the original.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+import random
 import tempfile
 import types
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import keras
 
@@ -29,8 +30,15 @@ __all__ = [
     "truncate_message",
 ]
 
-# Keras adds these to the config of each layer, whether its __init__ takes them or not.
+
 _OF_KERAS = {"name", "trainable", "dtype"}
+
+_NAMED_BY_CLASS = (
+    keras.losses.Loss,
+    keras.metrics.Metric,
+    keras.optimizers.Optimizer,
+    keras.optimizers.schedules.LearningRateSchedule,
+)
 
 # Objects that Keras makes from a config.
 Configured: TypeAlias = keras.optimizers.Optimizer | keras.metrics.Metric | keras.losses.Loss
@@ -56,8 +64,11 @@ def clone_model(model: keras.Model) -> keras.Model:
         TrainingError: the model cannot be copied from its config.
     """
     try:
-        with custom_objects_of(kp.flat_layers(model)):
-            copy = type(model).from_config(_config_of(model))
+        with custom_objects_of(kp.flat_layers(model)), _without_side_effects(model):
+            if kp.is_graph_of_layers(model) and _is_of_keras(type(model).get_config):
+                copy = keras.models.clone_model(model, clone_function=_layer_again, recursive=True)
+            else:
+                copy = _layer_again(model)
             _build_as(model, copy)
             _enable_lora_as(model, copy)
     except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
@@ -73,6 +84,21 @@ def cannot_be_copied(thing: Configured | keras.Model, reason: str) -> TrainingEr
         " class what Keras needs to load it: get_config(), and for its own compile()"
         " get_compile_config() and compile_from_config()."
     )
+
+
+@contextlib.contextmanager
+def _without_side_effects(model: keras.Model) -> Iterator[None]:
+    """Scope of a copy, in which Keras neither compiles it nor draws from Python's generator.
+
+    `recompile` takes the live compile settings.
+    """
+    state, compiled = random.getstate(), model.compiled
+    model.compiled = False
+    try:
+        yield
+    finally:
+        model.compiled = compiled
+        random.setstate(state)
 
 
 def copy_flags_and_assets(model: keras.Model, copy: keras.Model) -> None:
@@ -129,19 +155,35 @@ def _enable_lora_as(model: keras.Model, copy: keras.Model) -> None:
             new.enable_lora(old.lora_rank, lora_alpha=old.lora_alpha)
 
 
-def _config_of(model: keras.Model) -> dict[str, Any]:
-    config = model.get_config()
-    init = inspect.getfullargspec(type(model).__init__)
-    names = {*init.args, *init.kwonlyargs}
-    unknown = sorted(names - {"self", *_OF_KERAS})
-    # Keras keeps the arguments of layers, but not those of models.
-    if unknown and "layers" not in config and _is_of_keras(type(model).get_config):
-        raise NotImplementedError(
-            f"the class has no get_config(), so the value of its argument {unknown[0]!r} is not"
-            " known."
-        )
-    left_out = set() if init.varkw else _OF_KERAS - names
-    return {name: value for name, value in config.items() if name not in left_out}
+def _layer_again(layer: keras.Layer | keras.Operation) -> keras.Layer | keras.Operation:
+    if not isinstance(layer, keras.layers.Layer):  # an operation of a functional model: h + 1
+        return type(layer).from_config(layer.get_config())
+    config = layer.get_config()
+    parameters = inspect.signature(type(layer).__init__).parameters
+    if isinstance(layer, keras.Model) and type(layer).get_config is keras.Model.get_config:
+        # Keras keeps the arguments of layers. The config of such a model has the defaults instead.
+        unknown = [
+            name
+            for name, p in parameters.items()
+            if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and name not in {"self", *_OF_KERAS}
+        ]
+        if unknown and not kp.is_graph_of_layers(layer):
+            raise NotImplementedError(
+                f"{type(layer).__name__} has no get_config(), so the value of its argument"
+                f" {unknown[0]!r} is not known."
+            )
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        # Keras adds these to the config of each class, whether its __init__ takes them or not.
+        for name in _OF_KERAS - set(parameters):
+            config.pop(name, None)
+    if not isinstance(layer, keras.layers.Lambda):  # which takes its function from bytes only
+        config.update({k: v for k, v in _own_functions(layer).items() if k in config})
+    new = type(layer).from_config(config)
+    for old_part, new_part in zip(kp.flat_layers(layer), kp.flat_layers(new), strict=False):
+        if type(old_part) is type(new_part):
+            for name, value in _own_functions(old_part).items():
+                setattr(new_part, name, value)
+    return new
 
 
 @contextlib.contextmanager
@@ -149,14 +191,25 @@ def custom_objects_of(things: Iterable[object]) -> Iterator[None]:
     """Scope in which the classes and functions that `things` use are found by name."""
     objects: dict[str, type | types.FunctionType] = {}
     for thing in things:
-        for each in (thing, *vars(thing).values()):
-            named = each if inspect.isfunction(each) else type(each)
-            if not _is_of_keras(named):
-                objects[named.__name__] = named
-    with keras.saving.custom_object_scope(objects), warnings.catch_warnings():
+        objects[type(thing).__name__] = type(thing)
+        for value in vars(thing).values():
+            if isinstance(value, _NAMED_BY_CLASS):
+                objects[type(value).__name__] = type(value)
+        objects.update({value.__name__: value for value in _own_functions(thing).values()})
+    own = {name: value for name, value in objects.items() if not _is_of_keras(value)}
+    with keras.saving.custom_object_scope(own), kp.trusted(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
         yield
 
 
+def _own_functions(thing: object) -> dict[str, types.FunctionType]:
+    """Returns attribute -> function of the user; without the methods, which Keras wraps."""
+    return {
+        name: value
+        for name, value in vars(thing).items()
+        if inspect.isfunction(value) and not _is_of_keras(value) and not hasattr(type(thing), name)
+    }
+
+
 def _is_of_keras(value: type | types.FunctionType) -> bool:
-    return str(value.__module__).startswith(("keras.", "builtins"))
+    return str(value.__module__).startswith("keras.")

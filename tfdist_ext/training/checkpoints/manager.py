@@ -211,7 +211,9 @@ class CheckpointManager:
         if self._folder is None or progress is None or not is_whole:
             return
         hooks = [getattr(each, "on_checkpoint_end", None) for each in self._callbacks]
-        if not self._reduction.any_worker(any(hooks)):  # a callback may be on the chief only
+        with self._reduction.peers.barrier(f"epoch {progress.epoch}, its checkpoint"):
+            has_hooks = self._reduction.any_worker(any(hooks))  # one may be on the chief only
+        if not has_hooks:
             return
         self._run_on_chief(CheckpointFolder.wait)
         newest = self._folder.newest
