@@ -129,7 +129,7 @@ def _causes_in_loss(trainings: Trainings) -> Iterator[str]:
         return
 
     def loss_of(*batches: Structure) -> float:
-        model, data = trainings.new_model(), dataset_of(batches).rebatch(2 * rows)
+        model, data = trainings.new_model(), dataset_of(batches).unbatch().batch(2 * rows)
         if type(model).train_step is keras.Model.train_step:  # evaluate has no dropout
             return float(model.evaluate(data, verbose=0, return_dict=True)["loss"])
         return float(model.fit(data, verbose=0).history["loss"][0])
