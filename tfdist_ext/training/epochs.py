@@ -59,7 +59,7 @@ class Epochs:
         self._source: Any = None  # a tf.data.Iterator over the dataset of the running pass
         self._fed: tuple[object, Any] = None, None  # what a dataset was fed for, and the input
         self._position = batches.begin()
-        self._is_empty = self._position == 0  # as far as reading has told
+        self._is_empty = self._position == 0  # as far as it was read
         self._seen: int | None = None
         self._completed = 0  # steps of the next epoch that are done
 

@@ -88,7 +88,9 @@ class Loop:
                 peers.enters("steps")
                 started = time.perf_counter()
                 with peers.barrier(f"{where}steps after {done}"):
-                    result = program.run(data, n, self._seconds, told=peers.told_to_end)
+                    result = program.run(
+                        data, n, self._seconds, stop_requested=peers.stop_requested
+                    )
                 self._seconds = time.perf_counter() - started
                 raise_if_interrupted()
                 self._tuner.record(result.steps, result.chief_seconds)
@@ -113,9 +115,14 @@ class Loop:
                         logs,
                         epoch_ends=epoch_ends,
                         stopped=stop,
-                        told=result.told,
+                        stop_requested=result.stop_requested,
                     )
-                if self._end_job is not None and result.told and not epoch_ends and not stop:
+                if (
+                    self._end_job is not None
+                    and result.stop_requested
+                    and not epoch_ends
+                    and not stop
+                ):
                     self._end_job()
                 if stop:
                     setattr(self._model, self._stop_flag, True)

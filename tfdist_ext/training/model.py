@@ -288,14 +288,14 @@ class DistributedModel(SavingMixin):
             hooks.on_epoch_end(epoch, logs)
             peers.enters("checkpoint")
             with peers.barrier(f"epoch {epoch + 1}, its end"):
-                flags = np.array([model.stop_training, peers.told_to_end], np.int32)
-                stop, told = (self._reduction.sum_over_workers(flags) > 0).tolist()
+                flags = np.array([model.stop_training, peers.stop_requested], np.int32)
+                stop, stop_requested = (self._reduction.sum_over_workers(flags) > 0).tolist()
                 self._progress = saved.epoch_is_done(epoch, logs, complete=complete, stopped=stop)
             peers.enters("callbacks")
             saved.announce()
             if stop:
                 break
-            if told and epoch + 1 < epochs.stop:
+            if stop_requested and epoch + 1 < epochs.stop:
                 raise SystemExit(PREEMPTED)
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.stop > 0:
             self._engine.finalize(model)
@@ -323,9 +323,9 @@ class DistributedModel(SavingMixin):
         peers.enters("checkpoint")
         with peers.barrier("its end"):
             # Wait: the chief's callbacks may still write.
-            told = self._reduction.any_worker(peers.told_to_end)
+            stop_requested = self._reduction.any_worker(peers.stop_requested)
         saved.training_is_done()
-        if told:
+        if stop_requested:
             raise SystemExit(PREEMPTED)
 
     @overridable

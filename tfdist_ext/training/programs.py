@@ -108,14 +108,17 @@ class StepProgram(ABC):
         """Reset the metrics, as at the beginning of an epoch, or continue from their values."""
 
     @abstractmethod
-    def run(self, data: Epoch, n: int, seconds: float, *, told: bool = False) -> Execution:
+    def run(
+        self, data: Epoch, n: int, seconds: float, *, stop_requested: bool = False
+    ) -> Execution:
         """Run `n` steps of an epoch, or fewer where its data may end and does.
 
         Args:
             n: global batches to use.
             seconds: how long this task's last execution took. Every task gets the chief's time
                 back, so that all choose the same next `n`.
-            told: this task was asked to end. The result says on every task whether any was.
+            stop_requested: this task has received SIGTERM. The result says on every task whether
+                any task has.
         """
 
     def logs_of_this_task(self) -> dict[str, float]:

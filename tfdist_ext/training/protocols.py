@@ -44,13 +44,13 @@ class Execution:
         logs: over the epoch so far, the same on every worker.
         steps: global batches that were used.
         chief_seconds: how long the execution before this one took on the chief.
-        told: a task got the signal to end before this execution began.
+        stop_requested: a task received SIGTERM before this execution began.
     """
 
     logs: Logs
     steps: int
     chief_seconds: float
-    told: bool = False
+    stop_requested: bool = False
 
 
 class TrainedModel(Protocol):

@@ -112,7 +112,7 @@ class LocalCopies(keras.StatelessScope):
 
 
 class UpdatesInPlace:
-    """What optimizers take for their strategy: computes each update on the device of the variable.
+    """Stands in for an optimizer's strategy: computes each update on the variable's device.
 
     If the optimizer updates each row alone, each piece of a variable is updated on its own device.
     """
@@ -142,7 +142,7 @@ class UpdatesInPlace:
 
 
 def device_of_update(copy: tf.Variable) -> str:
-    """Where an update of a plain variable as a whole is computed; of one in pieces at the first."""
+    """The device that computes the update of a whole variable: that of its first piece."""
     return str(pieces_of(copy)[0][0].device)
 
 
@@ -151,7 +151,7 @@ def local_copies(
 ) -> list[tf.Variable]:
     """The plain tf.Variables that are the copies of a variable on this worker.
 
-    Of a variable in pieces, the ShardedVariable of plain pieces.
+    A variable in pieces has one copy, the ShardedVariable of its plain pieces.
     """
     copies = strategy.experimental_local_results(kp.raw_value(variable))
     # One copy for all replicas comes in a wrapper that insists on its strategy.
@@ -175,7 +175,7 @@ def copies_of_model(
     variables = {id(v): v for owner in owners for v in owner.variables}
     for variable in variables.values():
         copies = [local_copy(variable, strategy, number) for number in range(local_replicas)]
-        # Of one in pieces, those of each piece.
+        # A variable in pieces has several tf.Variables.
         yield from zip(*(getattr(copy, "variables", [copy]) for copy in copies), strict=True)
 
 
@@ -191,10 +191,10 @@ def owner_copy(variable: keras.Variable, strategy: tf.distribute.Strategy) -> tf
 def is_updated_once(
     variables: Sequence[keras.Variable], strategy: tf.distribute.Strategy, local_replicas: int
 ) -> bool:
-    """Whether an update is computed once, and not by each replica on copies of its own.
+    """Whether an update is computed once for all replicas of this worker.
 
-    So it is where replicas share a copy, which would be updated once for each of them, and where
-    the strategy has its own way of applying updates.
+    Otherwise each replica updates its own copies. An update is computed once if replicas share a
+    copy, or if the strategy has its own way of applying updates.
     """
     if isinstance(strategy, StrategyTemplate) and strategy.has_own_updates:
         return True
@@ -204,7 +204,7 @@ def is_updated_once(
 def broadcast_from_owner(
     variables: Sequence[keras.Variable], strategy: tf.distribute.Strategy
 ) -> None:
-    """Give all copies the value of the owner's; to be called in cross-replica context."""
+    """Copies the owner's value to all other copies. Call it in cross-replica context."""
     for variable in variables:
         if len(local_copies(variable, strategy)) > 1:
             _broadcast(kp.raw_value(variable), owner_copy(variable, strategy), strategy)
@@ -242,7 +242,7 @@ def _default_context() -> tf.distribute.ReplicaContext:
 
 
 def outside_of_scopes(function: Callable[..., Any], *args: Any) -> Any:
-    """Call it in a new thread: outside of all scopes and graphs that are open in this one."""
+    """Calls a function outside of all scopes and graphs of this thread, in a new thread."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *args).result()
 
@@ -274,13 +274,12 @@ def variables_of_steps(*, in_pieces: bool) -> contextlib.AbstractContextManager[
 
 
 def copies_of_one_name() -> contextlib.AbstractContextManager[None]:
-    """Scope in which the copies on a replica are made by one operation for each shape.
+    """Scope in which all copies on a replica get one name, except on the first replica.
 
-    To be entered before the strategy's own scope, which names each copy after its variable. The
-    first copy keeps that name, which is the one of the variable.
+    Enter it before the strategy's own scope, which names each copy after its variable.
 
-    TensorFlow keeps the kernel of an operation for all that have the same attributes, and the name
-    of a variable is an attribute of what makes it. A new kernel takes longer than all the rest.
+    TensorFlow has one kernel for all operations with equal attributes. The name of a variable is an
+    attribute of the operation that creates it, and a new kernel takes longer than all else.
     """
 
     def creator(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
@@ -294,7 +293,7 @@ def copies_of_one_name() -> contextlib.AbstractContextManager[None]:
 def optimizers_of(
     model: keras.Model | keras.optimizers.Optimizer,
 ) -> dict[str, keras.optimizers.Optimizer]:
-    """Attribute -> optimizer, also of those in an attribute that is a list or a dict."""
+    """Returns attribute -> optimizer, also for optimizers in attributes that are lists or dicts."""
     found: dict[int, tuple[str, keras.optimizers.Optimizer]] = {}
     for attribute, value in vars(model).items():
         if attribute.startswith("_self_"):
@@ -307,7 +306,7 @@ def optimizers_of(
 def with_inner_optimizers(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.optimizers.Optimizer]:
-    """An optimizer and those that it holds, as loss scaling and lookahead do."""
+    """Returns an optimizer and the optimizers inside it, as of loss scaling and lookahead."""
     inner = [
         each for held in optimizers_of(optimizer).values() for each in with_inner_optimizers(held)
     ]

@@ -170,7 +170,7 @@ class TaskStatus:
         """Sets the function that counts the batches the running execution has read."""
 
     @property
-    def told_to_end(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether SIGTERM has come, in the scope of `ends_at_a_step`."""
         return self._termination.only_noted and self._termination.received is not None
 

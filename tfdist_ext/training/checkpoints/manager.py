@@ -256,7 +256,7 @@ class CheckpointManager:
         return None if self._every is None else self._every - self._progress.batches % self._every
 
     def steps_done(
-        self, steps: int, logs: Logs, *, epoch_ends: bool, stopped: bool, told: bool
+        self, steps: int, logs: Logs, *, epoch_ends: bool, stopped: bool, stop_requested: bool
     ) -> None:
         """Saves after each `every` global batches, and at a signal.
 
@@ -264,19 +264,19 @@ class CheckpointManager:
             steps: global batches since the last call.
             logs: over the epoch so far.
             stopped: a callback has stopped the training.
-            told: a task has got a signal to end.
+            stop_requested: a task has received SIGTERM.
 
         Raises:
-            SystemExit: `told`, and the epoch is not done.
+            SystemExit: a stop is requested, and the epoch is not done.
         """
         if self._resumes_inside:
             self._progress = replace(self._progress, batches=self._progress.batches + steps)
         if epoch_ends:  # it is saved after its callbacks
             return
         due = self._every is not None and self._progress.batches % self._every == 0
-        if (due or told) and self._resumes_inside and _is_finite(logs):
+        if (due or stop_requested) and self._resumes_inside and _is_finite(logs):
             self._save(replace(self._progress, stopped=stopped))
-        if told:
+        if stop_requested:
             raise SystemExit(PREEMPTED)
 
     def epoch_is_done(self, epoch: int, logs: Logs, *, complete: bool, stopped: bool) -> Progress:
@@ -284,7 +284,7 @@ class CheckpointManager:
 
         Args:
             complete: all global batches of the epoch are done.
-            stopped: a callback has told the training to stop.
+            stopped: a callback has stopped the training.
         """
         if complete or self._data is None:
             self._progress = replace(self._progress, epoch=epoch + 1, batches=0)

@@ -108,7 +108,9 @@ class ParameterServerProgram(StepProgram):
         self._assign(before)
         return start
 
-    def run(self, data: Epoch, n: int, seconds: float, *, told: bool = False) -> Execution:
+    def run(
+        self, data: Epoch, n: int, seconds: float, *, stop_requested: bool = False
+    ) -> Execution:
         """Run `n` steps on the workers, or fewer if the data ends; returns when all are done.
 
         Raises:
@@ -134,7 +136,7 @@ class ParameterServerProgram(StepProgram):
             kp.raw_value(self._counter).assign(first + done * self._counted)
         self._assign(self._totals)
         logs = self._logs(self._unpacked(self._totals), found[-1][1] if found else {})
-        return Execution(logs, used, seconds, told=told)
+        return Execution(logs, used, seconds, stop_requested=stop_requested)
 
     def _steps(self, batches: Sequence[Structure], first: tf.Tensor, rate: tf.Tensor) -> StepValues:
         """In a graph: steps one after another."""

@@ -27,7 +27,7 @@ def timestamp_after(values: Structure) -> tf.Tensor:
     """The time at which all of these tensors are there, in seconds."""
     parts = tf.nest.flatten(values, expand_composites=True)
     there = [part for part in parts if part is not None]
-    # On the host: a GPU's operation is done for TensorFlow when the GPU has been told of it.
+    # On the host: TensorFlow takes an operation of a GPU as done when it is sent to the GPU.
     with tf.device("CPU:0"), tf.control_dependencies(there):
         return tf.timestamp()
 

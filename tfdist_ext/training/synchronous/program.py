@@ -39,7 +39,7 @@ Carried: TypeAlias = tuple[States, Outputs]
 NextStep: TypeAlias = Callable[[BatchIterator, Carried], tuple[tf.Tensor, Carried]]
 
 # The result of an execution: logs, the metrics' states, the number of steps, and the report summed
-# over tasks: the chief's seconds, and how many tasks were told to end.
+# over tasks: the chief's seconds, and how many tasks have received SIGTERM.
 Finished: TypeAlias = tuple[dict[str, tf.Tensor], States, tf.Tensor, tf.Tensor]
 
 
@@ -68,7 +68,9 @@ class SynchronousProgram(StepProgram):
             self._model.reset_metrics()
         self._states = self._step.split_states()
 
-    def run(self, data: Epoch, n: int, seconds: float, *, told: bool = False) -> Execution:
+    def run(
+        self, data: Epoch, n: int, seconds: float, *, stop_requested: bool = False
+    ) -> Execution:
         """Run `n` steps of an epoch, or fewer where its data may end and does."""
         self._step.batch_size = data.batch_size
         if self._batches_read is not None:
@@ -79,16 +81,16 @@ class SynchronousProgram(StepProgram):
             run = functools.partial(self._run, next_step)
             self._executions[next_step.__name__] = self._step.in_graph(run)
         execution = self._executions[next_step.__name__]
-        report = tf.constant([seconds if self._reduction.is_chief else 0.0, float(told)])
+        report = tf.constant([seconds if self._reduction.is_chief else 0.0, float(stop_requested)])
         args = data.iterator, tf.constant(n), report, self._states
         finished = self._step.call(execution, *args)
         logs, self._states, steps, report = finished
-        chief_seconds, tasks_told = report.numpy().tolist()
+        chief_seconds, stop_requests = report.numpy().tolist()
         logs = {  # by name, as Keras sorts them
             name: float(value) if value.shape.rank == 0 else value.numpy()
             for name, value in sorted(logs.items())
         }
-        return Execution(logs, int(steps), chief_seconds, told=tasks_told > 0)
+        return Execution(logs, int(steps), chief_seconds, stop_requested=stop_requests > 0)
 
     def logs_of_this_task(self) -> dict[str, float]:
         """The metrics over this task's own rows of the epoch so far, without the other tasks."""
