@@ -27,7 +27,6 @@ __all__ = [
     "SyncPoint",
     "TracedReplica",
     "copy_number",
-    "is_traced_once",
     "once_for_all",
     "replica_number",
     "sum_up",
@@ -105,11 +104,6 @@ def copy_number() -> int:
     if isinstance(context, TracedReplica):
         return context.first
     return int(tf.get_static_value(context.replica_id_in_sync_group))
-
-
-def is_traced_once() -> bool:
-    """Whether a step is traced once for all replicas of this worker."""
-    return isinstance(tf.distribute.get_replica_context(), TracedReplica)
 
 
 def sum_up(
