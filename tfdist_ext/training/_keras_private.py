@@ -126,7 +126,7 @@ _REPLACED = {
         "keras.src.losses.loss:reduce_weighted_values",
     ),
     "average_loss": (
-        "is called by every name of `tf.nn.compute_average_loss`, whose divisor is of all rows",
+        "marks a call of `tf.nn.compute_average_loss`, which must divide by the rows of all parts",
         f"{_OPS}.losses.util:check_per_example_loss_rank",
     ),
     "divide_average_loss": ("the same: the division itself", f"{_OPS}.math_ops:div_no_nan"),

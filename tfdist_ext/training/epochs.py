@@ -19,9 +19,7 @@ from tfdist_ext.training.inputs import GlobalBatches, parts_of_dataset
 from tfdist_ext.training.protocols import BatchIterator, Epoch, Structure
 from tfdist_ext.user_frames import warn
 
-__all__ = [
-    "Epochs",
-]
+__all__ = ["Epochs"]
 
 _EMPTY = "the data must hold a batch, got none."
 

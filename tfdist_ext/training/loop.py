@@ -109,7 +109,7 @@ class Loop:
                         stop = self._reduction.any_worker(stop)
                 peers.enters("checkpoint")
                 epoch_ends = done == data.steps
-                if self._saved is not None:  # after callbacks, whose state it may write
+                if self._saved is not None:  # after callbacks: a checkpoint has their state
                     self._saved.steps_done(
                         result.steps,
                         logs,

@@ -70,11 +70,7 @@ from tfdist_ext.training.synchronous.engine import SynchronousEngine
 from tfdist_ext.training.synchronous.model_step import OneTrace
 from tfdist_ext.user_frames import filter_traceback, warn
 
-__all__ = [
-    "DistributedModel",
-    "check_counts",
-    "distribute",
-]
+__all__ = ["DistributedModel", "check_counts", "distribute"]
 
 EndOfJob: TypeAlias = Callable[[], NoReturn]
 

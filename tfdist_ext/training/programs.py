@@ -61,7 +61,7 @@ class StepsPerExecutionTuner:
     """
 
     def __init__(self, *, fixed: int | None = None):
-        """`fixed` steps each time, or as many as fit into the time."""
+        """Runs `fixed` steps each time, or without `fixed` as many as take 0.8 seconds."""
         self._is_fixed = fixed is not None
         self._steps = fixed or 1
         self._largest = 0

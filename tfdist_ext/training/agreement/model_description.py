@@ -78,7 +78,7 @@ def _adapted_values(name: str, layer: keras.Layer) -> Iterator[tuple[str, Any]]:
 def _object_values(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
     """Yields the class of a Keras object, and the leaves of its config."""
     yield f"class of {name}", type(thing).__name__
-    if not kp.is_graph_of_layers(thing):  # whose config has the layers inside it
+    if not kp.is_graph_of_layers(thing):  # its config repeats its layers
         with warnings.catch_warnings(), contextlib.suppress(Exception):  # a user's get_config
             warnings.simplefilter("ignore")  # a lambda in a config
             yield from list(_leaves(name, dict(thing.get_config())))

@@ -77,7 +77,7 @@ def clone_model(model: keras.Model) -> keras.Model:
 
 
 def cannot_be_copied(thing: Configured | keras.Model, reason: str) -> TrainingError:
-    """Returns the error for an object whose config is missing or incomplete."""
+    """Returns the error for an object that Keras cannot create again from its config."""
     return TrainingError(
         f"{type(thing).__name__} cannot be copied into the strategy's scope: {reason} Pass a"
         " function that builds and compiles the model: distribute(build, strategy). Or give the"

@@ -25,10 +25,7 @@ from tfdist_ext.training.state.naming import MODEL, check_has_variables, group_o
 from tfdist_ext.training.state.values import assign_whole, whole_value
 from tfdist_ext.training.variables import outside_of_scopes
 
-__all__ = [
-    "Builder",
-    "export",
-]
+__all__ = ["Builder", "export"]
 
 # Builds another model; None if there is only the model itself.
 Builder: TypeAlias = Callable[[], keras.Model] | None

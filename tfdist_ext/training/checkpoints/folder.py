@@ -108,7 +108,7 @@ def epochs_when_done(folder: str) -> int | None:
 
 
 def _owner_of(folder: str) -> dict[str, Any]:
-    """Returns what `owner.json` says; an empty dict if there is none, or it is damaged."""
+    """Returns the content of `owner.json`, or an empty dict if it is missing or damaged."""
     try:
         with open_file(posixpath.join(folder, OWNER)) as file:
             return dict(json.loads(file.read()))
@@ -126,8 +126,7 @@ class CheckpointFolder:
 
     Attributes:
         path: of the folder.
-        newest: the path of the checkpoint from which this job resumes, and later of the one
-            written last; None if there is none.
+        newest: the path of the last checkpoint that this job has found or written, or None.
         progress: of that checkpoint.
     """
 

@@ -134,7 +134,7 @@ class StepContext:
         return self._position
 
     def rows_in(self, value: tf.Tensor) -> Literal["part", "batch", "unclear"] | None:
-        """Whose rows a floating tensor has numbers for; None if it has no rows.
+        """Returns whether a floating tensor has rows of this part or of the batch, or none.
 
         In a graph, rows are in a dimension of unknown size. In an eager step, they are in a first
         dimension as long as the part. A multiple of this length may be several numbers for each

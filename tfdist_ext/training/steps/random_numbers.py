@@ -7,9 +7,9 @@ all draw by a few functions, which are replaced (`_drawn`).
 
 The first dimension of a tensor that is drawn is the batch if its size is unknown while the step is
 traced and depends on the part of the batch. The tensor has the same number of entries for each row
-of the part, and the entries of a row are one after another. If tensors of rows were concatenated,
-such as generated and real images, each of them has its rows. The batch size as a number is an
-error.
+of the part, and the entries of a row are one after another. If tensors of rows are concatenated,
+such as generated and real images, each replica draws its rows of each of them. A literal batch size
+is an error.
 
 In an eager step all sizes are numbers. There the first dimension is the batch if it is the number
 of the part's rows or a multiple of that number. Any other tensor is the same on all replicas.
@@ -210,7 +210,7 @@ def _drawn_with_state(
 def _shuffled(
     context: StepContext, original: Original, x: Any, axis: int = 0, seed: Any = None
 ) -> tf.Tensor:
-    """Shuffles the rows of all replicas, and returns as many as this replica has.
+    """Shuffles the rows of the global batch, and returns this replica's part of them.
 
     The numbers of this part's rows (`arange(batch_size)`) become numbers of rows in the global
     batch. `rows_at` finds these rows.

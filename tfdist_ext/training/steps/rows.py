@@ -272,7 +272,7 @@ def with_slots(
 
 
 def _slots(gradient: tf.IndexedSlices, equal: EqualTensors) -> tf.IndexedSlices | None:
-    """The slots of the lookups of which TensorFlow has concatenated the slices of a gradient."""
+    """Returns the slots of a gradient's slices, which may come from several lookups."""
     parts = _concatenated(gradient.indices)
     kinds = [_kind_of(each, equal) for each in parts]
     if set(kinds) == {"rows"}:

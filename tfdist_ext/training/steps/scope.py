@@ -4,9 +4,9 @@ Under a strategy, a write inside a replica's step is slow (a cross-replica opera
 some strategies wrong. So `ReplicaScope` collects writes as values of the step. Metrics stay in the
 loop until it ends. Moving averages become the mean over all rows, and are written once.
 
-Some writes cannot be collected: those inside a `cond` or a loop, whose values cannot leave its
-graph, and those to a `tf.Variable` of the user's. They go to the replica's own copy at once
-(`OwnCopies`). When the step ends, the mean over all rows is written to every copy.
+Two kinds of writes cannot be collected: writes inside a `cond` or a loop, because their values
+cannot leave its graph, and writes to the user's own `tf.Variable`s. They go to the replica's own
+copy at once (`OwnCopies`). When the step ends, the mean over all rows is written to every copy.
 """
 
 from __future__ import annotations

@@ -29,13 +29,13 @@ class Trainings:
 
     Args:
         builder: creates the compiled model.
-        data: arrays (x, y, sample_weight), of which the last may be left out, or a dataset.
+        data: arrays (x, y) or (x, y, sample_weight), or a dataset.
         steps: global batches to train on.
         fit: arguments of `fit`.
         synchronize_batch_norm: as of `tfd.distribute`.
 
     Attributes:
-        batches: the global batches of one epoch, of which the last one is smaller.
+        batches: the global batches of one epoch; the last one is smaller.
         rows: the number of rows of each batch.
         shuffles: whether `fit` shuffles arrays.
         order_changes: whether a dataset begins with another batch when it is read again.
