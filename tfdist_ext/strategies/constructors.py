@@ -11,7 +11,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import tensorflow as tf
@@ -53,6 +54,7 @@ Devices: TypeAlias = int | str | Sequence[str] | None
 
 LOOKUP_SECONDS = 30.0  # for Google Cloud's metadata server and TPU API
 REACH_SECONDS = 10.0  # for a TPU to answer
+_STARTED_WITHIN = 10.0  # seconds for servers to start after the preflight
 
 
 def default() -> tf.distribute.Strategy:
@@ -176,11 +178,23 @@ def parameter_server(
             if task.startswith(("ps:", "worker:"))
         }
         servers = Servers(str(described.task or "coordinator"), addresses)
+        _wait_for_servers(addresses.values())
         with connecting():
             strategy = PlacedParameterServers(resolver_of(cluster), placer, servers)
     servers.send_result_at_exit()
     _Coordinator(strategy)  # TensorFlow keeps the first coordinator of a strategy
     return strategy
+
+
+def _wait_for_servers(addresses: Iterable[str]) -> None:
+    """Return when TensorFlow's servers answer, or after a while.
+
+    TensorFlow fails where it connects while a task still ends the calls of its preflight.
+    """
+    deadline = time.monotonic() + _STARTED_WITHIN
+    for address in addresses:
+        while not _is_server(address) and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
 class _Coordinator(tf.distribute.coordinator.ClusterCoordinator):

@@ -12,6 +12,7 @@ import json
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -188,12 +189,14 @@ class Endpoint:
             session_within: seconds to wait for the session to be opened.
         """
         self._opened.wait(session_within)
-        if self._opened.is_set() or self._is_early.is_set():
-            self._server.stop(_FOREVER)
-        else:
-            # To its end: a call that is still in Python would wait for TensorFlow's constructor,
-            # which holds Python's lock while it waits for the caller.
-            self._server.stop(0.5).wait(_STOPPED)
+        # Calls that have come go on: of a session, and of a coordinator that came too early.
+        ended = self._server.stop(_FOREVER)
+        deadline = time.monotonic() + _QUESTION
+        while not (self._opened.is_set() or self._is_early.is_set() or ended.wait(0.01)):
+            if time.monotonic() > deadline:
+                # To its end: a call that is still in Python would wait for TensorFlow's
+                # constructor, which holds Python's lock while it waits for the caller.
+                self._server.stop(0.0).wait(_STOPPED)
         for _ in range(100):
             if port_is_free(self._port):
                 break
@@ -218,6 +221,7 @@ class Endpoint:
 
 
 _FOREVER = 10.0**6
+_QUESTION = 0.5  # seconds for the answer to a question
 _STOPPED = 10.0  # seconds for calls to end
 _FORWARDED = 60.0  # seconds for TensorFlow's server to start and to answer
 
