@@ -7,6 +7,7 @@ of PlacedStrategy with one of the RULES, as in `placed-mixed_4`.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,4 +58,8 @@ def train_cells(
     """Train all cells of these optimizers on a strategy, in a process that it has to itself."""
     if name[-1].isdigit():
         logical_cpus(int(name[-1]))
+    if by_keras:
+        # MirroredStrategy hangs if Python drops one of its iterators while it builds a graph
+        # (docs/tensorflow_facts.md).
+        gc.disable()
     return dict(matrix.train_all(wrapper(name, by_keras), optimizers, go_on=by_keras))
