@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tfdist_ext.cluster import ClusterConfig, Task, describe_environments, environments
+from tfdist_ext.cluster import ClusterConfig, Task, describe_environments
+from tfdist_ext.cluster.config import ENVIRONMENTS
 from tfdist_ext.errors import ClusterConfigError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text(encoding="utf-8")
@@ -308,7 +309,7 @@ def test_precedence() -> None:
         "SageMaker": training_job(["algo-1", "algo-2"])[1],
         "Kubernetes": job_pods(2)[1],
     }
-    assert list(layers) == ORDER == list(environments.ENVIRONMENTS)
+    assert list(layers) == ORDER == list(ENVIRONMENTS)
     left = dict(layers)
     for name in ORDER:
         env = {k: v for layer in left.values() for k, v in layer.items()}

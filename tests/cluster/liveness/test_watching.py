@@ -17,14 +17,16 @@ import tensorflow as tf
 from tfdist_ext.cluster.liveness import reports
 from tfdist_ext.cluster.liveness.watching import (
     ALIVE,
+    DONE,
     EXPECTED,
     FROZEN,
     GONE,
+    Servers,
     TaskWatch,
     Watcher,
 )
 from tfdist_ext.cluster.liveness.wire import STARTED, Connection, Endpoint
-from tfdist_ext.launch.ports import reserve_ports
+from tfdist_ext.launch.resources import reserve_ports
 
 
 def states(task: TaskWatch, number: int) -> list[str]:
@@ -116,3 +118,19 @@ def test_the_watcher_ends_with_its_object(monkeypatch: pytest.MonkeyPatch) -> No
     del watcher
     gc.collect()
     assert process.returncode == -signal.SIGKILL
+
+
+def test_a_session_outlives_the_port_and_is_opened_again() -> None:
+    with reserve_ports(1) as (port,):
+        address = f"127.0.0.1:{port}"
+        first = Endpoint(address, dict)
+        servers = Servers("chief:0", {"ps:0": address})
+        first.free_port(session_within=5.0)
+        assert first.had_session
+        second = Endpoint(address, dict)  # the port is free; as after a restart of the task
+        assert first.next_word(0.1) == {}
+        first.close()
+        second.free_port(session_within=10.0)
+        silent = servers.end(DONE)
+        assert (silent, second.next_word(1.0)["result"]) == ([], DONE)
+        second.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tfdist_ext.cluster.environments.reading import (
+from tfdist_ext.cluster.environments import (
     ALONE,
     SET_TASKS,
     TASKS,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from tfdist_ext.cluster.environments.reading import ALONE, local_ids, number, ranked_cluster, size
+from tfdist_ext.cluster.environments import ALONE, local_ids, number, ranked_cluster, size
 from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.messages import refuse, shown
 
