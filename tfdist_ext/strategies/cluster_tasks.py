@@ -126,6 +126,7 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
                 job_name=task.type,
                 task_index=task.index,
                 protocol=resolver.rpc_layer or "grpc",
+                config=_server_config(),
             )
         assert endpoint is not None  # else the port was in use, and the server has failed
         result = result_of_coordinator(described, endpoint)
@@ -135,6 +136,18 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
             endpoint.close()
     # Not a failure of this task: whoever starts tasks starts it again where the coordinator is.
     raise RoleEnded(0 if result == DONE else RESTART)
+
+
+def _server_config() -> tf.compat.v1.ConfigProto | None:
+    """At least two threads between operations; None if the default has two or more.
+
+    TensorFlow's server answers its calls in as many threads as this process has cores. A step waits
+    in one of them for tensors that another call asks for, so with one thread it waits forever.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if (cores or 1) > 1 or "TF_NUM_INTEROP_THREADS" in os.environ:
+        return None
+    return tf.compat.v1.ConfigProto(inter_op_parallelism_threads=2)
 
 
 def run_preflight(
