@@ -209,8 +209,7 @@ class ClusterDescription(NamedTuple):
     def driver(self) -> tuple[str, str] | None:
         """Name and address of the task that leads the training: the chief, or worker 0 without one.
 
-        None where that is no task of the cluster: parameter servers may have a coordinator that is
-        named nowhere.
+        None if it is not a task of the cluster, as the coordinator of parameter servers may be.
         """
         for job in ("chief",) if "ps" in self.jobs else ("chief", "worker"):
             if self.jobs.get(job, ("",))[0]:
@@ -239,21 +238,14 @@ def check_task(task: object, jobs: Jobs, where: str) -> None:
     index = task.index
     if isinstance(index, bool) or not isinstance(index, int):
         raise refuse(where, "task.index must be a whole number", index, "Give 0, 1, 2, ...")
-    if index < 0:
-        raise refuse(where, "task.index must not be negative", index, "Indices start at 0.")
     if task.type not in jobs:
         what = f"cluster must have the job of task.type, {task.type}"
         advice = f"Add the {task.type} job with the address of each of its tasks to cluster."
         raise refuse(where, what, list(jobs), advice)
     addresses = jobs[task.type]
-    if index >= len(addresses):
-        last = len(addresses) - 1
-        what = f"task.index must be from 0 to {last}, the indices of cluster.{task.type}"
-        advice = f"Give 0 to {last}, or add the address of this task to cluster.{task.type}."
-        raise refuse(where, what, index, advice)
-    if not addresses[index]:
-        what = f"task.index must be among the indices cluster.{task.type} lists"
-        advice = f"Add the address of this task to cluster.{task.type}."
+    if not 0 <= index < len(addresses) or not addresses[index]:
+        what = f"task.index must be from 0 to {len(addresses) - 1}, and have an address"
+        advice = f"Correct it, or add the address of this task to cluster.{task.type}."
         raise refuse(where, what, index, advice)
 
 

@@ -11,7 +11,6 @@ releases the lock when the launcher dies.
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import shutil
@@ -21,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from tfdist_ext.cluster.liveness.wire import port_is_free
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.messages import check_int
 
@@ -47,7 +47,7 @@ def reserve_ports(count: int) -> Iterator[tuple[int, ...]]:
                 lock = locks.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
             except OSError:  # more open files than a process may have
                 break
-            if _binds(lock, port) and _is_free(port):
+            if _binds(lock, port) and port_is_free(port):
                 ports.append(port)
             else:
                 lock.close()
@@ -72,18 +72,6 @@ def _candidates() -> list[int]:
     random.SystemRandom().shuffle(ports)
     # Inside only where a machine's range is so wide that nothing else is left.
     return sorted(ports, key=lambda port: low <= port <= high)
-
-
-def _is_free(port: int) -> bool:
-    # gRPC listens on every address, IPv4 and IPv6: a server on ::1 alone is in its way too.
-    for family in (socket.AF_INET, socket.AF_INET6):
-        try:
-            socket.create_server(("", port), family=family).close()
-        except OSError as error:
-            # On a machine without IPv6, IPv4 decides.
-            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
-                return False
-    return True
 
 
 def _binds(lock: socket.socket, port: int) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tfdist_ext.cluster.liveness import reports
+from tfdist_ext.cluster.liveness import WaitReports
 from tfdist_ext.cluster.liveness.watching import (
     ALIVE,
     DONE,
@@ -70,7 +70,7 @@ def test_the_states_of_a_task() -> None:
 
 
 def test_waits_are_reported_less_and_less_often() -> None:
-    waits = reports.WaitReports()
+    waits = WaitReports()
     times = (9, 10, 19, 20, 39, 40, 200, 319, 320)
     assert [waited for waited in times if waits.due(waited)] == [10, 20, 40, 200, 320]
 

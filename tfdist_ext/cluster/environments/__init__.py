@@ -20,20 +20,15 @@ DEFAULT_PORT_BASE = 22222
 ALONE = "1 task: no cluster needed"
 
 
-def number(env: Mapping[str, str], name: str, where: str, advice: str) -> int:
-    """A variable that is a whole number from 0 up; `advice` says how it comes to be set."""
+def number(
+    env: Mapping[str, str], name: str, where: str, advice: str, low: int = 0, high: int = 10**18
+) -> int:
+    """A variable that is a whole number in [low, high]; `advice` says how it comes to be set."""
     text = required(env, name, where, advice)
-    if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise refuse(where, f"{name} must be a whole number", text, advice)
+    if not (text.isascii() and text.isdigit() and len(text) <= 18 and low <= int(text) <= high):
+        limits = f" from {low} to {high}" if low else ""
+        raise refuse(where, f"{name} must be a whole number{limits}", text, advice)
     return int(text)
-
-
-def size(env: Mapping[str, str], name: str, where: str, advice: str) -> int:
-    """A variable that is the number of tasks: at least 1."""
-    count = number(env, name, where, advice)
-    if not 1 <= count <= MAX_INDEX:
-        raise refuse(where, f"{name} must be a possible number of tasks", count, advice)
-    return count
 
 
 def required(env: Mapping[str, str], name: str, where: str, advice: str) -> str:
@@ -107,10 +102,7 @@ def cluster_at(
     last = max(local)
     if env.get("TFDIST_PORT_BASE", "").strip():
         advice = f"Set it to a port from 1 to {65535 - last}, or unset it for {port_base}."
-        port_base = number(env, "TFDIST_PORT_BASE", source, advice)
-        if not 1 <= port_base <= 65535 - last:
-            what = f"TFDIST_PORT_BASE must leave room for {last + 1} ports"
-            raise refuse(source, what, port_base, advice)
+        port_base = number(env, "TFDIST_PORT_BASE", source, advice, 1, 65535 - last)
     addresses = (f"{host}:{port_base + n}" for host, n in zip(everyone, local, strict=True))
     jobs = {job: [next(addresses) for _ in of_job] for job, of_job in hosts.items()}
     return ClusterDescription(Jobs(jobs, source), task, source)

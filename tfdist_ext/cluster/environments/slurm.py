@@ -12,8 +12,8 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 
-from tfdist_ext.cluster.environments import ALONE, number, ranked_cluster, required, size
-from tfdist_ext.cluster.jobs import ClusterDescription
+from tfdist_ext.cluster.environments import ALONE, number, ranked_cluster, required
+from tfdist_ext.cluster.jobs import MAX_INDEX, ClusterDescription
 from tfdist_ext.messages import refuse, shown
 
 _BY_SRUN = "srun sets it: start the tasks with srun, or unset SLURM_PROCID to train alone."
@@ -76,7 +76,7 @@ def _chunk(env: Mapping[str, str], where: str) -> int | None:
     if kind == "cyclic":
         return 1
     if kind == "plane" or kind.startswith("plane="):
-        return size(env, "SLURM_DIST_PLANESIZE", where, _USE_BLOCK)
+        return number(env, "SLURM_DIST_PLANESIZE", where, _USE_BLOCK, 1, MAX_INDEX)
     if kind == "arbitrary":
         what = "SLURM_DISTRIBUTION must tell which rank runs where"
         raise refuse(where, what, kind, _USE_BLOCK)
