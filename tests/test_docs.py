@@ -27,7 +27,7 @@ from warm_programs import Program, run_program, run_together
 import tfdist_ext as tfd
 from tfdist_ext import cli, testing
 from tfdist_ext.launch.plan import local_plan
-from tfdist_ext.launch.ports import reserve_ports
+from tfdist_ext.launch.resources import reserve_ports
 
 PYTHON, SHOWN = {"python", "diff"}, {"console", "text", "toml", "json", "yaml"}
 FILES = {*PYTHON, "toml"}

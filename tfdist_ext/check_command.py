@@ -8,7 +8,7 @@ import sys
 
 from tfdist_ext.cluster import ClusterConfig, describe_environments
 from tfdist_ext.cluster.liveness.preflight import PreflightError, info_of, preflight, tasks_of
-from tfdist_ext.launch.gpus import gpus_of
+from tfdist_ext.launch.resources import gpus_of
 from tfdist_ext.run_command import seconds_of
 
 __all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "run"]

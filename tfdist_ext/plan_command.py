@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, _: list[str]) -> int:
     """Plan, print, and write the files that the options ask for. Returns 0."""
     from tfdist_ext.placement import Rule, compare  # needs numpy, as not every command does
-    from tfdist_ext.placement.picture import check_file
+    from tfdist_ext.placement.placement_plan import check_file
     from tfdist_ext.placement.rules import placement_from
 
     rules = [Rule(pattern, placement_from(text)) for pattern, text in map(_split, options.rule)]

@@ -120,14 +120,14 @@ BAD_TF_CONFIGS = (
         "the task is a text", _config({"worker": ["a:1"]}, "worker:0"), "task must be a", "worker:0"
     ),
     Bad("no task type", _task(index=0), "task.type is missing", "{'index': 0}"),
-    Bad("a negative index", _task(type="worker", index=-1), "task.index must not be neg", "-1"),
+    Bad("a negative index", _task(type="worker", index=-1), "task.index must be from 0 to 1", "-1"),
     Bad("a boolean index", _task(type="worker", index=True), "task.index must be a whole", "True"),
     Bad("an index past the end", _task(type="worker", index=2), "must be from 0 to 1", "2"),
     Bad("a task of no job", _task(type="ps", index=0), "the job of task.type, ps", "['worker']"),
     Bad(
         "an index the sparse form leaves out",
         _config({"worker": {"1": "a:1"}}),
-        "be among the indices cluster.worker lists",
+        "from 0 to 1, and have an address",
         "0",
     ),
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tfdist_ext.cluster import ClusterConfig, Task, environments
+from tfdist_ext.cluster import ClusterConfig, Task, config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text(encoding="utf-8")
 
@@ -47,4 +47,4 @@ def test_the_manifest_sets_what_kubernetes_does_not() -> None:
 def test_the_page_gives_the_order_of_precedence() -> None:
     section = PAGE.partition("## Environments\n")[2].partition("\n###")[0]
     order = re.findall(r"^\d\. ([\w ]+)", section, re.MULTILINE)
-    assert order == list(environments.ENVIRONMENTS)
+    assert order == list(config.ENVIRONMENTS)

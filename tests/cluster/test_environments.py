@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tfdist_ext.cluster import ClusterConfig, Task, describe_environments, environments
+from tfdist_ext.cluster import ClusterConfig, Task, describe_environments
+from tfdist_ext.cluster.config import ENVIRONMENTS
 from tfdist_ext.errors import ClusterConfigError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text(encoding="utf-8")
@@ -258,11 +259,11 @@ REFUSED: tuple[tuple[str, Env, dict[str, str | None], str], ...] = (
     ("cyclic, unsaid, rank 0", _CYCLIC[0], {}, "SLURM_GTIDS must be '0,1'"),
     ("bad port base", _SRUN, {"TFDIST_PORT_BASE": "http"}, "TFDIST_PORT_BASE must be a whole"),
     ("other tasks", _SRUN, {"TFDIST_TASKS": "chief=1,worker=1"}, "as many tasks as were"),
-    ("no room for ports", _SRUN, {"TFDIST_PORT_BASE": "65535"}, "leave room for 2 ports"),
+    ("no room for ports", _SRUN, {"TFDIST_PORT_BASE": "65535"}, "a whole number from 1 to 65534"),
     ("a host no one can dial", _SRUN, {"SLURM_STEP_NODELIST": "a/b,b", "SLURMD_NODENAME": None},
      "cluster.worker[0] has a host name"),
     ("hosts unknown", _MPI, {}, "TFDIST_HOSTS is not set, and not all 3 ranks run on this machine"),
-    ("size 0", _MPI, {"OMPI_COMM_WORLD_SIZE": "0"}, "must be a possible number of tasks"),
+    ("size 0", _MPI, {"OMPI_COMM_WORLD_SIZE": "0"}, "must be a whole number from 1"),
     ("ports for slots", _MPI, {"TFDIST_HOSTS": "n1:2222,n2:2222"}, "not 4444"),
     ("laid out by node", _MPI, {"TFDIST_HOSTS": "n1,n2,n1"}, "LOCAL_RANK must be 0"),
     ("no job size", _PODS, {"TFDIST_JOB_SIZE": None}, "TFDIST_JOB_SIZE is not set"),
@@ -308,7 +309,7 @@ def test_precedence() -> None:
         "SageMaker": training_job(["algo-1", "algo-2"])[1],
         "Kubernetes": job_pods(2)[1],
     }
-    assert list(layers) == ORDER == list(environments.ENVIRONMENTS)
+    assert list(layers) == ORDER == list(ENVIRONMENTS)
     left = dict(layers)
     for name in ORDER:
         env = {k: v for layer in left.values() for k, v in layer.items()}

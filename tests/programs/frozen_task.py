@@ -6,10 +6,9 @@ Arguments: what the chief does when it has said READY, and the folder for checkp
 import sys
 
 import tfdist_ext as tfd
-from tfdist_ext.cluster.liveness import sessions
-from tfdist_ext.strategies import serving
+from tfdist_ext.cluster.liveness import watching
 
-sessions.SERVER_SILENT, serving.COORDINATOR_SILENT = 4.0, 6.0  # seconds
+watching.SERVER_SILENT, watching.COORDINATOR_SILENT = 4.0, 6.0  # seconds
 what, folder = sys.argv[1:]
 
 

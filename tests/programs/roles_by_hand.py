@@ -4,9 +4,9 @@ import sys
 import time
 
 import tfdist_ext as tfd
-from tfdist_ext.cluster.liveness import reports
+from tfdist_ext.cluster import liveness
 
-reports.FIRST_AFTER = 0.5
+liveness.FIRST_AFTER = 0.5
 strategy = tfd.create_strategy()  # servers stay in here, and end
 
 import tensorflow as tf  # noqa: E402

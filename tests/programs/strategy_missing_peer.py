@@ -6,7 +6,7 @@ strategy_missing_peer.py NAME SECONDS_TO_WAIT
 import sys
 
 import tfdist_ext as tfd
-from tfdist_ext.cluster.liveness import reports
+from tfdist_ext.cluster import liveness
 
-reports.FIRST_AFTER = 0.5
+liveness.FIRST_AFTER = 0.5
 tfd.create_strategy(sys.argv[1], wait=float(sys.argv[2]))

@@ -11,12 +11,12 @@ import pytest
 import tensorflow as tf
 
 import tfdist_ext as tfd
-from tfdist_ext.strategies import constructors
+from tfdist_ext.strategies import several_machines
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constructors, "REACH_SECONDS", 0.3)
+    monkeypatch.setattr(several_machines, "REACH_SECONDS", 0.3)
     # A metadata server that refuses, whatever network this machine has.
     monkeypatch.setenv("GCE_METADATA_IP", "127.0.0.1:1")
 
@@ -57,7 +57,7 @@ def test_a_metadata_server_that_is_silent_does_not_hang_us(
     silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GCE_METADATA_IP", silent)
-    monkeypatch.setattr(constructors, "LOOKUP_SECONDS", 0.3)
+    monkeypatch.setattr(several_machines, "LOOKUP_SECONDS", 0.3)
     with pytest.raises(tfd.StrategyError, match=r"no answer within 0\.3 s"):
         tfd.create_strategy("tpu", tpu="my-tpu")
 

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from tfdist_ext.cluster import tf_config, tpu
-from tfdist_ext.cluster.environments import ENVIRONMENTS
-from tfdist_ext.cluster.jobs import Jobs, Task, check_task
+from tfdist_ext.cluster import tf_config
+from tfdist_ext.cluster.environments import cloud, kubernetes, open_mpi, slurm
+from tfdist_ext.cluster.jobs import ClusterDescription, Jobs, Task, check_task
 from tfdist_ext.errors import ClusterConfigError
-from tfdist_ext.messages import counted
+from tfdist_ext.messages import counted, shown
 from tfdist_ext.user_frames import filter_traceback
+
+# The places that can describe a cluster, in order of precedence. TF_CONFIG is first, because
+# somebody wrote it on purpose. Then the launcher nearest to the process: mpirun inside a Slurm step
+# or a container numbers its processes anew, so its ranks are the true ones.
+# Each parser returns the cluster, or says in a few words why the environment is passed over. It
+# raises ClusterConfigError if the environment is present but cannot be right.
+ENVIRONMENTS: dict[str, Callable[[Mapping[str, str]], ClusterDescription | str]] = {
+    "TF_CONFIG": tf_config.parse_variable,
+    "Open MPI": open_mpi.parse,
+    "Slurm": slurm.parse,
+    "SageMaker": cloud.sagemaker,
+    "Kubernetes": kubernetes.parse,
+}
+TPU = "TPU"
 
 
 @filter_traceback
@@ -130,4 +144,5 @@ def describe_environments(env: Mapping[str, str]) -> list[tuple[str, str]]:
         except ClusterConfigError as error:
             found = f"cannot be used: {error}"
         lines.append((name, found))
-    return [*lines, (tpu.NAME, tpu.describe(env))]
+    tpu = cloud.tpu_settings(env).get("tpu")
+    return [*lines, (TPU, f"TPU {shown(tpu)}" if tpu else "TPU_NAME is not set")]

@@ -1,17 +1,107 @@
-"""The jobs of a cluster and one task of it: every rule of validity is here, and only here."""
+"""The addresses, jobs and tasks of a cluster: every rule of validity is here, and only here."""
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
-from tfdist_ext.cluster.addresses import AddressError, identity
-from tfdist_ext.messages import nearest, refuse
+from tfdist_ext.messages import counted, nearest, refuse
 from tfdist_ext.user_frames import filter_traceback
 
 JOB_NAMES = ("chief", "worker", "ps", "evaluator")
 MAX_INDEX = 1_000_000  # exclusive; a sparse index beyond it is a slip, and would cost memory
+_EXAMPLE = 'Give at least one job, for example {"worker": ["host:port"]}.'
+# The common case in one match. Ports have no leading zeros, so one address has one spelling.
+_PLAIN = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*):([1-9][0-9]{0,4})")
+_BRACKETED = re.compile(r"\[([^\[\]]*)\](?::(.*))?", re.DOTALL)
+_PORT = re.compile(r"[1-9][0-9]{0,4}")
+_DOTTED = re.compile(r"[0-9]+(?:\.[0-9]+){3}")
+_ADDRESS_EXAMPLE = 'Write "host:port", for example "10.0.0.5:2222".'
+_MAX_PORT = 65535
+
+
+class AddressError(ValueError):
+    """An address that cannot be dialed.
+
+    Attributes:
+        what: what is wrong with it; completes a sentence that begins with its name.
+        advice: what to write instead.
+    """
+
+    def __init__(self, what: str, advice: str = _ADDRESS_EXAMPLE) -> None:
+        super().__init__(what)
+        self.what = what
+        self.advice = advice
+
+
+def identity(address: object) -> tuple[str, int]:
+    """The host in one canonical spelling, and the port: equal for two spellings of one address.
+
+    Raises:
+        AddressError: not text, blank, no host, no port, a port that is not 1 to 65535, a scheme,
+            white space, an IPv6 host that is wrong or without brackets.
+    """
+    if not isinstance(address, str):
+        raise AddressError("is not text")
+    match = _PLAIN.fullmatch(address)
+    if match is None or int(match[2]) > _MAX_PORT:
+        return _identity_of_unusual(address)
+    host = match[1].lower().rstrip(".")
+    if _DOTTED.fullmatch(host):
+        _ip(ipaddress.IPv4Address, host)
+    return host, int(match[2])
+
+
+def _identity_of_unusual(address: str) -> tuple[str, int]:
+    if not address.strip():
+        raise AddressError("is blank")
+    if any(character.isspace() for character in address):
+        raise AddressError("has white space in it", "Take the white space out.")
+    if "://" in address:
+        raise AddressError("has a scheme", 'Take out what stands before the host, "://" included.')
+    if address.startswith("["):
+        match = _BRACKETED.fullmatch(address)
+        if match is None:
+            raise AddressError(
+                "has brackets that do not match", 'Write IPv6 as "[2001:db8::1]:2222".'
+            )
+        host = _ip(ipaddress.IPv6Address, match[1])
+        return f"[{host}]", _port(match[2])
+    if address.count(":") > 1:
+        raise AddressError(
+            "has more than one colon", 'Put an IPv6 host in brackets: "[2001:db8::1]:2222".'
+        )
+    host, colon, port = address.partition(":")
+    if not colon:
+        raise AddressError("has no port")
+    if not host:
+        raise AddressError("has no host")
+    _port(port)
+    raise AddressError(
+        "has a host name with characters that no host name has",
+        "Use letters, digits, dots and hyphens.",
+    )
+
+
+def _ip(kind: type[ipaddress.IPv4Address] | type[ipaddress.IPv6Address], host: str) -> str:
+    try:
+        return str(kind(host))
+    except ValueError:
+        version = "IPv6" if kind is ipaddress.IPv6Address else "IPv4"
+        raise AddressError(f"is not a possible {version} address") from None
+
+
+def _port(text: str | None) -> int:
+    if not text:
+        raise AddressError("has no port")
+    if not text.isascii() or not text.isdigit():
+        raise AddressError("has a port that is not a number")
+    if not _PORT.fullmatch(text) or int(text) > _MAX_PORT:
+        raise AddressError("has a port out of range", "Use a port from 1 to 65535.")
+    return int(text)
 
 
 @filter_traceback
@@ -80,24 +170,54 @@ class Jobs(dict[str, tuple[str, ...]]):
 
 
 class ClusterDescription(NamedTuple):
-    """A cluster as an environment describes it; `ClusterConfig` is made of it, and checks the rest.
+    """A cluster as an environment or a resolver describes it; `ClusterConfig` checks the rest.
 
     Attributes:
-        jobs: job name -> addresses in index order, valid.
-        task: the task this process is.
+        jobs: job -> addresses in index order, "" where none is listed; empty: no cluster.
+        task: the task this process is; None where a resolver does not say.
         source: where this comes from, in a few words.
         rpc_layer: the protocol between tasks; None leaves it to TensorFlow.
         environment: TF_CONFIG's own word for where it was written.
     """
 
-    jobs: Jobs
-    task: Task
+    jobs: Mapping[str, tuple[str, ...]]
+    task: Task | None
     source: str
     rpc_layer: str | None = None
     environment: str | None = None
 
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Every task below the highest index of its job: "worker:1" -> "host:port", or ""."""
+        return {
+            f"{job}:{index}": address
+            for job, addresses in self.jobs.items()
+            for index, address in enumerate(addresses)
+        }
 
-_EXAMPLE = 'Give at least one job, for example {"worker": ["host:port"]}.'
+    @property
+    def is_evaluator(self) -> bool:
+        """Whether this task evaluates, and takes no part in the training."""
+        return self.task is not None and self.task.type == "evaluator"
+
+    @property
+    def serves(self) -> bool:
+        """Whether this task is a ps, or a worker beside a ps: it serves a coordinator."""
+        return self.task is not None and self.task.type in ("ps", "worker") and "ps" in self.jobs
+
+    @property
+    def driver(self) -> tuple[str, str] | None:
+        """Name and address of the task that leads the training: the chief, or worker 0 without one.
+
+        None if it is not a task of the cluster, as the coordinator of parameter servers may be.
+        """
+        for job in ("chief",) if "ps" in self.jobs else ("chief", "worker"):
+            if self.jobs.get(job, ("",))[0]:
+                return f"{job}:0", self.jobs[job][0]
+        return None
+
+    def __str__(self) -> str:
+        return ", ".join(counted(sum(map(bool, tasks)), job) for job, tasks in self.jobs.items())
 
 
 def check_job_name(name: object, key: str, where: str) -> None:
@@ -118,21 +238,14 @@ def check_task(task: object, jobs: Jobs, where: str) -> None:
     index = task.index
     if isinstance(index, bool) or not isinstance(index, int):
         raise refuse(where, "task.index must be a whole number", index, "Give 0, 1, 2, ...")
-    if index < 0:
-        raise refuse(where, "task.index must not be negative", index, "Indices start at 0.")
     if task.type not in jobs:
         what = f"cluster must have the job of task.type, {task.type}"
         advice = f"Add the {task.type} job with the address of each of its tasks to cluster."
         raise refuse(where, what, list(jobs), advice)
     addresses = jobs[task.type]
-    if index >= len(addresses):
-        last = len(addresses) - 1
-        what = f"task.index must be from 0 to {last}, the indices of cluster.{task.type}"
-        advice = f"Give 0 to {last}, or add the address of this task to cluster.{task.type}."
-        raise refuse(where, what, index, advice)
-    if not addresses[index]:
-        what = f"task.index must be among the indices cluster.{task.type} lists"
-        advice = f"Add the address of this task to cluster.{task.type}."
+    if not 0 <= index < len(addresses) or not addresses[index]:
+        what = f"task.index must be from 0 to {len(addresses) - 1}, and have an address"
+        advice = f"Correct it, or add the address of this task to cluster.{task.type}."
         raise refuse(where, what, index, advice)
 
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tfdist_ext.cluster import ClusterConfig, Task
+from tfdist_ext.cluster.environments import seen_by
+from tfdist_ext.cluster.jobs import Jobs
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.ports import reserve_ports
+from tfdist_ext.launch.resources import reserve_ports
 from tfdist_ext.messages import check_int
 
 __all__ = ["LaunchPlan", "TaskPlan", "find_command", "local_plan", "shell_line", "task_counts"]
@@ -101,12 +103,10 @@ def _configs(counts: Mapping[str, int], ports: Sequence[int]) -> Iterator[Cluste
     everyone = {
         job: tuple(f"127.0.0.1:{next(free)}" for _ in range(count)) for job, count in counts.items()
     }
-    # Only the evaluator's own cluster names the evaluator: MultiWorkerMirroredStrategy silently
-    # trains on a single worker when the cluster has one.
-    cluster = {job: addresses for job, addresses in everyone.items() if job != "evaluator"}
     for job, count in counts.items():
+        cluster = Jobs(seen_by(job, everyone))
         for index in range(count):
-            yield ClusterConfig(everyone if job == "evaluator" else cluster, task=Task(job, index))
+            yield ClusterConfig(cluster, task=Task(job, index))
 
 
 def task_counts(

@@ -1,4 +1,4 @@
-"""Runs a plan: starts its tasks, watches them, and leaves no process behind."""
+"""Runs a plan: starts its tasks, watches them, reports a failure, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 from typing import Literal, TextIO, TypeAlias
 
 from tfdist_ext.launch.exit_codes import FAILED, GRACE, PREEMPTED, PREEMPTION_SIGNAL, RESTART
-from tfdist_ext.launch.lines import Blame
-from tfdist_ext.launch.output import Printer
+from tfdist_ext.launch.output import Blame, Printer
 from tfdist_ext.launch.plan import LaunchPlan
 from tfdist_ext.launch.processes import StartProcess, TaskProcess, Tasks, start_process
-from tfdist_ext.launch.report import Verb, failure_report, shell_status
 from tfdist_ext.launch.stop_signals import StopSignals
 
 __all__ = ["Limits", "RunResult", "run_plan"]
@@ -36,6 +34,7 @@ _LOOK_EVERY = 0.05  # seconds between two looks for events, and for what tasks h
 # takes the place of a task that has failed. False: the run fails.
 Replaces: TypeAlias = Callable[[str, int, str, float], bool]
 EndedBy: TypeAlias = Literal["tasks", "signal", "timeout"]
+Verb: TypeAlias = Literal["failed", "was preempted", "left", "does not answer"]
 
 
 @dataclass(frozen=True)
@@ -289,3 +288,63 @@ class _Run:
             for task in self.others:
                 last = task.output.last_lines[-1] if task.output.last_lines else "(wrote nothing)"
                 self.report.write(f"    {task.name}: {last}\n")
+
+
+def shell_status(returncode: int) -> int:
+    """The exit status as shells give it: 128 + n for signal n."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
+def outcome(returncode: int | None) -> str:
+    """`exit code 3`, `killed by SIGKILL (signal 9)`, or `still running`."""
+    if returncode is None:
+        return "still running"
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    known = -returncode in set(map(int, signal.Signals))  # others are real-time signals
+    name = signal.Signals(-returncode).name if known else f"SIG{-returncode}"
+    return f"killed by {name} (signal {-returncode})"
+
+
+def failure_report(
+    task: TaskProcess,
+    verb: Verb,
+    others: Sequence[TaskProcess],
+    victim: tuple[TaskProcess, Blame] | None = None,
+) -> str:
+    """The root cause and its last lines, then what became of the other tasks, in order of time.
+
+    Args:
+        task: the root cause.
+        verb: "left" if it ended with 0 and was needed; "does not answer" if it had not ended.
+        others: the tasks that were still running then.
+        victim: the task that failed because of it, and what that task wrote about it.
+    """
+    returncode = None if verb == "does not answer" else task.returncode  # tfdist killed it later
+    how, after = task.killed_because or outcome(returncode), task.ended_after
+    if verb == "left":
+        how += ", and the others still needed it"
+    if victim is not None:  # a task may tell the others of its failure before its process ends
+        after = min(after or math.inf, victim[0].ended_after)
+    what = "failed first" if verb == "failed" else verb
+    lines = [f"{task.name} {what}, after {after:.1f} s: {how}"]
+    if task.returncode == -signal.SIGKILL and verb == "failed" and not task.killed_because:
+        lines.append("nothing in this run sent that signal: is the machine out of memory?")
+    if task.output.last_lines:
+        lines.append(f"the last lines of {task.name}:")
+        lines += [f"    {line}" for line in task.output.last_lines]
+    elif not task.killed_because:
+        lines.append(f"{task.name} wrote nothing")
+    if task.plan.log_file is not None:
+        lines.append(f"its log: {task.plan.log_file}")
+    if victim is not None:
+        failed, blame = victim
+        lines.append(
+            f"{failed.name} failed because of {task.name}, after {failed.ended_after:.1f} s:"
+            f" {outcome(failed.returncode)}"
+        )
+        lines.append(f"    {blame.words}")
+    if others:
+        ended = ", ".join(f"{other.name} {outcome(other.returncode)}" for other in others)
+        lines.append(f"then the others ended: {ended}")
+    return "".join(f"{line}\n" if line.startswith(" ") else f"tfdist: {line}\n" for line in lines)

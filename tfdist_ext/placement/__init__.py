@@ -20,9 +20,8 @@ PlacementError.
 from __future__ import annotations
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.placement.comparison import compare
 from tfdist_ext.placement.placement_plan import PlacementPlan
-from tfdist_ext.placement.planning import plan
+from tfdist_ext.placement.planning import compare, plan
 from tfdist_ext.placement.rules import (
     Balanced,
     Mirrored,

@@ -1,4 +1,7 @@
-"""From variables, targets and rules to a plan: rules decide first, the planner places the rest."""
+"""From variables, targets and rules to a plan: rules decide first, the planner places the rest.
+
+`compare` plans a model for several strategies.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ from tfdist_ext.placement.rules import (
     Sharded,
     rules_of,
 )
-from tfdist_ext.placement.specs import Held, Place, VariableSpec, parse_size, size_text
+from tfdist_ext.placement.specs import Held, Place, VariableSpec, columns, parse_size, size_text
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["Targets", "plan", "short_name"]
+__all__ = ["Targets", "compare", "plan", "short_name"]
 
 _MOST = 1_000_000
 _DEVICE = re.compile(r"/?(?:device:)?([a-z_]+):([0-9]+)", re.IGNORECASE)
@@ -246,3 +249,44 @@ def short_name(name: str) -> str:
     """ "GPU:0" for "/device:GPU:0" and "gpu:0"; names on other machines are unchanged."""
     match = _DEVICE.fullmatch(name.strip())
     return f"{match[1].upper()}:{int(match[2])}" if match else name.strip()
+
+
+@filter_traceback
+def compare(specs: Iterable[VariableSpec], devices: int, ps: int) -> str:
+    """A table of weights and slots on the devices that hold most of them, for each strategy.
+
+    Gradients are not counted: a replica has at most one number for each trainable weight, and for
+    an embedding one row for each lookup of a step. Activations are not counted either.
+
+    Args:
+        specs: the variables of the model, with the slots of its optimizer.
+        devices: number of replicas on one machine.
+        ps: number of parameter servers.
+
+    Raises:
+        PlacementError: `devices` or `ps` is not an integer from 1.
+    """
+    check_int(devices, "devices", 1, error=PlacementError)
+    variables = tuple(specs)
+    weights = sum(spec.weight_bytes for spec in variables)
+    total = sum(spec.bytes for spec in variables)
+    owned = plan(variables, devices=[f"GPU:{i}" for i in range(devices)], default=lambda _: Owned())
+    servers = plan(variables, ps)
+    fullest = max(servers.bytes_by_task)
+    task = servers.bytes_by_task.index(fullest)
+    on_server = sum(
+        spec.weight_bytes // spec.rows * (shard.stop - shard.start)
+        for spec in variables
+        for shard in servers.shards_of(spec.path)
+        if shard.task == task and spec.rows
+    )
+    lines = [["strategy", "on", "weights", "slots", "total"]]
+    for strategy, device, of_weights, of_all in (
+        ("mirrored", "each device", weights, total),
+        ("central_storage", "host", weights, total),
+        ("placed", "fullest device", weights, max(owned.bytes_by_task)),
+        ("parameter_server", "fullest ps", on_server, fullest),
+    ):
+        sizes = (of_weights, of_all - of_weights, of_all)
+        lines.append([strategy, device, *map(size_text, sizes)])
+    return columns(lines, "<<>>>")

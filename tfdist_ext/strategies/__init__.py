@@ -1,6 +1,6 @@
 """Strategies by name: chosen from what is there, made by TensorFlow, explained in words."""
 
-from tfdist_ext.strategies.entry_point import run
+from tfdist_ext.strategies.cluster_tasks import run
 from tfdist_ext.strategies.explanation import Explanation, explain
 from tfdist_ext.strategies.factory import create_strategy
 from tfdist_ext.strategies.placed import PlacedStrategy

@@ -7,13 +7,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import counted
-from tfdist_ext.strategies.choice import Choice
-from tfdist_ext.strategies.resolvers import Described, describe
+from tfdist_ext.strategies.resolvers import describe
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = [
+    "Choice",
     "Explanation",
     "choice_of",
     "computing_tasks",
@@ -25,6 +26,27 @@ __all__ = [
 
 _LOCAL = "/job:localhost/replica:0/task:0/device:"
 _CHOICE = "tfdist_choice"  # an attribute of the strategy
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The strategy that was chosen, and why.
+
+    Attributes:
+        name: of the strategy, as `create_strategy` takes it.
+        because: the signal that led to it.
+        passed_over: one line for each alternative that was not taken, with the reason.
+        settings: one line for each setting, with where it came from.
+        cluster: the cluster that the strategy, or the evaluator, belongs to.
+        ignores_cluster: whether the call allows each task of a cluster to train by itself.
+    """
+
+    name: str
+    because: str
+    passed_over: list[str] = field(default_factory=list)
+    settings: tuple[str, ...] = ()
+    cluster: ClusterDescription | None = None
+    ignores_cluster: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +89,7 @@ def choice_of(strategy: tf.distribute.Strategy) -> Choice | None:
     return getattr(strategy, _CHOICE, None)
 
 
-def evaluates(strategy: tf.distribute.Strategy) -> Described | None:
+def evaluates(strategy: tf.distribute.Strategy) -> ClusterDescription | None:
     """The cluster beside which this task evaluates; None in every task that trains."""
     cluster = _cluster_of(strategy)
     return cluster if cluster is not None and cluster.is_evaluator else None
@@ -146,13 +168,13 @@ def explain(strategy: Any) -> Explanation:
     )
 
 
-def _cluster_of(strategy: tf.distribute.Strategy) -> Described | None:
+def _cluster_of(strategy: tf.distribute.Strategy) -> ClusterDescription | None:
     if (choice := choice_of(strategy)) is not None:
         return choice.cluster
     return describe(getattr(strategy, "cluster_resolver", None))
 
 
-def _task(strategy: tf.distribute.Strategy, cluster: Described | None) -> str:
+def _task(strategy: tf.distribute.Strategy, cluster: ClusterDescription | None) -> str:
     if cluster is None or not cluster.jobs:
         return "this process alone"
     if cluster.task is None:

@@ -1,66 +1,42 @@
-"""create_strategy: collect settings, describe the environment, choose, construct."""
+"""create_strategy: describe the environment, choose a strategy, construct it."""
 
 from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext import flags
-from tfdist_ext.cluster import ClusterConfig
-from tfdist_ext.cluster import tpu as tpu_environment
+from tfdist_ext.cluster import ClusterConfig, describe_environments
+from tfdist_ext.cluster.config import TPU
+from tfdist_ext.cluster.environments.cloud import tpu_settings
+from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.errors import ClusterConfigError, StrategyError
 from tfdist_ext.messages import counted
-from tfdist_ext.strategies.choice import (
-    CLUSTER_STRATEGIES,
-    choose,
-    describe_environment,
-)
-from tfdist_ext.strategies.devices import make_logical_cpus
-from tfdist_ext.strategies.explanation import choice_of, devices_listed, remember
+from tfdist_ext.strategies.explanation import Choice, choice_of, devices_listed, remember
+from tfdist_ext.strategies.one_machine import make_logical_cpus, seen_devices
 from tfdist_ext.strategies.registry import lookup
-from tfdist_ext.strategies.resolvers import Cluster
+from tfdist_ext.strategies.resolvers import Cluster, describe
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["Settings", "automatic_choice", "check_spans_cluster", "create_strategy"]
+__all__ = [
+    "Environment",
+    "Settings",
+    "automatic_choice",
+    "check_spans_cluster",
+    "choose",
+    "create_strategy",
+]
 
+# Strategies that need a cluster. The cluster may have an evaluator.
+CLUSTER_STRATEGIES = ("multi_worker_mirrored", "parameter_server")
 _CALL = "the call"
-
-
-@dataclass
-class Settings:
-    """Settings from several places; the first place that sets an option wins.
-
-    Attributes:
-        values: option -> the value that won.
-        places: option -> where this value came from.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
-    places: dict[str, str] = field(default_factory=dict)
-
-    def add(self, place: str, given: Mapping[str, Any]) -> None:
-        """Add the settings of a place with lower precedence. A value of None sets nothing."""
-        for option, value in given.items():
-            if value is not None and option not in self.values:
-                self.values[option], self.places[option] = value, place
-
-    def lines(self, without: str = "") -> Iterator[str]:
-        """One line for each option, with its value and where the value came from.
-
-        Args:
-            without: a place; options that were set there are left out.
-        """
-        for option, value in self.values.items():
-            if self.places[option] != without:
-                text = repr(value)
-                shown = type(value).__name__ if text.startswith("<") else text
-                yield f"{option} = {shown} from {self.places[option]}"
 
 
 @filter_traceback
@@ -114,11 +90,49 @@ def create_strategy(
     # "auto" is the default, which leaves the choice to flags and file.
     settings = _all_settings({"name": None if name == "auto" else name, **arguments}, config)
     try:
-        return _create(settings, cluster)
+        environment = _environment_of(settings, cluster)
+        choice = choose(settings.name, settings.places.get("name", _CALL), environment)
+        return _construct(choice, settings, environment)
     except StrategyError as error:
         if elsewhere := "; ".join(settings.lines(without=_CALL)):
             raise StrategyError(f"{error} (Settings: {elsewhere}.)") from error
         raise
+
+
+@dataclass
+class Settings:
+    """Settings from several places; the first place that sets an option wins.
+
+    Attributes:
+        values: option -> the value that won.
+        places: option -> where this value came from.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+
+    def add(self, place: str, given: Mapping[str, Any]) -> None:
+        """Add the settings of a place with lower precedence. A value of None sets nothing."""
+        for option, value in given.items():
+            if value is not None and option not in self.values:
+                self.values[option], self.places[option] = value, place
+
+    @property
+    def name(self) -> str:
+        """The strategy that was asked for, or "auto"."""
+        return self.values.get("name", "auto")
+
+    def lines(self, without: str = "") -> Iterator[str]:
+        """One line for each option, with its value and where the value came from.
+
+        Args:
+            without: a place; options that were set there are left out.
+        """
+        for option, value in self.values.items():
+            if self.places[option] != without:
+                text = repr(value)
+                shown = type(value).__name__ if text.startswith("<") else text
+                yield f"{option} = {shown} from {self.places[option]}"
 
 
 def _all_settings(arguments: Mapping[str, Any], config: str | Path | None) -> Settings:
@@ -154,39 +168,169 @@ def _read_file(path: str | Path) -> dict[str, Any]:
     return table
 
 
-def _create(settings: Settings, given: Cluster) -> tf.distribute.Strategy:
-    values = settings.values
+@dataclass(frozen=True)
+class Environment:
+    """Everything around this process that the choice depends on.
+
+    Attributes:
+        devices: lists the devices of this machine, as "GPU:0". Called only if the choice depends
+            on them, because listing devices starts TensorFlow.
+        cluster: the cluster that was given or found. None: no cluster, or the strategy uses none.
+        resolver: what TensorFlow or this package calls this cluster.
+        found: whether the cluster is that of the environment, and not of the call.
+        tpu: where a TPU is named; "" without a TPU.
+        asked_for: the number of devices that `devices=` asks for; None if it was not given.
+        others: one line for each place that could have described a cluster.
+    """
+
+    devices: Callable[[], Sequence[str]]
+    cluster: ClusterDescription | None = None
+    resolver: Cluster = None
+    found: bool = True
+    tpu: str = ""
+    asked_for: int | None = None
+    others: tuple[str, ...] = ()
+
+    @property
+    def is_evaluator(self) -> bool:
+        """Whether this task evaluates beside a cluster, and does not train."""
+        return self.cluster is not None and self.cluster.is_evaluator
+
+
+def _environment_of(settings: Settings, given: Cluster) -> Environment:
+    """Step 1: describe the environment of a call, and make the logical CPUs that it asks for."""
+    values, name = settings.values, settings.name
     _check_values(values, given)
-    name, alone = values.get("name", "auto"), bool(values.get("alone"))
     cluster = given
     takes_cluster = name == "auto" or (name != "tpu" and "cluster" in lookup(name).options)
-    if given is None and takes_cluster and not alone:
+    if given is None and takes_cluster and not values.get("alone"):
         cluster = ClusterConfig.from_env(os.environ)
     if "logical_cpus" in values:
         make_logical_cpus(values["logical_cpus"])
-    environment = describe_environment(cluster, values.get("devices"), os.environ)
-    choice = choose(name, settings.places.get("name", _CALL), environment)
-    signal = tpu_environment.detect(os.environ)
-    if choice.name == "tpu" and given is None and "tpu" not in values and signal is not None:
-        found = {"tpu": signal.name, "zone": signal.zone, "project": signal.project}
-        settings.add("the environment", found)
+    environment = _describe(cluster, values.get("devices"), os.environ)
+    return replace(environment, found=given is None)
+
+
+def _describe(cluster: Cluster, devices: object, env: Mapping[str, str]) -> Environment:
+    """What surrounds this process.
+
+    Args:
+        cluster: the cluster that was given or found.
+        devices: the setting `devices`.
+        env: the environment's variables.
+
+    Raises:
+        StrategyError: `cluster` is not a cluster.
+        ClusterConfigError: `cluster` cannot be right.
+    """
+    named = tpu_settings(env).get("tpu")
+    tpu = "" if named is None else f"the environment names the TPU {named!r}"
+    asked_for = None
+    if isinstance(devices, Integral):
+        asked_for = int(devices)
+    elif devices is not None:
+        asked_for = len(devices) if isinstance(devices, list | tuple) else 1
+    if isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver):
+        tpu, asked_for = "a TPUClusterResolver was given", None
+    described = describe(cluster)
+    source = "" if described is None else f"from {described.source}"
+    others = tuple(
+        f"{place}: {text}"
+        for place, text in describe_environments(env)
+        if place != TPU and not (source and text.endswith(source))
+    )
+    return Environment(
+        seen_devices, described, cluster, tpu=tpu, asked_for=asked_for, others=others
+    )
+
+
+def choose(name: str, asked_in: str, environment: Environment) -> Choice:
+    """Step 2: choose the named strategy, or the one that the most specific signal asks for.
+
+    The evaluator of a cluster gets a strategy for its own devices if a strategy of the cluster was
+    asked for, because the training runs without it.
+
+    Args:
+        name: of a strategy, or "auto".
+        asked_in: where the name comes from, for messages.
+    """
+    cluster, passed_over = environment.cluster, list[str]()
+    if name != "auto" and not (environment.is_evaluator and name in CLUSTER_STRATEGIES):
+        return Choice(name, f"it was asked for by name in {asked_in}")
+    if cluster is not None and cluster.jobs and not cluster.is_evaluator:
+        jobs = ", ".join(cluster.jobs)
+        if "ps" in cluster.jobs:
+            chosen, because = "parameter_server", f"{cluster.source} has ps tasks ({jobs})"
+        else:
+            passed_over.append("parameter_server: the cluster has no ps tasks")
+            chosen = "multi_worker_mirrored"
+            because = f"{cluster.source} describes a cluster ({jobs})"
+    else:
+        if cluster is None:
+            why = "no cluster"
+        elif cluster.is_evaluator:
+            why = f"{cluster.task} works by itself"
+        else:
+            why = f"{cluster.source} was given, but describes no cluster"
+        passed_over.append(f"multi_worker_mirrored, parameter_server: {why}")
+        chosen, because = _for_one_machine(environment, passed_over)
+        because += "" if chosen == "tpu" else f", {why}"
+    return Choice(chosen, because, [*passed_over, *environment.others])
+
+
+def _for_one_machine(environment: Environment, passed_over: list[str]) -> tuple[str, str]:
+    """The strategy of a process without a cluster, and why; adds to `passed_over`."""
+    if (count := environment.asked_for) is not None:
+        # devices= is about this machine, even if the environment names a TPU.
+        if environment.tpu:
+            passed_over.append(f"tpu: {environment.tpu}, but devices= was given")
+        name = "mirrored" if count > 1 else "one_device"
+        return name, f"devices= asks for {count} on this machine"
+    if environment.tpu:
+        return "tpu", environment.tpu
+    passed_over.append("tpu: no TPU is named")
+    seen = environment.devices()
+    gpus, cpus = (sum(name.startswith(kind) for name in seen) for kind in ("GPU:", "CPU:"))
+    if gpus > 1:
+        return "mirrored", f"{gpus} GPUs on this machine"
+    if gpus:
+        passed_over.append("mirrored: one GPU only")
+        return "one_device", "one GPU on this machine"
+    passed_over.append("mirrored on GPUs: there are none")
+    if cpus > 1:
+        return "mirrored", f"{cpus} logical CPUs on this machine"
+    passed_over.append("mirrored on CPUs: one logical CPU only")
+    return "default", "one CPU on this machine"
+
+
+def _construct(
+    choice: Choice, settings: Settings, environment: Environment
+) -> tf.distribute.Strategy:
+    """Step 3: make the strategy, and store with it why it was chosen."""
+    values, cluster, entry = settings.values, environment.resolver, lookup(choice.name)
+    if choice.name == "tpu" and environment.found and "tpu" not in values:
+        settings.add("the environment", tpu_settings(os.environ))
+    dropped = {"name", "alone", "wait"}  # unless the strategy has an option of this name
+    if choice.name not in (*CLUSTER_STRATEGIES, "tpu"):
+        dropped.add("logical_cpus")
+    if environment.is_evaluator:
+        dropped.update(option for each in CLUSTER_STRATEGIES for option in lookup(each).options)
+    dropped -= {*entry.options}
+    options = {option: value for option, value in values.items() if option not in dropped}
     gets_cluster = cluster is not None and (
-        choice.name in (name, *CLUSTER_STRATEGIES)
+        choice.name in (settings.name, *CLUSTER_STRATEGIES)
         or isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver)
     )
-    options = _options(choice.name, values, environment.is_evaluator)
-    strategy = lookup(choice.name).make(
-        {**options, **({"cluster": cluster} if gets_cluster else {})}
-    )
+    strategy = entry.make({**options, **({"cluster": cluster} if gets_cluster else {})})
     lines = list(settings.lines())
-    if given is None and isinstance(cluster, ClusterConfig):
+    if environment.found and isinstance(cluster, ClusterConfig):
         tasks = counted(cluster.num_tasks, "task")
         lines.append(f"cluster = {cluster.task} of {tasks} from {cluster.source}")
     choice = replace(
         choice,
         settings=tuple(lines),
         cluster=environment.cluster if gets_cluster or environment.is_evaluator else None,
-        ignores_cluster=alone or given is not None or gets_cluster,
+        ignores_cluster=bool(values.get("alone")) or not environment.found or gets_cluster,
     )
     remember(strategy, choice)
     check_spans_cluster(strategy)
@@ -196,8 +340,7 @@ def _create(settings: Settings, given: Cluster) -> tf.distribute.Strategy:
 def automatic_choice(env: Mapping[str, str]) -> list[str]:
     """What "auto" would choose here, and why, one line each; nothing is made or connected."""
     try:
-        found = ClusterConfig.from_env(env)
-        choice = choose("auto", _CALL, describe_environment(found, None, env))
+        choice = choose("auto", _CALL, _describe(ClusterConfig.from_env(env), None, env))
     except (ClusterConfigError, StrategyError) as error:
         return [f"an error: {error}"]
     passed_over = [f"passed over: {line}" for line in choice.passed_over]
@@ -218,17 +361,6 @@ def _check_values(values: Mapping[str, Any], given: Cluster) -> None:
     is_number = isinstance(wait, int | float) and not isinstance(wait, bool)
     if wait is not None and not (is_number and 0 < wait < 1e9):
         raise StrategyError(f"wait must be a number of seconds above 0, got {wait!r}.")
-
-
-def _options(chosen: str, values: Mapping[str, Any], is_evaluator: bool) -> dict[str, Any]:
-    """The settings that are options of the chosen strategy, without those of `create_strategy`."""
-    dropped = {"name", "alone", "wait"}
-    if chosen not in (*CLUSTER_STRATEGIES, "tpu"):
-        dropped.add("logical_cpus")
-    if is_evaluator:
-        dropped.update(option for each in CLUSTER_STRATEGIES for option in lookup(each).options)
-    dropped -= {*lookup(chosen).options}
-    return {option: value for option, value in values.items() if option not in dropped}
 
 
 def check_spans_cluster(strategy: tf.distribute.Strategy) -> None:

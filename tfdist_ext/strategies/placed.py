@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.cluster.liveness.sessions import Servers
+from tfdist_ext.cluster.liveness.watching import Servers
 from tfdist_ext.errors import PlacementError, StrategyError
 from tfdist_ext.placement import (
     OnDevice,
@@ -25,7 +25,7 @@ from tfdist_ext.strategies._tf_private import servers_extended
 from tfdist_ext.strategies.template import StrategyTemplate
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["PlacedParameterServers", "PlacedStrategy"]
+__all__ = ["PlacedParameterServers", "PlacedStrategy", "placed"]
 
 _OWNER = "number_of_owner"  # what an owned variable has its owner in
 
@@ -134,6 +134,16 @@ class PlacedStrategy(StrategyTemplate):
 
     def _is_owned(self, variable: tf.Variable) -> bool:
         return hasattr(variable, _OWNER)
+
+
+def placed(
+    *,
+    devices: int | str | Sequence[str] | None = None,
+    placement: Iterable[Rule] | Mapping[str, str | Placement] = (),
+    owned_from: int | str = "16KiB",
+) -> PlacedStrategy:
+    """Each variable on the devices that its rule says."""
+    return PlacedStrategy(devices, placement, owned_from=owned_from)
 
 
 class PlacedParameterServers(tf.distribute.ParameterServerStrategy):

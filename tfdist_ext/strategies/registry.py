@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import nearest, shown
-from tfdist_ext.strategies import constructors
+from tfdist_ext.strategies import one_machine, several_machines
+from tfdist_ext.strategies.placed import placed
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["Entry", "available_strategies", "lookup", "register_strategy"]
@@ -61,19 +62,18 @@ class Entry:
         return strategy
 
 
-_DESCRIPTIONS = {  # of the functions in constructors.py
-    "default": "no distribution: TensorFlow's default, one device",
-    "one_device": "everything on one named device",
-    "mirrored": "a copy of the model on each device of this machine",
-    "multi_worker_mirrored": "a copy on each worker of a cluster",
-    "central_storage": "variables on one device, computing on all",
-    "placed": "each variable on the devices that its rule says",
-    "parameter_server": "variables on parameter servers, asynchronous",
-    "tpu": "a copy on each core of a TPU",
-}
 _TABLE = {
-    name: Entry(name, getattr(constructors, name), description)
-    for name, description in _DESCRIPTIONS.items()
+    factory.__name__: Entry(factory.__name__, factory, description)
+    for factory, description in (
+        (one_machine.default, "no distribution: TensorFlow's default, one device"),
+        (one_machine.one_device, "everything on one named device"),
+        (one_machine.mirrored, "a copy of the model on each device of this machine"),
+        (several_machines.multi_worker_mirrored, "a copy on each worker of a cluster"),
+        (one_machine.central_storage, "variables on one device, computing on all"),
+        (placed, "each variable on the devices that its rule says"),
+        (several_machines.parameter_server, "variables on parameter servers, asynchronous"),
+        (several_machines.tpu, "a copy on each core of a TPU"),
+    )
 }
 
 

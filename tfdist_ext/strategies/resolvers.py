@@ -5,23 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
 
 from tfdist_ext.cluster import ClusterConfig, Task
-from tfdist_ext.cluster.jobs import Jobs
+from tfdist_ext.cluster.jobs import ClusterDescription, Jobs
 from tfdist_ext.errors import StrategyError
-from tfdist_ext.messages import counted
 
-__all__ = [
-    "Cluster",
-    "Described",
-    "call_with_timeout",
-    "describe",
-    "resolver_of",
-]
+__all__ = ["Cluster", "call_with_timeout", "describe", "describe_for", "resolver_of"]
 
 Result = TypeVar("Result")
 
@@ -29,44 +21,6 @@ Result = TypeVar("Result")
 Cluster: TypeAlias = "ClusterConfig | tf.distribute.cluster_resolver.ClusterResolver | None"
 
 LOOKUP_SECONDS = 60.0  # a resolver may ask scontrol, Kubernetes or a cloud
-
-
-@dataclass(frozen=True)
-class Described:
-    """A cluster's description, read once.
-
-    Attributes:
-        jobs: job -> addresses in index order, "" where none is listed; empty: no cluster.
-        task: which of them this process is; None where the resolver does not say.
-        source: where it came from, for messages.
-    """
-
-    jobs: Mapping[str, tuple[str, ...]]
-    task: Task | None
-    source: str
-
-    @property
-    def address(self) -> str:
-        """The address of this task, which is known."""
-        assert self.task is not None
-        return self.jobs[self.task.type][self.task.index]
-
-    @property
-    def addresses(self) -> dict[str, str]:
-        """Every task below the highest index of its job: 'worker:1' -> 'host:port', or ""."""
-        return {
-            f"{job}:{index}": address
-            for job, addresses in self.jobs.items()
-            for index, address in enumerate(addresses)
-        }
-
-    @property
-    def is_evaluator(self) -> bool:
-        """Whether this task evaluates, and takes no part in the training."""
-        return self.task is not None and self.task.type == "evaluator"
-
-    def __str__(self) -> str:
-        return ", ".join(counted(sum(map(bool, tasks)), job) for job, tasks in self.jobs.items())
 
 
 def resolver_of(cluster: Cluster) -> tf.distribute.cluster_resolver.ClusterResolver:
@@ -92,7 +46,7 @@ def resolver_of(cluster: Cluster) -> tf.distribute.cluster_resolver.ClusterResol
     )
 
 
-def describe(cluster: Cluster) -> Described | None:
+def describe(cluster: Cluster) -> ClusterDescription | None:
     """Describe a cluster, checked as a TF_CONFIG is; None without one, and for a TPU.
 
     Raises:
@@ -102,7 +56,7 @@ def describe(cluster: Cluster) -> Described | None:
     if cluster is None or isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver):
         return None  # a TPU's resolver asks the cloud each time
     if isinstance(cluster, ClusterConfig):
-        return Described(cluster.jobs, cluster.task, cluster.source)
+        return ClusterDescription(cluster.jobs, cluster.task, cluster.source)
     resolver, source = resolver_of(cluster), type(cluster).__name__
 
     def look_up() -> tuple[tf.train.ClusterSpec, str | None, int | None]:
@@ -118,8 +72,34 @@ def describe(cluster: Cluster) -> Described | None:
     jobs = {job: _addresses(tasks) for job, tasks in (spec.as_dict() if spec else {}).items()}
     task = Task(task_type, task_id or 0) if jobs and task_type else None
     if task is None:
-        return Described(Jobs(jobs, source) if jobs else {}, None, source)
-    return Described(ClusterConfig(jobs, task, source=source).jobs, task, source)
+        return ClusterDescription(Jobs(jobs, source) if jobs else {}, None, source)
+    return ClusterDescription(ClusterConfig(jobs, task, source=source).jobs, task, source)
+
+
+def describe_for(strategy: str, cluster: Cluster, options: str) -> ClusterDescription:
+    """The description of a cluster in which every task has an address.
+
+    Args:
+        strategy: its name, for messages.
+        options: of `tfdist run`, for messages.
+
+    Raises:
+        StrategyError: there is no cluster, or a task without an address.
+        ClusterConfigError: as `describe`.
+    """
+    described = describe(cluster)
+    if described is None or not described.jobs:
+        source = "the call or the environment" if described is None else described.source
+        raise StrategyError(
+            f"{strategy} must have a cluster, got none from {source}: set TF_CONFIG, start the"
+            f" script with `tfdist run {options}`, or pass cluster=."
+        )
+    if holes := [task for task, address in described.addresses.items() if not address]:
+        raise StrategyError(
+            f"the cluster of {strategy} must have an address for every task, got none for"
+            f" {', '.join(holes)} from {described.source}. Number the tasks from 0."
+        )
+    return described
 
 
 def call_with_timeout(seconds: float, call: Callable[[], Result]) -> Result:

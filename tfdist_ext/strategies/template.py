@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdist_ext.placement import VariableSpec
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies import _tf_private as tp
-from tfdist_ext.strategies.devices import pick_devices
+from tfdist_ext.strategies.one_machine import pick_devices
 from tfdist_ext.strategies.reductions import OTHER, Reduced
 from tfdist_ext.strategies.template_extended import TemplateExtended
 from tfdist_ext.user_frames import filter_traceback

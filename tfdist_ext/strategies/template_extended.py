@@ -21,7 +21,7 @@ from tfdist_ext.placement.live.creating import Where, is_partitioned, made_in_pi
 from tfdist_ext.placement.live.initial_values import InitialValue
 from tfdist_ext.placement.specs import piece_rows
 from tfdist_ext.strategies import _tf_private as tp
-from tfdist_ext.strategies.devices import pick_devices
+from tfdist_ext.strategies.one_machine import pick_devices
 from tfdist_ext.strategies.reductions import OTHER, Reduced
 
 __all__ = ["TemplateExtended", "check_owner"]

@@ -90,6 +90,6 @@ def logical_cpus(count: int) -> None:
     Raises:
         StrategyError: TensorFlow has started with another number.
     """
-    from tfdist_ext.strategies.devices import make_logical_cpus
+    from tfdist_ext.strategies.one_machine import make_logical_cpus
 
     make_logical_cpus(count)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from tfdist_ext.testing.isolated_run import Cluster
-    from tfdist_ext.testing.needs import Needs
+    from tfdist_ext.testing.isolated_run import Cluster, Needs
 
 __all__: list[str] = []
 
@@ -47,7 +46,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Check the marks of a test, and parametrize the fixture `tfdist_strategy`."""
     if _is_marked(metafunc.definition):
         from tfdist_ext.errors import TfDistError
-        from tfdist_ext.testing.needs import needs_of
+        from tfdist_ext.testing.isolated_run import needs_of
 
         try:
             needs_of(metafunc.definition, None)
@@ -94,7 +93,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if _is_task(item.config) or not (_is_marked(item) or _strategy_of(item)):
         return
     from tfdist_ext.errors import TfDistError
-    from tfdist_ext.testing.needs import needs_of
+    from tfdist_ext.testing.isolated_run import needs_of
 
     try:
         needs = needs_of(item, _strategy_of(item))

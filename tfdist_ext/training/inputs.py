@@ -21,8 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
-from tfdist_ext.data.order import Order, sorted_at_random
-from tfdist_ext.data.ordered import OrderedDataset
+from tfdist_ext.data.ordered import Order, OrderedDataset, sorted_at_random
 from tfdist_ext.data.pipelines import in_parallel, takes_elements
 from tfdist_ext.data.rows import (
     SHARED_TENSOR,

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from tfdist_ext.cluster import liveness
 from tfdist_ext.cluster.liveness import preflight as module
-from tfdist_ext.cluster.liveness import reports
 from tfdist_ext.cluster.liveness.preflight import (
     PreflightError,
     TaskInfo,
@@ -23,7 +23,7 @@ from tfdist_ext.cluster.liveness.preflight import (
     tasks_of,
 )
 from tfdist_ext.cluster.liveness.wire import port_is_free
-from tfdist_ext.launch.ports import reserve_ports
+from tfdist_ext.launch.resources import reserve_ports
 
 pytestmark = pytest.mark.timeout(60)
 VERSIONS = {"tensorflow": "2.21.0", "keras": "3.15.1"}
@@ -158,7 +158,7 @@ def test_another_program_at_an_address_is_no_task(
 def test_late_tasks_are_named_on_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(reports, "FIRST_AFTER", 0.1)
+    monkeypatch.setattr(liveness, "FIRST_AFTER", 0.1)
     with cluster(worker=3) as jobs:
         outcomes([info("worker:1", jobs)], wait=0.5)
         says = r"worker:1: waiting for worker:0 \(127.0.0.1:\d+\) for 0 s. Is it started"

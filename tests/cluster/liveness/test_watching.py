@@ -14,17 +14,19 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tfdist_ext.cluster.liveness import reports
+from tfdist_ext.cluster.liveness import WaitReports
 from tfdist_ext.cluster.liveness.watching import (
     ALIVE,
+    DONE,
     EXPECTED,
     FROZEN,
     GONE,
+    Servers,
     TaskWatch,
     Watcher,
 )
 from tfdist_ext.cluster.liveness.wire import STARTED, Connection, Endpoint
-from tfdist_ext.launch.ports import reserve_ports
+from tfdist_ext.launch.resources import reserve_ports
 
 
 def states(task: TaskWatch, number: int) -> list[str]:
@@ -68,7 +70,7 @@ def test_the_states_of_a_task() -> None:
 
 
 def test_waits_are_reported_less_and_less_often() -> None:
-    waits = reports.WaitReports()
+    waits = WaitReports()
     times = (9, 10, 19, 20, 39, 40, 200, 319, 320)
     assert [waited for waited in times if waits.due(waited)] == [10, 20, 40, 200, 320]
 
@@ -116,3 +118,19 @@ def test_the_watcher_ends_with_its_object(monkeypatch: pytest.MonkeyPatch) -> No
     del watcher
     gc.collect()
     assert process.returncode == -signal.SIGKILL
+
+
+def test_a_session_outlives_the_port_and_is_opened_again() -> None:
+    with reserve_ports(1) as (port,):
+        address = f"127.0.0.1:{port}"
+        first = Endpoint(address, dict)
+        servers = Servers("chief:0", {"ps:0": address})
+        first.free_port(session_within=5.0)
+        assert first.had_session
+        second = Endpoint(address, dict)  # the port is free; as after a restart of the task
+        assert first.next_word(0.1) == {}
+        first.close()
+        second.free_port(session_within=10.0)
+        silent = servers.end(DONE)
+        assert (silent, second.next_word(1.0)["result"]) == ([], DONE)
+        second.close()

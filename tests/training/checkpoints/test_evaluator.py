@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import tfdist_ext as tfd
+from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.cluster.liveness.watching import ALIVE
 from tfdist_ext.launch.exit_codes import RESTART
-from tfdist_ext.strategies.resolvers import Described
-from tfdist_ext.strategies.serving import RoleEnded
+from tfdist_ext.strategies.cluster_tasks import RoleEnded
 from tfdist_ext.training.checkpoints import evaluator
 from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
 from tfdist_ext.training.checkpoints.folder import name_of
@@ -66,7 +66,9 @@ def _follow(model: Model, chief: socket.socket, **options: Any) -> int:
         "steps": None, "callbacks": None, "verbose": 1, **options,
     }  # fmt: skip
     with pytest.raises(RoleEnded) as end:
-        evaluate_checkpoints(model, Described(jobs, tfd.Task("evaluator", 0), "TF_CONFIG"), **given)
+        evaluate_checkpoints(
+            model, ClusterDescription(jobs, tfd.Task("evaluator", 0), "TF_CONFIG"), **given
+        )
     assert isinstance(end.value.code, int)
     return end.value.code
 

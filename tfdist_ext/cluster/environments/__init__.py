@@ -1,24 +1,118 @@
-"""Where a cluster can be described: the table of environments, in order of precedence.
+"""What the environments share: how they read a variable, and make a cluster.
 
-TF_CONFIG is first, because somebody wrote it on purpose. Then the launcher nearest to the process:
-mpirun inside a Slurm step or a container numbers its processes anew, so its ranks are the true
-ones.
+Each reader is a module of its own; `cluster.config` has the table of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
-from tfdist_ext.cluster import tf_config
-from tfdist_ext.cluster.environments import kubernetes, open_mpi, sagemaker, slurm
-from tfdist_ext.cluster.jobs import ClusterDescription
+from tfdist_ext.cluster.jobs import JOB_NAMES, MAX_INDEX, ClusterDescription, Jobs, Task
+from tfdist_ext.messages import refuse
 
-# Each parser returns the cluster, or says in a few words why the environment is passed over. It
-# raises ClusterConfigError if the environment is present but cannot be right.
-ENVIRONMENTS: dict[str, Callable[[Mapping[str, str]], ClusterDescription | str]] = {
-    "TF_CONFIG": tf_config.parse_variable,
-    "Open MPI": open_mpi.parse,
-    "Slurm": slurm.parse,
-    "SageMaker": sagemaker.parse,
-    "Kubernetes": kubernetes.parse,
-}
+# What the tasks are where an environment only counts them, as "chief=1,worker=2,ps=1".
+TASKS = "TFDIST_TASKS"
+SET_TASKS = 'Write job=number of tasks, as in "chief=1,worker=2,ps=1,evaluator=1".'
+
+# Below the range from which Linux hands out ports by itself, and not 2222, where MPI's sshd may be.
+DEFAULT_PORT_BASE = 22222
+ALONE = "1 task: no cluster needed"
+
+
+def number(
+    env: Mapping[str, str], name: str, where: str, advice: str, low: int = 0, high: int = 10**18
+) -> int:
+    """A variable that is a whole number in [low, high]; `advice` says how it comes to be set."""
+    text = required(env, name, where, advice)
+    if not (text.isascii() and text.isdigit() and len(text) <= 18 and low <= int(text) <= high):
+        limits = f" from {low} to {high}" if low else ""
+        raise refuse(where, f"{name} must be a whole number{limits}", text, advice)
+    return int(text)
+
+
+def required(env: Mapping[str, str], name: str, where: str, advice: str) -> str:
+    """A variable that has to be there, without the white space around it."""
+    text = env.get(name, "").strip()
+    if not text:
+        raise refuse(where, f"{name} is not set", env.get(name), advice)
+    return text
+
+
+def task_counts(env: Mapping[str, str], where: str) -> dict[str, int]:
+    """Job -> how many tasks TFDIST_TASKS gives it."""
+    counts: dict[str, int] = {}
+    for entry in env[TASKS].split(","):
+        job, _, count = (word.strip() for word in entry.partition("="))
+        known = job in JOB_NAMES and job not in counts
+        digits = count.isascii() and count.isdigit() and len(count) <= 7
+        if not known or not digits or not 1 <= int(count) <= MAX_INDEX:
+            what = f"{TASKS} must be job=number of tasks, each of {', '.join(JOB_NAMES)} once"
+            raise refuse(where, what, env[TASKS], SET_TASKS)
+        counts[job] = int(count)
+    return counts
+
+
+def ranked_cluster(
+    env: Mapping[str, str],
+    hosts: Sequence[str],
+    rank: int,
+    source: str,
+    port_base: int = DEFAULT_PORT_BASE,
+) -> ClusterDescription:
+    """The cluster of tasks that an environment numbers; rank r is on hosts[r].
+
+    The ranks are the tasks of TFDIST_TASKS in the order written there; without it, all are workers.
+    Ports count up from TFDIST_PORT_BASE, or `port_base`.
+    """
+    if not env.get(TASKS, "").strip():
+        return cluster_at(env, {"worker": hosts}, Task("worker", rank), source, port_base)
+    counts = task_counts(env, source)
+    if sum(counts.values()) != len(hosts):
+        what = f"{TASKS} must have as many tasks as were started, {len(hosts)}"
+        raise refuse(source, what, env[TASKS], SET_TASKS)
+    tasks = [Task(job, index) for job, count in counts.items() for index in range(count)]
+    mine = tasks[rank]
+    of_jobs = {
+        job: [host for host, task in zip(hosts, tasks, strict=True) if task.type == job]
+        for job in counts
+    }
+    return cluster_at(env, seen_by(mine.type, of_jobs), mine, source, port_base)
+
+
+def seen_by(job: str, hosts: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+    """The jobs of the cluster that a task of this job sees.
+
+    Only the evaluator sees itself: TensorFlow trains on a single worker where the cluster of a
+    MultiWorkerMirroredStrategy names an evaluator.
+    """
+    return {each: of for each, of in hosts.items() if each != "evaluator" or job == "evaluator"}
+
+
+def cluster_at(
+    env: Mapping[str, str],
+    hosts: Mapping[str, Sequence[str]],
+    task: Task,
+    source: str,
+    port_base: int = DEFAULT_PORT_BASE,
+) -> ClusterDescription:
+    """The cluster of tasks on these hosts, by job; ports as in `ranked_cluster`."""
+    everyone = [host for of_job in hosts.values() for host in of_job]
+    local = local_ids(everyone)
+    last = max(local)
+    if env.get("TFDIST_PORT_BASE", "").strip():
+        advice = f"Set it to a port from 1 to {65535 - last}, or unset it for {port_base}."
+        port_base = number(env, "TFDIST_PORT_BASE", source, advice, 1, 65535 - last)
+    addresses = (f"{host}:{port_base + n}" for host, n in zip(everyone, local, strict=True))
+    jobs = {job: [next(addresses) for _ in of_job] for job, of_job in hosts.items()}
+    return ClusterDescription(Jobs(jobs, source), task, source)
+
+
+def local_ids(places: Iterable[object]) -> list[int]:
+    """For each rank, how many earlier ranks are in the same place."""
+    before: Counter[object] = Counter()
+    ids: list[int] = []
+    for place in places:
+        ids.append(before[place])
+        before[place] += 1
+    return ids

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tfdist_ext.cluster.environments.reading import (
+from tfdist_ext.cluster.environments import (
     ALONE,
     SET_TASKS,
     TASKS,
@@ -17,10 +17,9 @@ from tfdist_ext.cluster.environments.reading import (
     number,
     required,
     seen_by,
-    size,
     task_counts,
 )
-from tfdist_ext.cluster.jobs import ClusterDescription, Task
+from tfdist_ext.cluster.jobs import MAX_INDEX, ClusterDescription, Task
 from tfdist_ext.messages import refuse
 
 _INDEX = "JOB_COMPLETION_INDEX"
@@ -47,7 +46,7 @@ def parse(env: Mapping[str, str]) -> ClusterDescription | str:
     where = f"Kubernetes ({_INDEX}={index})"
     if env.get(TASKS, "").strip():
         return _jobset(env, index)
-    total = size(env, "TFDIST_JOB_SIZE", where, _SET_SIZE)
+    total = number(env, "TFDIST_JOB_SIZE", where, _SET_SIZE, 1, MAX_INDEX)
     if index >= total:
         what = f"{_INDEX} must be below TFDIST_JOB_SIZE, {total}"
         raise refuse(where, what, index, _SET_SIZE)

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
 
-from tfdist_ext.cluster.liveness.reports import WaitReports
+from tfdist_ext.cluster.liveness import WaitReports
 from tfdist_ext.cluster.liveness.wire import (
     ABSENT,
     READY,

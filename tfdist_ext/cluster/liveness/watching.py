@@ -1,4 +1,4 @@
-"""Who has died, and who is frozen: stopped, swapped out, or on a machine that is paused.
+"""Who has died, who is frozen (stopped, swapped out, its machine paused), and who is done.
 
 TensorFlow waits for the answers of a frozen task without a limit. But a gRPC server answers from
 threads of its own, however busy its process is. So a task that was there and does not answer any
@@ -7,12 +7,19 @@ more is frozen, and one whose port refuses connections is gone.
 The coordinator of parameter servers is watched over by a process of its own, because TensorFlow
 holds Python's lock while it waits for a frozen worker, and no Python thread of the coordinator
 runs: measured in `fit` with a worker that was stopped.
+
+TensorFlow's servers never end by themselves. The coordinator opens a gRPC session with each of them
+while they still listen for it, and keeps the session while it trains. At its end it sends its
+result. A session that breaks without a result means that the coordinator has crashed. A server that
+is started again gets a new session.
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -21,16 +28,33 @@ import time
 import weakref
 from collections.abc import Mapping
 
-from tfdist_ext.cluster.liveness.reports import WaitReports, say
-from tfdist_ext.cluster.liveness.wire import READY, SILENT, STARTED, Connection
+from tfdist_ext.cluster.jobs import ClusterDescription
+from tfdist_ext.cluster.liveness import WaitReports, say, show_stacks
+from tfdist_ext.cluster.liveness.wire import READY, SILENT, STARTED, Connection, Endpoint, Message
 
 # The states of a task.
 EXPECTED, ALIVE, GONE, FROZEN = "expected", "alive", "gone", "frozen"
+
+# The results of a coordinator. STALLED: the servers show their stacks, too.
+DONE, FAILED, STALLED = "done", "failed", "stalled"
+# Seconds without an answer after which a server, or the coordinator, is frozen. The coordinator has
+# less time, to name a frozen server first.
+SERVER_SILENT, COORDINATOR_SILENT = 45.0, 55.0
 
 _ANSWER = 5.0  # seconds for an answer
 _ANSWERS = 5  # at least so many in a row must be missed before a task counts as frozen
 _REFUSED = 4  # looks in a row after which a task is gone; one may be lost on a busy network
 _TO_END = 10.0  # seconds between SIGTERM and SIGKILL
+_OPEN = 5.0  # seconds for the sessions to open; later ones are tried again in the threads
+_AGAIN = 1.0  # seconds between two tries to open a session
+# Seconds for a server to take the result: it may be dead or frozen. A server that does not take a
+# success in time, because it is busy with the end of a pipeline, ends as after a crash.
+_TAKE = {DONE: 15.0, FAILED: 3.0, STALLED: 3.0}
+_END = 10.0  # seconds for this process to end by itself before a timer ends it
+_LOOK_EVERY = 0.5  # seconds between two looks of a server for its coordinator
+_START = 120.0  # seconds for the coordinator, which was in the preflight, to start its server
+_LEAVE = 5.0  # seconds for the coordinator to be gone after its result
+_NOWHERE = os.open(os.devnull, os.O_WRONLY)  # as long as the process
 
 
 class TaskWatch:
@@ -151,4 +175,111 @@ def exit_within(seconds: float) -> None:
     faulthandler.dump_traceback_later(seconds, exit=True, file=_NOWHERE)
 
 
-_NOWHERE = os.open(os.devnull, os.O_WRONLY)  # as long as the process
+class Servers:
+    """The servers of this process, the coordinator: it watches them, and sends them its result.
+
+    A process ends this one, and says why, when a server is frozen. One daemon thread keeps the
+    session of each server.
+
+    Args:
+        me: this task, for messages.
+        addresses: task -> "host:port".
+    """
+
+    def __init__(self, me: str, addresses: Mapping[str, str]) -> None:
+        self._me = me
+        self._ended = threading.Event()
+        self._tried = {task: threading.Event() for task in addresses}
+        self._queues: dict[str, queue.SimpleQueue[Message | None]] = {}
+        self._threads: dict[str, threading.Thread] = {}
+        for task, address in addresses.items():
+            self._queues[task] = queue.SimpleQueue()
+            self._threads[task] = threading.Thread(
+                target=self._keep, args=(Connection(address), task), daemon=True, name=task
+            )
+            self._threads[task].start()
+        deadline = time.monotonic() + _OPEN
+        for tried in self._tried.values():
+            tried.wait(max(0.0, deadline - time.monotonic()))
+        self._watcher = Watcher(me, addresses, SERVER_SILENT)
+
+    def _keep(self, connection: Connection, task: str) -> None:
+        while not self._ended.is_set():
+            # A session that has broken leaves its queue to a thread of gRPC that still reads it.
+            messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+            self._queues[task] = messages
+            connection.session(messages, self._tried[task].set)
+            self._tried[task].set()
+            messages.put(None)
+            self._ended.wait(_AGAIN)
+
+    def end(self, result: str) -> list[str]:
+        """Sends the result; returns the tasks that have not taken it in time."""
+        self._ended.set()
+        for messages in self._queues.values():
+            messages.put({"result": result, "last": True})
+            messages.put(None)
+        deadline = time.monotonic() + _TAKE[result]
+        for thread in self._threads.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return [task for task, thread in self._threads.items() if thread.is_alive()]
+
+    def send_result_at_exit(self) -> None:
+        """Makes this process send its result at the exit, before TensorFlow ends."""
+        atexit.register(self._send_result)
+
+    def _send_result(self) -> None:
+        # Python keeps the exception that ended the program, if one did.
+        result = FAILED if getattr(sys, "last_value", None) is not None else DONE
+        if silent := self.end(result):
+            say(
+                f"{self._me}: {', '.join(silent)} did not answer within {_TAKE[result]:.0f} s at"
+                " the end of this process, and may be left behind: frozen, or busy."
+            )
+            exit_within(_END)  # TensorFlow may wait for them without a limit
+
+
+def result_of_coordinator(cluster: ClusterDescription, endpoint: Endpoint) -> str:
+    """Waits in a server for the end of its coordinator.
+
+    Args:
+        cluster: in which this task serves.
+        endpoint: of this task, with the coordinator's session.
+
+    Returns:
+        DONE, FAILED or STALLED; "" if the coordinator has crashed or is frozen.
+    """
+    me, driver = str(cluster.task), cluster.driver
+    address = cluster.addresses[me]
+    if driver is None:
+        say(
+            f"{me}: serving at {address}. {cluster.source} names no chief: this server does not"
+            " notice the end of a coordinator. End it yourself."
+        )
+        while True:
+            time.sleep(_LOOK_EVERY)
+    coordinator = TaskWatch(*driver, COORDINATOR_SILENT)
+    say(f"{me}: serving at {address}; the coordinator is {coordinator}")
+    deadline = time.monotonic() + _START
+    while coordinator.state != GONE and not coordinator.failure:
+        if coordinator.state == EXPECTED and time.monotonic() >= deadline:
+            break
+        result = str(endpoint.next_word(_LOOK_EVERY).get("result", ""))
+        if result == STALLED:
+            show_stacks()  # this task may know why
+        if result:
+            deadline = time.monotonic() + _LEAVE  # the coordinator may still use its servers
+            while coordinator.look() and time.monotonic() < deadline:
+                time.sleep(_LOOK_EVERY)
+            how = "is done" if result == DONE else "has failed"
+            say(f"{me}: the coordinator, {coordinator}, {how}")
+            return result
+        if endpoint.had_session and coordinator.state == EXPECTED:
+            coordinator.state = ALIVE
+        coordinator.look()
+    if coordinator.failure:
+        say(f"{me}: {coordinator.failure} It coordinates this job, which ends.")
+        exit_within(_END)
+    else:
+        say(f"{me}: the coordinator, {coordinator}, is gone without a message: it crashed")
+    return ""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tfdist_ext.cluster.addresses import identity
+from tfdist_ext.cluster.jobs import identity
 
 Message = dict[str, Any]
 

@@ -6,19 +6,60 @@
 
 Each check is a method that pytest collects; it can also be called directly. It raises
 AssertionError with what it checked, the right value and the value it got. A module of checks
-belongs to each part of the interface of a strategy.
+belongs to each part of the interface of a strategy. Training is checked here.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.testing.assertions import assert_same_on_all_replicas, assert_trains_like_one_device
 from tfdist_ext.testing.conformance.replica_checks import ReplicaChecks
-from tfdist_ext.testing.conformance.training_checks import TrainingChecks
 from tfdist_ext.testing.conformance.variable_checks import VariableChecks
 
 __all__ = ["StrategyConformance"]
 
+ROWS, BATCH, CLASSES = 37, 12, 3  # one row is left for all replicas in the last batch
 
-class StrategyConformance(TrainingChecks, VariableChecks, ReplicaChecks):
+_RNG = np.random.default_rng(0)
+NUMBERS = _RNG.normal(size=(ROWS, 5)).astype("float32")
+IDS = _RNG.integers(0, 12, (ROWS, 3))
+LABELS = _RNG.integers(0, CLASSES, ROWS)
+WEIGHTS = np.linspace(0.1, 2, ROWS)  # with these, a mean of means is not the mean of the rows
+
+
+def _build() -> keras.Model:
+    """An embedding (its gradients are slices), BatchNormalization and regularization.
+
+    The optimizer clips by the norm of the whole gradient, and averages the weights.
+    """
+    layers = keras.layers
+    numbers, ids = keras.Input([5]), keras.Input([3], dtype="int32")
+    rows = layers.Flatten()(layers.Embedding(12, 4)(ids))
+    regularizer = keras.regularizers.L2(0.05)
+    hidden = layers.Concatenate()([numbers, rows])
+    hidden = layers.Dense(8, "tanh", kernel_regularizer=regularizer)(hidden)
+    hidden = layers.BatchNormalization(synchronized=True, momentum=0.8)(hidden)
+    model = keras.Model([numbers, ids], layers.Dense(CLASSES)(hidden))
+    optimizer = keras.optimizers.AdamW(
+        0.01,
+        weight_decay=0.1,
+        global_clipnorm=0.3,
+        use_ema=True,
+        ema_momentum=0.8,
+        ema_overwrite_frequency=3,
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, weighted_metrics=["accuracy"])
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+class StrategyConformance(VariableChecks, ReplicaChecks):
     """The contract of a synchronous strategy on the devices of one machine.
 
     A subclass defines `strategy()`. It may leave checks out (`test_gather = None`), override a
@@ -28,3 +69,19 @@ class StrategyConformance(TrainingChecks, VariableChecks, ReplicaChecks):
         tolerance: the largest difference of trained numbers from those of one device; 1e-6 by
             default.
     """
+
+    def test_trains_like_one_device(self) -> None:
+        """Weights, optimizer, losses and metrics, with sample weights and uneven batches."""
+        models: list[keras.Model] = []
+
+        def build() -> keras.Model:
+            model = _build()
+            if tf.distribute.has_strategy():
+                models.append(model)
+            return model
+
+        data, strategy = ([NUMBERS, IDS], LABELS, WEIGHTS), self.under_test()
+        fit: dict[str, Any] = {"batch_size": BATCH, "epochs": 2, "steps": -(-ROWS // BATCH)}
+        fit |= {"validation_data": data, "validation_batch_size": BATCH}
+        assert_trains_like_one_device(build, data, strategy, tolerance=self.tolerance, **fit)
+        assert_same_on_all_replicas([each.value for each in models[-1].weights], strategy=strategy)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
-from tfdist_ext.strategies.devices import seen_devices
+from tfdist_ext.strategies.one_machine import seen_devices
 
 __all__ = [
     "RUN_MODES",

@@ -35,7 +35,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.cluster.liveness.reports import WaitReports, say, show_stacks
+from tfdist_ext.cluster.liveness import WaitReports, say, show_stacks
 from tfdist_ext.errors import PeerError
 from tfdist_ext.launch.exit_codes import PREEMPTED
 from tfdist_ext.training import _tf_private as tp

@@ -27,8 +27,8 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from tfdist_ext.cluster.liveness.reports import say, show_stacks
-from tfdist_ext.cluster.liveness.sessions import STALLED, Servers
+from tfdist_ext.cluster.liveness import say, show_stacks
+from tfdist_ext.cluster.liveness.watching import STALLED, Servers
 from tfdist_ext.launch.exit_codes import RESTART, USUAL_STALL_TIMEOUT, stall_timeout
 from tfdist_ext.training.agreement.termination import termination_of_process
 

@@ -12,12 +12,12 @@ from typing import Any, NoReturn
 import keras
 import tensorflow as tf
 
-from tfdist_ext.cluster.liveness.reports import say
-from tfdist_ext.cluster.liveness.watching import GONE, TaskWatch
+from tfdist_ext.cluster.jobs import ClusterDescription
+from tfdist_ext.cluster.liveness import say
+from tfdist_ext.cluster.liveness.watching import COORDINATOR_SILENT, GONE, TaskWatch
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.launch.exit_codes import RESTART
-from tfdist_ext.strategies.resolvers import Described
-from tfdist_ext.strategies.serving import COORDINATOR_SILENT, RoleEnded, driver_of
+from tfdist_ext.strategies.cluster_tasks import RoleEnded
 from tfdist_ext.training.checkpoints.folder import checkpoints_in, epochs_when_done
 from tfdist_ext.training.checkpoints.format import DamagedCheckpointError, Progress
 from tfdist_ext.training.checkpoints.paths import checkpoint_folder, error_if_unwritable
@@ -30,7 +30,7 @@ _LOOK_EVERY = 1.0  # seconds
 
 def evaluate_checkpoints(
     model: TrainedModel,
-    cluster: Described,
+    cluster: ClusterDescription,
     *,
     checkpoint_dir: str | Path | None,
     epochs: int,
@@ -94,11 +94,10 @@ def evaluate_checkpoints(
 
 
 def _restored(
-    model: TrainedModel, folder: str, epochs: int, me: str, cluster: Described
+    model: TrainedModel, folder: str, epochs: int, me: str, cluster: ClusterDescription
 ) -> Iterator[Progress]:
     """Restores the next new checkpoint at each turn, until the training is done."""
-    driver = driver_of(cluster)
-    leader = None if driver is None else TaskWatch(*driver, COORDINATOR_SILENT)
+    leader = None if cluster.driver is None else TaskWatch(*cluster.driver, COORDINATOR_SILENT)
     seen: set[str] = set()
     while True:
         gone = leader is not None and leader.state == GONE  # asked before the folder is read

@@ -16,7 +16,7 @@ from typing import NoReturn
 import keras
 import numpy as np
 
-from tfdist_ext.cluster.liveness.reports import say
+from tfdist_ext.cluster.liveness import say
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.launch.exit_codes import PREEMPTED, command_line, is_started_again

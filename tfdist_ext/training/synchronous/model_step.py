@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import keras
 import tensorflow as tf
 
-from tfdist_ext.cluster.liveness.reports import FIRST_AFTER, say
+from tfdist_ext.cluster.liveness import FIRST_AFTER, say
 from tfdist_ext.errors import StrategyError, TrainingError
 from tfdist_ext.strategies._tf_private import lightly_optimized
 from tfdist_ext.strategies.shared_step import SharedStep, kind_of

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from event_files import scalars
@@ -78,6 +81,26 @@ def test_servers_wait_for_a_late_coordinator_and_end_with_138_when_it_is_killed(
             assert cluster.status(name, 20) == RESTART
             assert cluster.seconds_after("chief:0", name) < WITHIN
             assert cluster.log(name).endswith("is gone without a message: it crashed\n")
+
+
+@pytest.mark.tfdist_cluster(worker=2, ps=2)
+def test_each_task_may_have_one_core() -> None:
+    """TensorFlow's servers hang in the first step then, unless they have two threads."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    tfd.run(_train)
+
+
+def _train() -> None:
+    strategy = tfd.create_strategy(placement={".*kernel": "sharded(2)"})
+    model = tfd.distribute(_build, strategy)
+    x = np.ones([16, 2], "float32")
+    assert model.fit(x, x[:, :1], batch_size=4, verbose=0).history["loss"][0] > 0
+
+
+def _build() -> keras.Model:
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(2), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    return model
 
 
 def test_where_training_is_driven_run_calls_main() -> None:

@@ -1,10 +1,10 @@
-"""SageMaker: the hosts of a training job, one task each."""
+"""Clouds: the hosts of a SageMaker training job, and a TPU of Google Cloud."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tfdist_ext.cluster.environments.reading import ALONE, ranked_cluster, required
+from tfdist_ext.cluster.environments import ALONE, ranked_cluster, required
 from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.cluster.tf_config import load_json
 from tfdist_ext.messages import refuse
@@ -12,7 +12,7 @@ from tfdist_ext.messages import refuse
 _AS_SET = 'SageMaker sets it: SM_HOSTS=["algo-1","algo-2"], SM_CURRENT_HOST=algo-1.'
 
 
-def parse(env: Mapping[str, str]) -> ClusterDescription | str:
+def sagemaker(env: Mapping[str, str]) -> ClusterDescription | str:
     """The cluster of this job: the n-th of SM_HOSTS is worker n (it is the same on every host)."""
     text = env.get("SM_HOSTS", "").strip()
     if not text:
@@ -30,3 +30,19 @@ def parse(env: Mapping[str, str]) -> ClusterDescription | str:
         return ALONE
     source = f"SageMaker (SM_CURRENT_HOST={current})"
     return ranked_cluster(env, hosts, hosts.index(current), source)
+
+
+def tpu_settings(env: Mapping[str, str]) -> dict[str, str]:
+    """What the environment says of a TPU, as options of the strategy `tpu`.
+
+    A TPU is reached through its own resolver: it has no ClusterConfig.
+
+    Returns:
+        "tpu": the name or address in TPU_NAME, or "local" on a TPU VM; "zone" and "project" if
+        TPU_ZONE and TPU_PROJECT are set. Empty without TPU_NAME.
+    """
+    if not env.get("TPU_NAME", "").strip():
+        return {}
+    variables = {"tpu": "TPU_NAME", "zone": "TPU_ZONE", "project": "TPU_PROJECT"}
+    found = {option: env.get(name, "").strip() for option, name in variables.items()}
+    return {option: value for option, value in found.items() if value}

@@ -14,7 +14,7 @@ from warm_programs import run_program
 
 import tfdist_ext as tfd
 from tfdist_ext import ClusterConfig, Task
-from tfdist_ext.launch.ports import reserve_ports
+from tfdist_ext.launch.resources import reserve_ports
 from tfdist_ext.testing import run_tasks
 
 PROGRAMS = Path(__file__).parents[1] / "programs"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tfdist_ext import StrategyError
-from tfdist_ext.strategies.devices import (
+from tfdist_ext.strategies.one_machine import (
     make_logical_cpus,
     normal_name,
     pick_devices,

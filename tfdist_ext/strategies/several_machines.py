@@ -1,115 +1,47 @@
-"""One function for each strategy: checks what TensorFlow does not, then makes the strategy.
+"""The strategies of several machines: workers, parameter servers, and TPUs.
 
-The parameters of a function are the options of its strategy.
+Each function checks what TensorFlow does not, then makes the strategy. The parameters of a function
+are the options of its strategy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.cluster.addresses import AddressError, identity
-from tfdist_ext.cluster.liveness.sessions import Servers
+from tfdist_ext.cluster.jobs import AddressError, identity
+from tfdist_ext.cluster.liveness.watching import Servers
 from tfdist_ext.cluster.liveness.wire import STARTED, Connection
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.placement.placer import ServerPlacer
-from tfdist_ext.strategies._tf_private import with_metrics_per_replica
-from tfdist_ext.strategies.cluster_start import (
+from tfdist_ext.strategies.cluster_tasks import (
     connecting,
     run_preflight,
+    serve,
     start_failures_in_words,
 )
-from tfdist_ext.strategies.devices import pick_devices, seen_devices
-from tfdist_ext.strategies.placed import PlacedParameterServers, PlacedStrategy
+from tfdist_ext.strategies.one_machine import seen_devices
+from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.strategies.resolvers import (
     Cluster,
-    Described,
     call_with_timeout,
-    describe,
+    describe_for,
     resolver_of,
 )
-from tfdist_ext.strategies.serving import serve, serves
 
-__all__ = [
-    "central_storage",
-    "default",
-    "mirrored",
-    "multi_worker_mirrored",
-    "one_device",
-    "parameter_server",
-    "placed",
-    "tpu",
-]
-
-Devices: TypeAlias = int | str | Sequence[str] | None
+__all__ = ["multi_worker_mirrored", "parameter_server", "tpu"]
 
 LOOKUP_SECONDS = 30.0  # for Google Cloud's metadata server and TPU API
 REACH_SECONDS = 10.0  # for a TPU to answer
 _STARTED_WITHIN = 10.0  # seconds for servers to start after the preflight
-
-
-def default() -> tf.distribute.Strategy:
-    """TensorFlow's default strategy, which is available outside of any scope only."""
-    strategy = tf.distribute.get_strategy()
-    if tf.distribute.has_strategy():
-        raise StrategyError(
-            "the default strategy is available outside of any scope only, got the scope of"
-            f" {type(strategy).__name__}. Call create_strategy outside of this scope."
-        )
-    return strategy
-
-
-def one_device(*, devices: Devices = None) -> tf.distribute.Strategy:
-    """Everything on one device: the given one, else the first GPU, else the CPU."""
-    picked = pick_devices("one_device", devices)
-    if devices is not None and len(picked) > 1:
-        raise StrategyError(f"devices of one_device must be one device, got {', '.join(picked)}.")
-    return tf.distribute.OneDeviceStrategy(picked[0])
-
-
-def mirrored(*, devices: Devices = None) -> tf.distribute.Strategy:
-    """A copy on each device: the given ones, else all GPUs, else all logical CPUs."""
-    picked = pick_devices("mirrored", devices)
-    on_cpus = all(name.startswith("CPU:") for name in picked)
-    # The default collectives fail on CPUs inside a loop in the graph.
-    reduction = tf.distribute.ReductionToOneDevice() if on_cpus else None
-    try:
-        return tf.distribute.MirroredStrategy(picked, cross_device_ops=reduction)
-    except json.JSONDecodeError as error:
-        raise StrategyError(
-            f"TF_CONFIG must be JSON, because MirroredStrategy reads it, got: {error}. Correct it"
-            " or unset it; mirrored needs none."
-        ) from error
-
-
-def central_storage(
-    *, devices: Devices = None, parameter_device: str = "CPU:0"
-) -> tf.distribute.Strategy:
-    """Variables on `parameter_device`, computing on `devices`.
-
-    Variables with `synchronization=ON_READ`, as those of Keras metrics, have a copy on each of
-    `devices`.
-    """
-    computing = pick_devices("central_storage", devices)
-    (keeping,) = pick_devices("central_storage", [parameter_device])
-    strategy = tf.distribute.experimental.CentralStorageStrategy(computing, keeping)
-    return with_metrics_per_replica(strategy)
-
-
-def placed(
-    *, devices: Devices = None, placement: Any = (), owned_from: int | str = "16KiB"
-) -> tf.distribute.Strategy:
-    """Each variable on the devices that its rule says."""
-    return PlacedStrategy(devices, placement, owned_from=owned_from)
 
 
 def multi_worker_mirrored(
@@ -122,7 +54,7 @@ def multi_worker_mirrored(
     """
     if communication not in ("auto", "ring", "nccl"):
         raise StrategyError(f"communication must be auto, ring or nccl, got {communication!r}.")
-    described = _described("multi_worker_mirrored", cluster, "--workers N")
+    described = describe_for("multi_worker_mirrored", cluster, "--workers N")
     if others := [job for job in described.jobs if job not in ("chief", "worker")]:
         raise StrategyError(
             "the cluster of multi_worker_mirrored must have chief and worker tasks alone, got"
@@ -139,8 +71,8 @@ def multi_worker_mirrored(
     options = tf.distribute.experimental.CommunicationOptions(
         implementation=implementations(communication.upper())
     )
-    here = identity(described.address)[0]
-    _share_cores([identity(each)[0] for each in described.addresses.values()].count(here))
+    hosts = {task: identity(address)[0] for task, address in described.addresses.items()}
+    _share_cores(list(hosts.values()).count(hosts[str(described.task)]))
     with start_failures_in_words(described):
         endpoint = run_preflight(described, wait, first=True)
         if endpoint is not None:
@@ -159,13 +91,13 @@ def parameter_server(
     In a `ps` or `worker` task this serves instead, and ends the process when the coordinator has
     ended. Blocks for at most `wait` seconds until the other tasks are there.
     """
-    described = _described("parameter_server", cluster, "--chief --workers N --ps M")
+    described = describe_for("parameter_server", cluster, "--chief --workers N --ps M")
     if "ps" not in described.jobs or "worker" not in described.jobs:
         raise StrategyError(
             f"the cluster of parameter_server must have ps and worker tasks, got {described} from"
             f" {described.source}."
         )
-    if serves(described):
+    if described.serves:
         serve(cluster, wait)
     placer = ServerPlacer(placement, len(described.jobs["ps"]))
     with start_failures_in_words(described):
@@ -243,27 +175,6 @@ def _sigterm_kept() -> Iterator[None]:
             yield
         finally:
             faulthandler.unregister(signal.SIGTERM)
-
-
-def _described(strategy: str, cluster: Cluster, options: str) -> Described:
-    """Returns the description of a cluster in which every task has an address.
-
-    Args:
-        options: of `tfdist run`, for the message.
-    """
-    described = describe(cluster)
-    if described is None or not described.jobs:
-        source = "the call or the environment" if described is None else described.source
-        raise StrategyError(
-            f"{strategy} must have a cluster, got none from {source}: set TF_CONFIG, start the"
-            f" script with `tfdist run {options}`, or pass cluster=."
-        )
-    if holes := [task for task, address in described.addresses.items() if not address]:
-        raise StrategyError(
-            f"the cluster of {strategy} must have an address for every task, got none for"
-            f" {', '.join(holes)} from {described.source}. Number the tasks from 0."
-        )
-    return described
 
 
 def tpu(

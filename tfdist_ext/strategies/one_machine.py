@@ -1,22 +1,87 @@
-"""Devices by name or by number, checked against those that TensorFlow sees."""
+"""The strategies of one machine, and its devices by name or by number.
+
+The parameters of a function that makes a strategy are the options of the strategy.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from numbers import Integral
+from typing import TypeAlias
 
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import check_int
+from tfdist_ext.strategies._tf_private import with_metrics_per_replica
 
-__all__ = ["make_logical_cpus", "normal_name", "pick_devices", "seen_devices"]
+__all__ = [
+    "central_storage",
+    "default",
+    "make_logical_cpus",
+    "mirrored",
+    "normal_name",
+    "one_device",
+    "pick_devices",
+    "seen_devices",
+]
+
+Devices: TypeAlias = int | str | Sequence[str] | None
 
 _NAME = re.compile(
     r"^/?(?:job:localhost/)?(?:replica:0/)?(?:task:0/)?(?:device:)?"
     r"(?P<type>[A-Za-z_]+):(?P<index>\d+)$"
 )
+
+
+def default() -> tf.distribute.Strategy:
+    """TensorFlow's default strategy, which is available outside of any scope only."""
+    strategy = tf.distribute.get_strategy()
+    if tf.distribute.has_strategy():
+        raise StrategyError(
+            "the default strategy is available outside of any scope only, got the scope of"
+            f" {type(strategy).__name__}. Call create_strategy outside of this scope."
+        )
+    return strategy
+
+
+def one_device(*, devices: Devices = None) -> tf.distribute.Strategy:
+    """Everything on one device: the given one, else the first GPU, else the CPU."""
+    picked = pick_devices("one_device", devices)
+    if devices is not None and len(picked) > 1:
+        raise StrategyError(f"devices of one_device must be one device, got {', '.join(picked)}.")
+    return tf.distribute.OneDeviceStrategy(picked[0])
+
+
+def mirrored(*, devices: Devices = None) -> tf.distribute.Strategy:
+    """A copy on each device: the given ones, else all GPUs, else all logical CPUs."""
+    picked = pick_devices("mirrored", devices)
+    on_cpus = all(name.startswith("CPU:") for name in picked)
+    # The default collectives fail on CPUs inside a loop in the graph.
+    reduction = tf.distribute.ReductionToOneDevice() if on_cpus else None
+    try:
+        return tf.distribute.MirroredStrategy(picked, cross_device_ops=reduction)
+    except json.JSONDecodeError as error:
+        raise StrategyError(
+            f"TF_CONFIG must be JSON, because MirroredStrategy reads it, got: {error}. Correct it"
+            " or unset it; mirrored needs none."
+        ) from error
+
+
+def central_storage(
+    *, devices: Devices = None, parameter_device: str = "CPU:0"
+) -> tf.distribute.Strategy:
+    """Variables on `parameter_device`, computing on `devices`.
+
+    Variables with `synchronization=ON_READ`, as those of Keras metrics, have a copy on each of
+    `devices`.
+    """
+    computing = pick_devices("central_storage", devices)
+    (keeping,) = pick_devices("central_storage", [parameter_device])
+    strategy = tf.distribute.experimental.CentralStorageStrategy(computing, keeping)
+    return with_metrics_per_replica(strategy)
 
 
 def normal_name(name: object) -> str:

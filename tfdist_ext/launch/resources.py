@@ -1,4 +1,4 @@
-"""Ports that no other process takes between being chosen and being used.
+"""What this machine has for tasks: ports that no other process takes, and GPUs.
 
 A port that the kernel chooses (`bind` to port 0) is in its ephemeral range: until the task binds
 the port, seconds later, the kernel may give it to another socket. The socket cannot stay open,
@@ -11,16 +11,20 @@ releases the lock when the launcher dies.
 
 from __future__ import annotations
 
-import errno
+import os
 import random
+import shutil
 import socket
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from tfdist_ext.cluster.liveness.wire import port_is_free
 from tfdist_ext.errors import LaunchError
+from tfdist_ext.messages import check_int
 
-__all__ = ["reserve_ports"]
+__all__ = ["gpus_of", "one_gpu_each", "reserve_ports"]
 
 _LOWEST = 10_000  # below it live most services that have a number of their own
 # Without /proc: Linux's own range and that of IANA (macOS, BSD) together.
@@ -43,7 +47,7 @@ def reserve_ports(count: int) -> Iterator[tuple[int, ...]]:
                 lock = locks.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
             except OSError:  # more open files than a process may have
                 break
-            if _binds(lock, port) and _is_free(port):
+            if _binds(lock, port) and port_is_free(port):
                 ports.append(port)
             else:
                 lock.close()
@@ -70,21 +74,53 @@ def _candidates() -> list[int]:
     return sorted(ports, key=lambda port: low <= port <= high)
 
 
-def _is_free(port: int) -> bool:
-    # gRPC listens on every address, IPv4 and IPv6: a server on ::1 alone is in its way too.
-    for family in (socket.AF_INET, socket.AF_INET6):
-        try:
-            socket.create_server(("", port), family=family).close()
-        except OSError as error:
-            # On a machine without IPv6, IPv4 decides.
-            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
-                return False
-    return True
-
-
 def _binds(lock: socket.socket, port: int) -> bool:
     try:
         lock.bind(("127.0.0.1", port))
     except OSError:
         return False
     return True
+
+
+def one_gpu_each(workers: int | None, gpus: list[str]) -> list[str]:
+    """The GPU of each worker.
+
+    Args:
+        workers: how many; None: one for each GPU.
+
+    Raises:
+        LaunchError: more workers than GPUs, or no GPU.
+    """
+    if not gpus:
+        raise LaunchError(
+            "--process-per-device needs GPUs, and this machine has none; write --workers N, and"
+            " the workers divide the cores among them"
+        )
+    count = len(gpus) if workers is None else workers
+    check_int(count, "--workers with --process-per-device", 1, len(gpus), error=LaunchError)
+    return gpus[:count]
+
+
+def gpus_of(env: Mapping[str, str]) -> list[str]:
+    """The GPUs that a process with this environment sees, as CUDA_VISIBLE_DEVICES names them.
+
+    Raises:
+        LaunchError: nvidia-smi is there, and fails.
+    """
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        named = [name.strip() for name in visible.split(",")]
+        # CUDA uses the GPUs before the first name that is not a GPU.
+        return named[: next((n for n, name in enumerate(named) if name in ("", "-1")), len(named))]
+    program = shutil.which("nvidia-smi", path=env.get("PATH", os.defpath))
+    if program is None:
+        return []
+    command = [program, "--query-gpu=index", "--format=csv,noheader"]
+    try:  # it is slow on machines with many GPUs
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise LaunchError(
+            f"nvidia-smi must list the GPUs, got {error}; set CUDA_VISIBLE_DEVICES to those to use,"
+            " or to -1 for none"
+        ) from error
+    return done.stdout.split()
