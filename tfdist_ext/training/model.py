@@ -33,13 +33,8 @@ from tfdist_ext.training.agreement.equality import (
 )
 from tfdist_ext.training.agreement.model_description import describe_model
 from tfdist_ext.training.agreement.single_task import on_every_worker
-from tfdist_ext.training.building.build import (
-    adopt,
-    batch_normalization_layers,
-    build,
-    creation_scope,
-    recompile,
-)
+from tfdist_ext.training.building.build import batch_normalization_layers, build, creation_scope
+from tfdist_ext.training.building.copying import adopt, recompile
 from tfdist_ext.training.callbacks.in_cluster import (
     callbacks_of_this_task,
     overridable,

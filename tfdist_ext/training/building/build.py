@@ -1,13 +1,12 @@
-"""Makes a Keras model, its optimizers and its metrics inside a strategy's scope.
+"""Makes every variable of a model inside a strategy's scope, before a step is traced.
 
-Every variable is made before a step is traced. Layers that keep a state for each row of a batch are
-refused, because the state cannot follow its row to a replica.
+Layers that keep a state for each row of a batch are refused, because the state cannot follow its
+row to a replica.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,20 +14,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist_ext.errors import PlacementError, TrainingError
-from tfdist_ext.placement.live.learning import fresh_names, learn_specs
+from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
 from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import creating_without_broadcast
-from tfdist_ext.training.building.cloning import (
-    cannot_be_copied,
-    clone_from_config,
-    clone_model,
-    copy_flags_and_assets,
-    custom_objects_of,
-    truncate_message,
-)
 from tfdist_ext.training.protocols import Specs, Structure
 from tfdist_ext.training.steps.replaced import (
     functions_in_place,
@@ -40,18 +30,15 @@ from tfdist_ext.training.variables import (
     all_built,
     copies_of_one_name,
     default_strategy_scope,
-    optimizers_of,
     variables_of_steps,
 )
 
 __all__ = [
-    "adopt",
     "batch_normalization_layers",
-    "belongs_to",
     "build",
     "creation_scope",
-    "recompile",
     "reject_stateful_rnns",
+    "truncate_message",
 ]
 
 
@@ -83,51 +70,6 @@ def creation_scope(
     places = isinstance(strategy, StrategyTemplate | PlacedParameterServers)
     scope.enter_context(variables_of_steps(in_pieces=not places))
     return scope
-
-
-def adopt(
-    model_or_builder: keras.Model | Callable[[], keras.Model],
-    strategy: tf.distribute.Strategy,
-    created: list[tf.Variable],
-) -> keras.Model:
-    """Returns the model that a builder makes, or a copy of an existing one, on the strategy.
-
-    Args:
-        created: see `creation_scope`.
-
-    Raises:
-        TrainingError: neither a model nor a function that returns one, or a model that cannot
-            be copied from its config.
-        PlacementError: the strategy's placement does not fit the model.
-    """
-    is_model = isinstance(model_or_builder, keras.Model)
-    if not is_model and not callable(model_or_builder):
-        raise TrainingError(
-            "model_or_builder must be a keras.Model, or a function without arguments that returns"
-            f" one, got {model_or_builder!r}."
-        )
-    specs = []
-    if isinstance(strategy, PlacedParameterServers) and strategy.placer.plans_models:
-        specs = learn_specs(model_or_builder)
-        strategy.placer.learn(specs)
-    elif isinstance(strategy, PlacedStrategy):
-        with contextlib.suppress(PlacementError):  # the model makes its variables later
-            specs = learn_specs(model_or_builder)
-        if specs:
-            strategy.plan_model(specs)
-    if is_model:
-        return _copy(model_or_builder, strategy, created)
-    names_of_plan = fresh_names() if specs else contextlib.nullcontext()
-    with creation_scope(strategy, created), names_of_plan:
-        model = model_or_builder()
-    if not isinstance(model, keras.Model):
-        raise TrainingError(
-            f"the function given to distribute() must return a keras.Model, got {model!r}."
-        )
-    if not all(belongs_to(variable, strategy) for variable in model.weights):
-        return _copy(model, strategy, created)  # the function did not make it
-    recompile(model, model, strategy, created)
-    return model
 
 
 def build(
@@ -261,128 +203,6 @@ def _zero_gradient(
     return tf.nest.map_structure(zeros, sources)
 
 
-def belongs_to(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether a variable was created in the strategy's scope, or is not created yet."""
-    value = kp.raw_value(variable)
-    return value is None or strategy.extended.variable_created_in_scope(value)
-
-
-def recompile(
-    source: keras.Model,
-    target: keras.Model,
-    strategy: tf.distribute.Strategy,
-    created: list[tf.Variable],
-) -> None:
-    """Compiles `target` as `source` is, with optimizers and metrics made in the scope.
-
-    Nothing happens if they were made there, as in most builders. A class with
-    `compile_from_config` is compiled by that method, as Keras does when it loads a model. Other
-    classes are compiled with the arguments that the model keeps as attributes of the same name.
-
-    Raises:
-        TrainingError: a compile() whose arguments are not known, an optimizer or a metric that
-            cannot be cloned, or an optimizer that was built for other variables.
-    """
-    if not source.compiled:
-        return
-    before = optimizers_of(source)
-    given = kp.compile_arguments(source)
-    metrics = keras.tree.flatten([given["metrics"], given["weighted_metrics"]])
-    stateful = [each for each in metrics if isinstance(each, keras.metrics.Metric)]
-    variables = [v for thing in [*stateful, *before.values()] for v in thing.variables]
-    if source is target and all(belongs_to(variable, strategy) for variable in variables):
-        return
-    with creation_scope(strategy, created):
-        if type(source).compile_from_config is not keras.Model.compile_from_config:
-            config = source.get_compile_config()
-            with custom_objects_of([source]):
-                target.compile_from_config(config)
-        else:
-            _compile_again(source, target)
-        after = optimizers_of(target)
-        for name, old in before.items():
-            if old.built:
-                _copy_optimizer_state(old, after.get(name), source, target)
-
-
-def _compile_again(source: keras.Model, target: keras.Model) -> None:
-    arguments = _compile_arguments(source)
-    target.compile(**keras.tree.map_structure(_stateless, arguments))
-    if type(source).compile is not keras.Model.compile:  # which may keep something else
-        for name, value in _compile_arguments(target).items():
-            if _described(value) != _described(arguments[name]):
-                raise _unknown_argument(source, name)
-
-
-def _stateless(argument: Any) -> Any:
-    """Clones an argument of compile that has variables, which two models must not share."""
-    has_variables = hasattr(argument, "variables") and hasattr(argument, "get_config")
-    return clone_from_config(argument) if has_variables else argument
-
-
-def _compile_arguments(model: keras.Model) -> dict[str, Any]:
-    """Returns the arguments of compile(): those that Keras keeps, and attributes of their names."""
-    of_keras = kp.compile_arguments(model)
-    _, *parameters = inspect.signature(type(model).compile).parameters.values()
-    names = {each.name: None for each in parameters if each.kind is not each.VAR_KEYWORD}
-    if len(names) < len(parameters):  # the keywords go to Keras
-        names |= dict.fromkeys(of_keras)
-    known = {**vars(model), **of_keras}
-    for name in names:
-        if name not in known:
-            raise _unknown_argument(model, name)
-    return {name: known[name] for name in names}
-
-
-def _described(argument: Any) -> str:
-    """Returns a text that is equal for two equal arguments of compile(); of objects, the class."""
-    parts = keras.tree.flatten(argument)
-    return repr([type(part) if hasattr(part, "get_config") else part for part in parts])
-
-
-def _unknown_argument(model: keras.Model, name: str) -> TrainingError:
-    return cannot_be_copied(model, f"the argument {name!r} of its own compile() is not known.")
-
-
-def _copy_optimizer_state(
-    old: keras.optimizers.Optimizer,
-    new: keras.optimizers.Optimizer | None,
-    source: keras.Model,
-    target: keras.Model,
-) -> None:
-    """Builds an optimizer as an old one, and copies the state. Frozen weights keep theirs, too."""
-    copies = {id(weight): copy for weight, copy in zip(source.weights, target.weights, strict=True)}
-    weights = [copies[id(each)] for each in kp.trained_by(old) if id(each) in copies]
-    if new is not None:
-        new.build(weights)
-    if (
-        new is None
-        or [*map(id, kp.trained_by(new))] != [*map(id, weights)]
-        or len(new.variables) != len(old.variables)
-    ):
-        raise cannot_be_copied(
-            old,
-            "it must be built for weights of the model, and compile_from_config() must make one"
-            " like it that is not built.",
-        )
-    for variable, value in zip(new.variables, old.variables, strict=True):
-        variable.assign(value.numpy())
-
-
-def _copy(
-    model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.Variable]
-) -> keras.Model:
-    with creation_scope(strategy, created):
-        copy = clone_model(model)
-    if [weight.shape for weight in copy.weights] != [weight.shape for weight in model.weights]:
-        raise cannot_be_copied(model, "the copy has weights of other shapes.")
-    for new, old in zip(copy.weights, model.weights, strict=True):
-        new.assign(old.numpy())
-    copy_flags_and_assets(model, copy)
-    recompile(model, copy, strategy, created)
-    return copy
-
-
 def reject_stateful_rnns(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
     """Refuses stateful RNN layers before anything of a model is traced or built.
 
@@ -407,3 +227,9 @@ def batch_normalization_layers(model: keras.Model) -> list[keras.layers.BatchNor
     """Returns the BatchNormalization layers of a model, of its inner models and wrappers."""
     layers = kp.flat_layers(model)
     return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
+
+
+def truncate_message(error: Exception) -> str:
+    """Returns the beginning of a message of Keras, which can be pages long."""
+    words = " ".join(str(error).split())
+    return words if len(words) <= 200 else words[:200] + " ..."
