@@ -8,7 +8,7 @@ the variable.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -72,20 +72,17 @@ class WorkerScope(StepScope):
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         variable, value = update
-        key = id(variable)
-        if variable is self._counter:
-            self.counted += 1
-            if not self._in_step():  # in a cond of the optimizer: the step's number stays
-                return
-        if self._in_step() and key in self._watched:
+        key, in_step = id(variable), self._in_step()
+        self.counted += variable is self._counter
+        if in_step and key in self._watched:
             self.get_current_value(variable)  # reads the value before the step
-        if self._in_step() and (key in self._values or key in self._watched):
+        if in_step and key in self.state_mapping:
             self.updated |= {key} & self._values
             super().add_update((variable, value))
         elif key not in self._values:
             raw = kp.raw_value(variable)  # acts as the piece that is updated
             _add_difference(raw, value, tf.convert_to_tensor(raw))
-        else:
+        elif variable is not self._counter:  # in a cond of the optimizer the number stays
             raise metric_in_inner_graph(variable)
 
     def write_watched(self) -> None:
@@ -112,21 +109,13 @@ def step_on_worker(scope: WorkerScope, model: keras.Model) -> Iterator[None]:
         stack.enter_context(scope)
         stack.enter_context(observed_metrics(metrics_of(model)))
         stack.enter_context(functions_in_place(step_targets()))
-        stack.enter_context(substitutes({"take": _take}))
+        stack.enter_context(substitutes({"take": take_rows}))
         for optimizer in optimizers_of(model).values():
             updates = UpdatesInPlace(optimizer)
             stack.enter_context(
                 kp.distribution_strategy_of(with_inner_optimizers(optimizer), updates)
             )
         yield
-
-
-def _take(
-    original: Callable[..., tf.Tensor], x: Any, indices: Any, axis: int | None = None
-) -> tf.Tensor | tf.RaggedTensor:
-    if isinstance(indices, tf.SparseTensor):  # Keras also takes row 0 for missing entries
-        indices = tf.sparse.to_dense(indices)
-    return take_rows(original, x, indices, axis)
 
 
 def _add_difference(raw: tf.Variable, after: tf.Tensor, before: tf.Tensor) -> None:
