@@ -33,8 +33,13 @@ from tfdist_ext.training.agreement.equality import (
 )
 from tfdist_ext.training.agreement.model_description import describe_model
 from tfdist_ext.training.agreement.single_task import on_every_worker
-from tfdist_ext.training.building.build import batch_normalization_layers, build, creation_scope
-from tfdist_ext.training.building.copying import adopt, recompile
+from tfdist_ext.training.building.build import (
+    adopt,
+    batch_normalization_layers,
+    build,
+    creation_scope,
+    recompile,
+)
 from tfdist_ext.training.callbacks.in_cluster import (
     callbacks_of_this_task,
     overridable,
@@ -563,7 +568,7 @@ class DistributedModel(SavingMixin):
         """Create variables, metrics and optimizer slots, before a step is traced."""
         self._built_for = batches.element_spec
         if kind != "predict":
-            recompile(self._model, self._model, self._strategy, self._created)
+            recompile(self._model, self._strategy, self._created)
         build(self._model, self._built_for, self._strategy, self._created, kind=kind)
         self._check_batch_normalization()  # of layers that are made in the first call, too
         if kind != "predict":

@@ -1,5 +1,6 @@
-"""Makes every variable of a model inside a strategy's scope, before a step is traced.
+"""Makes a Keras model, its optimizers and its metrics inside a strategy's scope.
 
+Every variable is made before a step is traced. An export makes a copy outside of the scope.
 Layers that keep a state for each row of a batch are refused, because the state cannot follow its
 row to a replica.
 """
@@ -7,19 +8,23 @@ row to a replica.
 from __future__ import annotations
 
 import contextlib
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
-from tfdist_ext.errors import TrainingError
+from tfdist_ext.errors import PlacementError, TrainingError
+from tfdist_ext.placement.live.learning import fresh_names, learn_specs
 from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
 from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import creating_without_broadcast
+from tfdist_ext.training.building.copying import clone_model, compile_as, copy_state
 from tfdist_ext.training.protocols import Specs, Structure
+from tfdist_ext.training.state.naming import check_has_variables
 from tfdist_ext.training.steps.replaced import (
     functions_in_place,
     step_targets,
@@ -30,16 +35,24 @@ from tfdist_ext.training.variables import (
     all_built,
     copies_of_one_name,
     default_strategy_scope,
+    optimizers_of,
+    outside_of_scopes,
     variables_of_steps,
 )
 
 __all__ = [
+    "Builder",
+    "adopt",
     "batch_normalization_layers",
     "build",
     "creation_scope",
+    "export",
+    "recompile",
     "reject_stateful_rnns",
-    "truncate_message",
 ]
+
+# Builds another model; None if there is only the model itself.
+Builder: TypeAlias = Callable[[], keras.Model] | None
 
 
 def creation_scope(
@@ -72,6 +85,120 @@ def creation_scope(
     return scope
 
 
+def adopt(
+    model_or_builder: keras.Model | Callable[[], keras.Model],
+    strategy: tf.distribute.Strategy,
+    created: list[tf.Variable],
+) -> keras.Model:
+    """Returns the model that a builder makes, or a copy of an existing one, on the strategy.
+
+    Args:
+        created: see `creation_scope`.
+
+    Raises:
+        TrainingError: neither a model nor a function that returns one, or a model that cannot
+            be copied from its config.
+        PlacementError: the strategy's placement does not fit the model.
+    """
+    if not isinstance(model_or_builder, keras.Model) and not callable(model_or_builder):
+        raise TrainingError(
+            "model_or_builder must be a keras.Model, or a function without arguments that returns"
+            f" one, got {model_or_builder!r}."
+        )
+    specs = []
+    if isinstance(strategy, PlacedParameterServers) and strategy.placer.plans_models:
+        specs = learn_specs(model_or_builder)
+        strategy.placer.learn(specs)
+    elif isinstance(strategy, PlacedStrategy):
+        with contextlib.suppress(PlacementError):  # the model makes its variables later
+            specs = learn_specs(model_or_builder)
+        if specs:
+            strategy.plan_model(specs)
+    if isinstance(model_or_builder, keras.Model):
+        model = model_or_builder
+    else:
+        names_of_plan = fresh_names() if specs else contextlib.nullcontext()
+        with creation_scope(strategy, created), names_of_plan:
+            model = model_or_builder()
+        if not isinstance(model, keras.Model):
+            raise TrainingError(
+                f"the function given to distribute() must return a keras.Model, got {model!r}."
+            )
+        if all(_belongs_to(variable, strategy) for variable in model.weights):
+            recompile(model, strategy, created)
+            return model
+    with creation_scope(strategy, created):
+        copy = clone_model(model)
+        copy_state(model, copy)
+        if model.compiled:
+            compile_as(model, copy)
+    return copy
+
+
+def export(
+    model: keras.Model, filepath: str, builder: Builder, spec: Specs, **arguments: Any
+) -> None:
+    """Exports a model as `keras.Model.export` does, on this task alone.
+
+    TensorFlow cannot export variables in shards, and would trace variables on servers with their
+    addresses. So a copy without a strategy is exported.
+
+    Args:
+        builder: builds another model, if the model cannot be copied from its config.
+        spec: tf.TypeSpecs of the batch that the model was built for; None: unknown.
+        arguments: those of `keras.Model.export`.
+
+    Raises:
+        TrainingError: the model has no variables yet, or it cannot be copied.
+    """
+    check_has_variables(model, "export")
+    policy = keras.config.dtype_policy()
+
+    def copy_and_export() -> None:
+        keras.config.set_dtype_policy(policy)  # a setting of each thread
+        try:
+            copy = clone_model(model)
+        except TrainingError:
+            if builder is None:
+                raise
+            copy = builder()
+        if spec is not None:
+            if len(copy.variables) != len(model.variables):
+                build(copy, spec, tf.distribute.get_strategy(), kind="predict")
+            if not kp.is_graph_of_layers(model):
+                inputs, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
+                arguments.setdefault("input_signature", [inputs])
+        copy_state(model, copy)
+        copy.export(filepath, **arguments)
+
+    outside_of_scopes(copy_and_export)
+
+
+def recompile(
+    model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.Variable]
+) -> None:
+    """Compiles a model again, unless its optimizers and metrics were made in the scope.
+
+    Raises:
+        TrainingError: the model cannot be compiled again; see `compile_as`.
+    """
+    if not model.compiled:
+        return
+    given = kp.compile_arguments(model)
+    metrics = keras.tree.flatten([given["metrics"], given["weighted_metrics"]])
+    with_variables = [each for each in metrics if isinstance(each, keras.metrics.Metric)]
+    with_variables += optimizers_of(model).values()
+    if not all(_belongs_to(v, strategy) for each in with_variables for v in each.variables):
+        with creation_scope(strategy, created):
+            compile_as(model, model)
+
+
+def _belongs_to(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether a variable was created in the strategy's scope, or is not created yet."""
+    value = kp.raw_value(variable)
+    return value is None or strategy.extended.variable_created_in_scope(value)
+
+
 def build(
     model: keras.Model,
     spec: Specs,
@@ -100,36 +227,33 @@ def build(
         return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=sparse)
 
     batch = keras.tree.map_structure(symbol, spec)
-    with creation_scope(strategy, created):
-        own_loss = type(model).compute_loss is not keras.Model.compute_loss
-        if kind == "train" and own_loss and not all(each.built for each in kp.flat_layers(model)):
+    own_step = not uses_keras_step(model, kind)
+    own_loss = type(model).compute_loss is not keras.Model.compute_loss
+    with creation_scope(strategy, created), warnings.catch_warnings():
+        if kind == "train" and own_loss and not _has_all_layers(model):
             # compute_loss may use layers that the call does not use.
             with contextlib.suppress(TrainingError):
                 _build_from_step(model, kind, batch)
-        _build_from_call_or_step(model, kind, batch)
+        if own_step:  # it need not use the call, which Keras may fail to trace
+            warnings.filterwarnings("ignore", ".*unbuilt state", UserWarning)
+        try:
+            if kind != "predict":
+                kp.symbolic_build(model, batch)
+            elif not _has_all_layers(model):
+                x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+                kp.call_symbolically(model, x, training=False)
+        except Exception:
+            if not own_step:
+                raise
+            _build_from_step(model, kind, batch)
         if kind != "predict" and not uses_keras_step(model, "train") and not all_built(model):
             _build_from_step(model, "train", batch)
     if isinstance(strategy, PlacedStrategy):
         strategy.check_model([variable.path for variable in model.variables])
 
 
-def _build_from_call_or_step(model: keras.Model, kind: str, batch: Structure) -> None:
-    """Builds from one symbolic batch, by the model's `call` or else by its custom step."""
-    own_step = not uses_keras_step(model, kind)
-    with warnings.catch_warnings():
-        if own_step:  # which need not use the call that Keras cannot trace
-            warnings.filterwarnings("ignore", ".*unbuilt state", UserWarning)
-        try:
-            if kind != "predict":
-                kp.symbolic_build(model, batch)
-            elif not all(layer.built for layer in kp.flat_layers(model)):
-                x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-                kp.call_symbolically(model, x, training=False)
-            return
-        except Exception:
-            if not own_step:
-                raise
-    _build_from_step(model, kind, batch)
+def _has_all_layers(model: keras.Model) -> bool:
+    return all(layer.built for layer in kp.flat_layers(model))
 
 
 def _build_from_step(model: keras.Model, kind: str, batch: Structure) -> None:
@@ -167,20 +291,17 @@ def _build_from_step(model: keras.Model, kind: str, batch: Structure) -> None:
         with default_strategy_scope(), functions_in_place(targets), instead, losses:
             return step(batch)
 
-    failure: Exception | None = None
     try:
         kp.call_symbolically(tried, batch)
     except Exception as error:
-        failure = error
-    inner = [layer for layer in kp.flat_layers(model) if layer is not model]
-    missing = [layer.name for layer in inner if not layer.built]
-    if failure is not None and missing:
-        raise TrainingError(
-            f"{type(model).__name__} has layers without variables yet ({', '.join(missing)}), and"
-            f" its {kind}_step, tried on a batch of {batch!r} to make them, fails:"
-            f" {truncate_message(failure)} Build the layers in the function given to distribute():"
-            " begin models with keras.Input(shape), or call build(shape)."
-        ) from failure
+        inner = [layer for layer in kp.flat_layers(model) if layer is not model]
+        if missing := [layer.name for layer in inner if not layer.built]:
+            raise TrainingError(
+                f"{type(model).__name__} has layers without variables yet ({', '.join(missing)}),"
+                f" and its {kind}_step, tried on a batch of {batch!r} to make them, fails:"
+                f" {textwrap.shorten(str(error), 200)} Build the layers in the function given to"
+                " distribute(): begin models with keras.Input(shape), or call build(shape)."
+            ) from error
     for optimizer, variables in applied.values():
         if not optimizer.built:
             optimizer.build(variables)
@@ -227,9 +348,3 @@ def batch_normalization_layers(model: keras.Model) -> list[keras.layers.BatchNor
     """Returns the BatchNormalization layers of a model, of its inner models and wrappers."""
     layers = kp.flat_layers(model)
     return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
-
-
-def truncate_message(error: Exception) -> str:
-    """Returns the beginning of a message of Keras, which can be pages long."""
-    words = " ".join(str(error).split())
-    return words if len(words) <= 200 else words[:200] + " ..."

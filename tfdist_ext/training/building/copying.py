@@ -1,4 +1,4 @@
-"""Copies Keras models into a strategy, and out of it for an export.
+"""Copies Keras models: layers, weights, compile settings and the state of optimizers.
 
 A model is copied layer by layer, from configs. A config has only the name of a user's function, or
 a lambda as bytes. Both models live in this process, so the copy takes the functions of the
@@ -12,29 +12,20 @@ import difflib
 import inspect
 import random
 import tempfile
+import textwrap
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import keras
-import tensorflow as tf
 
-from tfdist_ext.errors import PlacementError, TrainingError
-from tfdist_ext.placement.live.learning import fresh_names, learn_specs
-from tfdist_ext.strategies import PlacedStrategy
-from tfdist_ext.strategies.placed import PlacedParameterServers
+from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.building.build import build, creation_scope, truncate_message
-from tfdist_ext.training.protocols import Specs
-from tfdist_ext.training.state.naming import check_has_variables
 from tfdist_ext.training.state.values import assign_whole, whole_value
-from tfdist_ext.training.variables import optimizers_of, outside_of_scopes
+from tfdist_ext.training.variables import optimizers_of
 
-__all__ = ["Builder", "adopt", "export", "recompile"]
-
-# Builds another model; None if there is only the model itself.
-Builder: TypeAlias = Callable[[], keras.Model] | None
+__all__ = ["clone_model", "compile_as", "copy_state"]
 
 # Objects that Keras makes from a config.
 _Configured: TypeAlias = keras.optimizers.Optimizer | keras.metrics.Metric | keras.Model
@@ -50,140 +41,33 @@ _NAMED_BY_CLASS = (
 )
 
 
-def adopt(
-    model_or_builder: keras.Model | Callable[[], keras.Model],
-    strategy: tf.distribute.Strategy,
-    created: list[tf.Variable],
-) -> keras.Model:
-    """Returns the model that a builder makes, or a copy of an existing one, on the strategy.
+def compile_as(source: keras.Model, target: keras.Model) -> None:
+    """Compiles `target` as `source` is, and copies the state of the optimizers.
 
-    Args:
-        created: see `creation_scope`.
-
-    Raises:
-        TrainingError: neither a model nor a function that returns one, or a model that cannot
-            be copied from its config.
-        PlacementError: the strategy's placement does not fit the model.
-    """
-    is_model = isinstance(model_or_builder, keras.Model)
-    if not is_model and not callable(model_or_builder):
-        raise TrainingError(
-            "model_or_builder must be a keras.Model, or a function without arguments that returns"
-            f" one, got {model_or_builder!r}."
-        )
-    specs = []
-    if isinstance(strategy, PlacedParameterServers) and strategy.placer.plans_models:
-        specs = learn_specs(model_or_builder)
-        strategy.placer.learn(specs)
-    elif isinstance(strategy, PlacedStrategy):
-        with contextlib.suppress(PlacementError):  # the model makes its variables later
-            specs = learn_specs(model_or_builder)
-        if specs:
-            strategy.plan_model(specs)
-    model = model_or_builder
-    if not is_model:
-        names_of_plan = fresh_names() if specs else contextlib.nullcontext()
-        with creation_scope(strategy, created), names_of_plan:
-            model = model_or_builder()
-        if not isinstance(model, keras.Model):
-            raise TrainingError(
-                f"the function given to distribute() must return a keras.Model, got {model!r}."
-            )
-        if all(_belongs_to(variable, strategy) for variable in model.weights):
-            recompile(model, model, strategy, created)
-            return model
-    with creation_scope(strategy, created):
-        copy = _clone(model)
-    _copy_state(model, copy)
-    recompile(model, copy, strategy, created)
-    return copy
-
-
-def export(
-    model: keras.Model, filepath: str, builder: Builder, spec: Specs, **arguments: Any
-) -> None:
-    """Exports a model as `keras.Model.export` does, on this task alone.
-
-    TensorFlow cannot export variables in shards, and would trace variables on servers with their
-    addresses. So a copy without a strategy is exported.
-
-    Args:
-        builder: builds another model, if the model cannot be copied from its config.
-        spec: tf.TypeSpecs of the batch that the model was built for; None: unknown.
-        arguments: those of `keras.Model.export`.
-
-    Raises:
-        TrainingError: the model has no variables yet, or it cannot be copied.
-    """
-    check_has_variables(model, "export")
-    policy = keras.config.dtype_policy()
-
-    def copy_and_export() -> None:
-        keras.config.set_dtype_policy(policy)  # a setting of each thread
-        try:
-            copy = _clone(model)
-        except TrainingError:
-            if builder is None:
-                raise
-            copy = builder()
-        if spec is not None:
-            if len(copy.variables) != len(model.variables):
-                build(copy, spec, tf.distribute.get_strategy(), kind="predict")
-            if not kp.is_graph_of_layers(model):
-                inputs, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
-                arguments.setdefault("input_signature", [inputs])
-        _copy_state(model, copy)
-        copy.export(filepath, **arguments)
-
-    outside_of_scopes(copy_and_export)
-
-
-def recompile(
-    source: keras.Model,
-    target: keras.Model,
-    strategy: tf.distribute.Strategy,
-    created: list[tf.Variable],
-) -> None:
-    """Compiles `target` as `source` is, with optimizers and metrics made in the scope.
-
-    Nothing happens if they were made there, as in most builders. A class with
-    `compile_from_config` is compiled by that method, as Keras does when it loads a model. Other
-    classes are compiled with the arguments that the model keeps as attributes of the same name.
+    A class with `compile_from_config` is compiled by that method, as Keras does when it loads a
+    model. Other classes are compiled with the arguments that the model keeps as attributes of the
+    same name.
 
     Raises:
         TrainingError: a compile() whose arguments are not known, an optimizer or a metric that
             cannot be cloned, or an optimizer that was built for other variables.
     """
-    if not source.compiled:
-        return
-    before, given = optimizers_of(source), kp.compile_arguments(source)
-    metrics = keras.tree.flatten([given["metrics"], given["weighted_metrics"]])
-    stateful = [each for each in metrics if isinstance(each, keras.metrics.Metric)]
-    variables = [v for thing in [*stateful, *before.values()] for v in thing.variables]
-    if source is target and all(_belongs_to(variable, strategy) for variable in variables):
-        return
-    with creation_scope(strategy, created):
-        if type(source).compile_from_config is not keras.Model.compile_from_config:
-            config = source.get_compile_config()
-            with _custom_objects_of([source]):
-                target.compile_from_config(config)
-        else:
-            arguments = _compile_arguments(source)
-            target.compile(**keras.tree.map_structure(_without_state, arguments))
-            if type(source).compile is not keras.Model.compile:  # it may keep something else
-                for name, value in _compile_arguments(target).items():
-                    if _description(value) != _description(arguments[name]):
-                        raise _unknown_argument(source, name)
-        after = optimizers_of(target)
-        for name, old in before.items():
-            if old.built:
-                _copy_optimizer_state(old, after.get(name), source, target)
-
-
-def _belongs_to(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether a variable was created in the strategy's scope, or is not created yet."""
-    value = kp.raw_value(variable)
-    return value is None or strategy.extended.variable_created_in_scope(value)
+    before = optimizers_of(source)
+    if type(source).compile_from_config is not keras.Model.compile_from_config:
+        config = source.get_compile_config()
+        with _custom_objects_of([source]):
+            target.compile_from_config(config)
+    else:
+        arguments = _compile_arguments(source)
+        target.compile(**keras.tree.map_structure(_without_state, arguments))
+        if type(source).compile is not keras.Model.compile:  # it may keep something else
+            for name, value in _compile_arguments(target).items():
+                if _description(value) != _description(arguments[name]):
+                    raise _unknown_argument(source, name)
+    after = optimizers_of(target)
+    for name, old in before.items():
+        if old.built:
+            _copy_optimizer_state(old, after.get(name), source, target)
 
 
 def _without_state(argument: Any) -> Any:
@@ -259,10 +143,10 @@ def _errors_of(thing: _Configured) -> Iterator[None]:
     try:
         yield
     except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
-        raise _cannot_be_copied(thing, truncate_message(error)) from error
+        raise _cannot_be_copied(thing, textwrap.shorten(str(error), 200)) from error
 
 
-def _clone(model: keras.Model) -> keras.Model:
+def clone_model(model: keras.Model) -> keras.Model:
     """Returns the same model, not compiled, with its own weights.
 
     Raises:
@@ -328,7 +212,7 @@ def _build_as(model: keras.Model, copy: keras.Model) -> None:
             new.enable_lora(old.lora_rank, lora_alpha=old.lora_alpha)
 
 
-def _copy_state(model: keras.Model, copy: keras.Model) -> None:
+def copy_state(model: keras.Model, copy: keras.Model) -> None:
     """Copies weights, trainable flags, vocabularies, and seeds of random layers.
 
     Raises:
