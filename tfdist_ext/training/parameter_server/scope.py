@@ -8,7 +8,7 @@ the variable.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -109,13 +109,21 @@ def step_on_worker(scope: WorkerScope, model: keras.Model) -> Iterator[None]:
         stack.enter_context(scope)
         stack.enter_context(observed_metrics(metrics_of(model)))
         stack.enter_context(functions_in_place(step_targets()))
-        stack.enter_context(substitutes({"take": take_rows}))
+        stack.enter_context(substitutes({"take": _take}))
         for optimizer in optimizers_of(model).values():
             updates = UpdatesInPlace(optimizer)
             stack.enter_context(
                 kp.distribution_strategy_of(with_inner_optimizers(optimizer), updates)
             )
         yield
+
+
+def _take(
+    original: Callable[..., tf.Tensor], x: Any, indices: Any, axis: int | None = None
+) -> tf.Tensor | tf.RaggedTensor:
+    if isinstance(indices, tf.SparseTensor):  # Keras also takes row 0 for missing entries
+        indices = tf.sparse.to_dense(indices)
+    return take_rows(original, x, indices, axis)
 
 
 def _add_difference(raw: tf.Variable, after: tf.Tensor, before: tf.Tensor) -> None:

@@ -379,10 +379,8 @@ def take_rows(
     """`keras.ops.take`, which gathers rows of a table where the table is, if the step can."""
     scope, is_ragged = kp.stateless_scope(), isinstance(indices, tf.RaggedTensor)
     is_table = axis == 0 and isinstance(x, keras.Variable)
-    if not is_table or not isinstance(scope, StepScope):
+    if not is_table or not isinstance(scope, StepScope) or isinstance(indices, tf.SparseTensor):
         return original(x, indices, axis=axis)
-    if isinstance(indices, tf.SparseTensor):  # Keras also takes row 0 for missing entries
-        indices = tf.sparse.to_dense(indices)
     ids = tf.convert_to_tensor(indices.flat_values if is_ragged else indices)
     taken = scope.rows(x, tf.where(ids < 0, ids + tf.cast(x.shape[0], ids.dtype), ids))
     if taken is None:
