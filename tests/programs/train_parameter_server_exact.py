@@ -182,10 +182,10 @@ def gathers(rows):
 
     model = tfd.distribute(make, strategy)
     model.fit(x[:, :2], y, batch_size=16, verbose=0)
-    program = model._engine.program(model.keras_model, "train")
-    (function,) = {
-        key[0]: f for key, f in program._on_chunks.traced.items() if key[0] == 1
-    }.values()
+    engine = model._engine
+    batches = iter(engine.feed(engine.read(x[:, :2], y, batch_size=16)))
+    program = engine.program(model.keras_model, "train")
+    function = program.batch_calls.function_of(batches, 1)
     graph = function.graph.as_graph_def()
     nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
     return sum(node.op == "ResourceGather" for node in nodes)

@@ -33,6 +33,7 @@ NAMES = PrivateNames(
     {
         "distribute.cross_device_ops.get_devices_from": "the destinations of reductions",
         "distribute.cross_device_ops.validate_destinations": "the destinations of reductions",
+        "distribute.cross_device_utils.copy_tensor_or_indexed_slices_to_device": "reductions",
         "distribute.device_util.canonicalize": "names of devices",
         "distribute.distribute_lib.UpdateContext": "updates of variables",
         "distribute.distribute_utils.regroup": "values per replica",
@@ -396,28 +397,10 @@ def devices_of(destinations: Any) -> tuple[str, ...]:
     return tuple(NAMES("distribute.cross_device_ops.get_devices_from")(destinations))
 
 
-def reduced_on(device: str, op: tf.distribute.ReduceOp, parts: Sequence[Value]) -> Value:
-    """Sum or mean of tensors or slices, computed on a device; slices become one of all rows."""
-    mean = op == tf.distribute.ReduceOp.MEAN
-    with across(device):
-        if not all(isinstance(part, tf.IndexedSlices) for part in parts):
-            total = tf.add_n([tf.convert_to_tensor(part) for part in parts])
-            return total / len(parts) if mean else total
-        rows = tf.concat([part.values for part in parts], axis=0)
-        # One replica's indices may be int32 where another's are int64.
-        kinds = {part.indices.dtype for part in parts}
-        kind = kinds.pop() if len(kinds) == 1 else tf.int64
-        indices = tf.concat([tf.cast(part.indices, kind) for part in parts], axis=0)
-        return tf.IndexedSlices(rows / len(parts) if mean else rows, indices, parts[0].dense_shape)
-
-
 def copied_to(device: str, value: Value) -> Value:
-    """A tensor or slices on a device."""
-    with tf.device(device):
-        if not isinstance(value, tf.IndexedSlices):
-            return tf.identity(value)
-        shape = None if value.dense_shape is None else tf.identity(value.dense_shape)
-        return tf.IndexedSlices(tf.identity(value.values), tf.identity(value.indices), shape)
+    """A tensor or slices on a device. Private: there is no public function for slices."""
+    copy = "distribute.cross_device_utils.copy_tensor_or_indexed_slices_to_device"
+    return NAMES(copy)(value, device)
 
 
 def unchanged_by_calls(

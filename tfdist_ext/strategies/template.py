@@ -164,7 +164,8 @@ class StrategyTemplate(tf.distribute.Strategy):
             A list with the result for each device. Results on other devices are moved. By default
             the values are reduced on the first device.
         """
-        total = tp.reduced_on(devices[0], op, values)
+        first = tf.distribute.ReductionToOneDevice(devices[0])
+        total = first.reduce(op, tp.per_replica(values, always=True), devices[0])
         return [total] * len(devices)
 
     def distribute_dataset(

@@ -25,6 +25,7 @@ NAMES = PrivateNames(
     "keras.src",
     TrainingError,
     {
+        "backend.common.global_state.get_global_attribute": "random numbers without a seed",
         "backend.common.stateless_scope.get_stateless_scope": "the scope of a replica's step",
         "backend.compute_output_spec": "variables of a model that is not compiled",
         "backend.tensorflow.trainer.convert_to_np_if_not_ragged": "the outputs of predict",

@@ -568,7 +568,7 @@ class DistributedModel(SavingMixin):
         """Create variables, metrics and optimizer slots, before a step is traced."""
         self._built_for = batches.element_spec
         if kind != "predict":
-            recompile(self._model, self._model, self._strategy, self._created)
+            recompile(self._model, self._strategy, self._created)
         build(self._model, self._built_for, self._strategy, self._created, kind=kind)
         self._check_batch_normalization()  # of layers that are made in the first call, too
         if kind != "predict":

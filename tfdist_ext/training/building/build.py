@@ -1,16 +1,17 @@
 """Makes a Keras model, its optimizers and its metrics inside a strategy's scope.
 
-Every variable is made before a step is traced. Layers that keep a state for each row of a batch are
-refused, because the state cannot follow its row to a replica.
+Every variable is made before a step is traced. An export makes a copy outside of the scope.
+Layers that keep a state for each row of a batch are refused, because the state cannot follow its
+row to a replica.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -21,15 +22,9 @@ from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
 from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import creating_without_broadcast
-from tfdist_ext.training.building.cloning import (
-    cannot_be_copied,
-    clone_from_config,
-    clone_model,
-    copy_flags_and_assets,
-    custom_objects_of,
-    truncate_message,
-)
+from tfdist_ext.training.building.copying import clone_model, compile_as, copy_state
 from tfdist_ext.training.protocols import Specs, Structure
+from tfdist_ext.training.state.naming import check_has_variables
 from tfdist_ext.training.steps.replaced import (
     functions_in_place,
     step_targets,
@@ -41,18 +36,23 @@ from tfdist_ext.training.variables import (
     copies_of_one_name,
     default_strategy_scope,
     optimizers_of,
+    outside_of_scopes,
     variables_of_steps,
 )
 
 __all__ = [
+    "Builder",
     "adopt",
     "batch_normalization_layers",
-    "belongs_to",
     "build",
     "creation_scope",
+    "export",
     "recompile",
     "reject_stateful_rnns",
 ]
+
+# Builds another model; None if there is only the model itself.
+Builder: TypeAlias = Callable[[], keras.Model] | None
 
 
 def creation_scope(
@@ -100,8 +100,7 @@ def adopt(
             be copied from its config.
         PlacementError: the strategy's placement does not fit the model.
     """
-    is_model = isinstance(model_or_builder, keras.Model)
-    if not is_model and not callable(model_or_builder):
+    if not isinstance(model_or_builder, keras.Model) and not callable(model_or_builder):
         raise TrainingError(
             "model_or_builder must be a keras.Model, or a function without arguments that returns"
             f" one, got {model_or_builder!r}."
@@ -115,19 +114,89 @@ def adopt(
             specs = learn_specs(model_or_builder)
         if specs:
             strategy.plan_model(specs)
-    if is_model:
-        return _copy(model_or_builder, strategy, created)
-    names_of_plan = fresh_names() if specs else contextlib.nullcontext()
-    with creation_scope(strategy, created), names_of_plan:
-        model = model_or_builder()
-    if not isinstance(model, keras.Model):
-        raise TrainingError(
-            f"the function given to distribute() must return a keras.Model, got {model!r}."
-        )
-    if not all(belongs_to(variable, strategy) for variable in model.weights):
-        return _copy(model, strategy, created)  # the function did not make it
-    recompile(model, model, strategy, created)
-    return model
+    if isinstance(model_or_builder, keras.Model):
+        model = model_or_builder
+    else:
+        names_of_plan = fresh_names() if specs else contextlib.nullcontext()
+        with creation_scope(strategy, created), names_of_plan:
+            model = model_or_builder()
+        if not isinstance(model, keras.Model):
+            raise TrainingError(
+                f"the function given to distribute() must return a keras.Model, got {model!r}."
+            )
+        if all(_belongs_to(variable, strategy) for variable in model.weights):
+            recompile(model, strategy, created)
+            return model
+    with creation_scope(strategy, created):
+        copy = clone_model(model)
+        copy_state(model, copy)
+        if model.compiled:
+            compile_as(model, copy)
+    return copy
+
+
+def export(
+    model: keras.Model, filepath: str, builder: Builder, spec: Specs, **arguments: Any
+) -> None:
+    """Exports a model as `keras.Model.export` does, on this task alone.
+
+    TensorFlow cannot export variables in shards, and would trace variables on servers with their
+    addresses. So a copy without a strategy is exported.
+
+    Args:
+        builder: builds another model, if the model cannot be copied from its config.
+        spec: tf.TypeSpecs of the batch that the model was built for; None: unknown.
+        arguments: those of `keras.Model.export`.
+
+    Raises:
+        TrainingError: the model has no variables yet, or it cannot be copied.
+    """
+    check_has_variables(model, "export")
+    policy = keras.config.dtype_policy()
+
+    def copy_and_export() -> None:
+        keras.config.set_dtype_policy(policy)  # a setting of each thread
+        try:
+            copy = clone_model(model)
+        except TrainingError:
+            if builder is None:
+                raise
+            copy = builder()
+        if spec is not None:
+            if len(copy.variables) != len(model.variables):
+                build(copy, spec, tf.distribute.get_strategy(), kind="predict")
+            if not kp.is_graph_of_layers(model):
+                inputs, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
+                arguments.setdefault("input_signature", [inputs])
+        copy_state(model, copy)
+        copy.export(filepath, **arguments)
+
+    outside_of_scopes(copy_and_export)
+
+
+def recompile(
+    model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.Variable]
+) -> None:
+    """Compiles a model again, unless its optimizers and metrics were made in the scope.
+
+    Raises:
+        TrainingError: the model cannot be compiled again; see `compile_as`.
+    """
+    if not model.compiled:
+        return
+    given = kp.compile_arguments(model)
+    metrics = keras.tree.flatten([given["metrics"], given["weighted_metrics"]])
+    with_variables = [each for each in metrics if isinstance(each, keras.metrics.Metric)]
+    with_variables += optimizers_of(model).values()
+    if not all(_belongs_to(v, strategy) for each in with_variables for v in each.variables):
+        with creation_scope(strategy, created):
+            compile_as(model, model)
+
+
+def _belongs_to(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether a variable was created in the strategy's scope, or is not created yet."""
+    value = kp.raw_value(variable)
+    return value is None or strategy.extended.variable_created_in_scope(value)
 
 
 def build(
@@ -158,36 +227,33 @@ def build(
         return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=sparse)
 
     batch = keras.tree.map_structure(symbol, spec)
-    with creation_scope(strategy, created):
-        own_loss = type(model).compute_loss is not keras.Model.compute_loss
-        if kind == "train" and own_loss and not all(each.built for each in kp.flat_layers(model)):
+    own_step = not uses_keras_step(model, kind)
+    own_loss = type(model).compute_loss is not keras.Model.compute_loss
+    with creation_scope(strategy, created), warnings.catch_warnings():
+        if kind == "train" and own_loss and not _has_all_layers(model):
             # compute_loss may use layers that the call does not use.
             with contextlib.suppress(TrainingError):
                 _build_from_step(model, kind, batch)
-        _build_from_call_or_step(model, kind, batch)
+        if own_step:  # it need not use the call, which Keras may fail to trace
+            warnings.filterwarnings("ignore", ".*unbuilt state", UserWarning)
+        try:
+            if kind != "predict":
+                kp.symbolic_build(model, batch)
+            elif not _has_all_layers(model):
+                x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+                kp.call_symbolically(model, x, training=False)
+        except Exception:
+            if not own_step:
+                raise
+            _build_from_step(model, kind, batch)
         if kind != "predict" and not uses_keras_step(model, "train") and not all_built(model):
             _build_from_step(model, "train", batch)
     if isinstance(strategy, PlacedStrategy):
         strategy.check_model([variable.path for variable in model.variables])
 
 
-def _build_from_call_or_step(model: keras.Model, kind: str, batch: Structure) -> None:
-    """Builds from one symbolic batch, by the model's `call` or else by its custom step."""
-    own_step = not uses_keras_step(model, kind)
-    with warnings.catch_warnings():
-        if own_step:  # which need not use the call that Keras cannot trace
-            warnings.filterwarnings("ignore", ".*unbuilt state", UserWarning)
-        try:
-            if kind != "predict":
-                kp.symbolic_build(model, batch)
-            elif not all(layer.built for layer in kp.flat_layers(model)):
-                x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-                kp.call_symbolically(model, x, training=False)
-            return
-        except Exception:
-            if not own_step:
-                raise
-    _build_from_step(model, kind, batch)
+def _has_all_layers(model: keras.Model) -> bool:
+    return all(layer.built for layer in kp.flat_layers(model))
 
 
 def _build_from_step(model: keras.Model, kind: str, batch: Structure) -> None:
@@ -225,20 +291,17 @@ def _build_from_step(model: keras.Model, kind: str, batch: Structure) -> None:
         with default_strategy_scope(), functions_in_place(targets), instead, losses:
             return step(batch)
 
-    failure: Exception | None = None
     try:
         kp.call_symbolically(tried, batch)
     except Exception as error:
-        failure = error
-    inner = [layer for layer in kp.flat_layers(model) if layer is not model]
-    missing = [layer.name for layer in inner if not layer.built]
-    if failure is not None and missing:
-        raise TrainingError(
-            f"{type(model).__name__} has layers without variables yet ({', '.join(missing)}), and"
-            f" its {kind}_step, tried on a batch of {batch!r} to make them, fails:"
-            f" {truncate_message(failure)} Build the layers in the function given to distribute():"
-            " begin models with keras.Input(shape), or call build(shape)."
-        ) from failure
+        inner = [layer for layer in kp.flat_layers(model) if layer is not model]
+        if missing := [layer.name for layer in inner if not layer.built]:
+            raise TrainingError(
+                f"{type(model).__name__} has layers without variables yet ({', '.join(missing)}),"
+                f" and its {kind}_step, tried on a batch of {batch!r} to make them, fails:"
+                f" {textwrap.shorten(str(error), 200)} Build the layers in the function given to"
+                " distribute(): begin models with keras.Input(shape), or call build(shape)."
+            ) from error
     for optimizer, variables in applied.values():
         if not optimizer.built:
             optimizer.build(variables)
@@ -259,128 +322,6 @@ def _zero_gradient(
         return tf.zeros(source.shape, source.dtype) if is_variable else tf.zeros_like(source)
 
     return tf.nest.map_structure(zeros, sources)
-
-
-def belongs_to(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether a variable was created in the strategy's scope, or is not created yet."""
-    value = kp.raw_value(variable)
-    return value is None or strategy.extended.variable_created_in_scope(value)
-
-
-def recompile(
-    source: keras.Model,
-    target: keras.Model,
-    strategy: tf.distribute.Strategy,
-    created: list[tf.Variable],
-) -> None:
-    """Compiles `target` as `source` is, with optimizers and metrics made in the scope.
-
-    Nothing happens if they were made there, as in most builders. A class with
-    `compile_from_config` is compiled by that method, as Keras does when it loads a model. Other
-    classes are compiled with the arguments that the model keeps as attributes of the same name.
-
-    Raises:
-        TrainingError: a compile() whose arguments are not known, an optimizer or a metric that
-            cannot be cloned, or an optimizer that was built for other variables.
-    """
-    if not source.compiled:
-        return
-    before = optimizers_of(source)
-    given = kp.compile_arguments(source)
-    metrics = keras.tree.flatten([given["metrics"], given["weighted_metrics"]])
-    stateful = [each for each in metrics if isinstance(each, keras.metrics.Metric)]
-    variables = [v for thing in [*stateful, *before.values()] for v in thing.variables]
-    if source is target and all(belongs_to(variable, strategy) for variable in variables):
-        return
-    with creation_scope(strategy, created):
-        if type(source).compile_from_config is not keras.Model.compile_from_config:
-            config = source.get_compile_config()
-            with custom_objects_of([source]):
-                target.compile_from_config(config)
-        else:
-            _compile_again(source, target)
-        after = optimizers_of(target)
-        for name, old in before.items():
-            if old.built:
-                _copy_optimizer_state(old, after.get(name), source, target)
-
-
-def _compile_again(source: keras.Model, target: keras.Model) -> None:
-    arguments = _compile_arguments(source)
-    target.compile(**keras.tree.map_structure(_stateless, arguments))
-    if type(source).compile is not keras.Model.compile:  # which may keep something else
-        for name, value in _compile_arguments(target).items():
-            if _described(value) != _described(arguments[name]):
-                raise _unknown_argument(source, name)
-
-
-def _stateless(argument: Any) -> Any:
-    """Clones an argument of compile that has variables, which two models must not share."""
-    has_variables = hasattr(argument, "variables") and hasattr(argument, "get_config")
-    return clone_from_config(argument) if has_variables else argument
-
-
-def _compile_arguments(model: keras.Model) -> dict[str, Any]:
-    """Returns the arguments of compile(): those that Keras keeps, and attributes of their names."""
-    of_keras = kp.compile_arguments(model)
-    _, *parameters = inspect.signature(type(model).compile).parameters.values()
-    names = {each.name: None for each in parameters if each.kind is not each.VAR_KEYWORD}
-    if len(names) < len(parameters):  # the keywords go to Keras
-        names |= dict.fromkeys(of_keras)
-    known = {**vars(model), **of_keras}
-    for name in names:
-        if name not in known:
-            raise _unknown_argument(model, name)
-    return {name: known[name] for name in names}
-
-
-def _described(argument: Any) -> str:
-    """Returns a text that is equal for two equal arguments of compile(); of objects, the class."""
-    parts = keras.tree.flatten(argument)
-    return repr([type(part) if hasattr(part, "get_config") else part for part in parts])
-
-
-def _unknown_argument(model: keras.Model, name: str) -> TrainingError:
-    return cannot_be_copied(model, f"the argument {name!r} of its own compile() is not known.")
-
-
-def _copy_optimizer_state(
-    old: keras.optimizers.Optimizer,
-    new: keras.optimizers.Optimizer | None,
-    source: keras.Model,
-    target: keras.Model,
-) -> None:
-    """Builds an optimizer as an old one, and copies the state. Frozen weights keep theirs, too."""
-    copies = {id(weight): copy for weight, copy in zip(source.weights, target.weights, strict=True)}
-    weights = [copies[id(each)] for each in kp.trained_by(old) if id(each) in copies]
-    if new is not None:
-        new.build(weights)
-    if (
-        new is None
-        or [*map(id, kp.trained_by(new))] != [*map(id, weights)]
-        or len(new.variables) != len(old.variables)
-    ):
-        raise cannot_be_copied(
-            old,
-            "it must be built for weights of the model, and compile_from_config() must make one"
-            " like it that is not built.",
-        )
-    for variable, value in zip(new.variables, old.variables, strict=True):
-        variable.assign(value.numpy())
-
-
-def _copy(
-    model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.Variable]
-) -> keras.Model:
-    with creation_scope(strategy, created):
-        copy = clone_model(model)
-    if [weight.shape for weight in copy.weights] != [weight.shape for weight in model.weights]:
-        raise cannot_be_copied(model, "the copy has weights of other shapes.")
-    for new, old in zip(copy.weights, model.weights, strict=True):
-        new.assign(old.numpy())
-    copy_flags_and_assets(model, copy)
-    recompile(model, copy, strategy, created)
-    return copy
 
 
 def reject_stateful_rnns(model: keras.Model, strategy: tf.distribute.Strategy) -> None:

@@ -19,8 +19,7 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.single_task import Reduction, on_every_worker
-from tfdist_ext.training.building.build import creation_scope
-from tfdist_ext.training.building.export import Builder, export
+from tfdist_ext.training.building.build import Builder, creation_scope, export
 from tfdist_ext.training.checkpoints.callback_state import CallbackState
 from tfdist_ext.training.checkpoints.format import (
     Arrays,

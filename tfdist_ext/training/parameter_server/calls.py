@@ -1,12 +1,14 @@
 """Remote calls on whatever worker is free, through TensorFlow's ClusterCoordinator.
 
-Several global batches travel in one call (`ChunkCalls`).
+Several global batches travel in one call (`BatchCalls`).
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
+import textwrap
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,18 +22,12 @@ from tfdist_ext.training.agreement.single_task import TaskStatus
 from tfdist_ext.training.protocols import BatchIterator, Specs, Structure
 from tfdist_ext.training.variables import default_strategy_scope
 
-__all__ = [
-    "BATCHES_IN_A_CALL",
-    "Calls",
-    "ChunkCalls",
-    "ConcreteFunction",
-    "busy_workers",
-    "on_worker",
-]
-
-ConcreteFunction: TypeAlias = tf.types.experimental.ConcreteFunction
+__all__ = ["BATCHES_IN_A_CALL", "BatchCalls", "Call", "Calls", "busy_workers", "traced"]
 
 BATCHES_IN_A_CALL = 8  # at most
+
+# A function, and its arguments.
+Call: TypeAlias = tuple[tf.types.experimental.ConcreteFunction, Sequence[Any]]
 
 
 class Calls:
@@ -50,14 +46,8 @@ class Calls:
         devices = (tf.DeviceSpec.from_string(d.name) for d in tf.config.list_logical_devices())
         self.workers = len({device.task for device in devices if device.job == "worker"})
 
-    def results(self, calls: Iterable[tuple[ConcreteFunction, Sequence[Any]]]) -> list[Any]:
-        """Make calls and wait for all of them.
-
-        Args:
-            calls: a function and its arguments for each call.
-
-        Returns:
-            The results as NumPy arrays, in the order of the calls.
+    def results(self, calls: Iterable[Call]) -> list[Any]:
+        """Make calls and return their results as NumPy arrays, in the order of the calls.
 
         Raises:
             PeerError: a parameter server is gone.
@@ -68,12 +58,14 @@ class Calls:
             try:
                 for function, args in calls:
                     values.append(self.coordinator.schedule(function, args=args))
-            finally:
-                self._join()
+                self.coordinator.join()
+            except BaseException:
+                self.coordinator.join()  # steps that still run would change what comes next
+                raise
         except tf.errors.UnavailableError as error:
             raise PeerError(
                 "a parameter server does not answer, and its part of the model is lost:"
-                f" {' '.join(str(error).split())[:300]} Start the cluster again, and resume from a"
+                f" {textwrap.shorten(str(error), 300)} Start the cluster again, and resume from a"
                 " checkpoint."
             ) from error
         except Exception as error:
@@ -82,14 +74,7 @@ class Calls:
             if original is None:
                 raise
             raise original from None
-        return [value.fetch() for value in values]
-
-    def _join(self) -> None:
-        try:
-            self.coordinator.join()
-        except KeyboardInterrupt:
-            self.coordinator.join()  # steps that still run would change what comes next
-            raise
+        return self.coordinator.fetch(values)
 
 
 def busy_workers() -> str:
@@ -107,13 +92,15 @@ def busy_workers() -> str:
     return ", ".join(f"worker:{number}" for number in sorted(busy))
 
 
-def on_worker(function: Callable[..., Any], *specs: Specs) -> ConcreteFunction:
-    """The function traced as workers run it: without a strategy, because a worker is one device."""
+def traced(
+    function: tf.types.experimental.GenericFunction, *specs: Specs
+) -> tf.types.experimental.ConcreteFunction:
+    """A function traced as workers run it: without a strategy, because a worker is one device."""
     with default_strategy_scope():
-        return tf.function(function, autograph=False).get_concrete_function(*specs)
+        return function.get_concrete_function(*specs)
 
 
-class ChunkCalls:
+class BatchCalls:
     """Remote calls that each send several global batches to a function.
 
     Args:
@@ -123,22 +110,18 @@ class ChunkCalls:
 
     def __init__(self, calls: Calls, function: Callable[..., Structure], *specs: tf.TensorSpec):
         self._calls = calls
-        self._function = function
+        self._function = tf.function(function, autograph=False)
         self._specs = specs
-        # By the number of batches, and the specs of a batch.
-        self.traced: dict[tuple[int, str], ConcreteFunction] = {}
 
     def run(
         self,
         iterator: BatchIterator,
         n: int,
-        most: int,
         arguments: Callable[[int], Sequence[Any]] = lambda done: (),
     ) -> tuple[int, int, list[Any]]:
         """Read `n` global batches, or fewer if the data ends, and call the function on them.
 
         Args:
-            most: the number of batches in a call; the last calls have one batch each.
             arguments: returns the further arguments, from the number of batches before the call.
 
         Returns:
@@ -146,28 +129,30 @@ class ChunkCalls:
             sent if all of its records are damaged.
         """
         done = read = 0
+        # So that each worker has several calls. The batches that are left over travel alone.
+        most = BATCHES_IN_A_CALL if n >= 4 * BATCHES_IN_A_CALL * self._calls.workers else 1
+        function_of = functools.cache(functools.partial(self.function_of, iterator))
 
-        def calls() -> Iterator[tuple[ConcreteFunction, Sequence[Any]]]:
+        def calls() -> Iterator[Call]:
             nonlocal done, read
             waiting: list[Structure] = []
             for ((rows, _, batch),) in itertools.islice(iterator, n):
                 read += 1
                 waiting += [batch] if int(rows) else []
                 if len(waiting) == most:
-                    yield self._on(iterator, most), (waiting, *arguments(done))
+                    yield function_of(most), (waiting, *arguments(done))
                     done, waiting = done + most, []
             for batch in waiting:
-                yield self._on(iterator, 1), ([batch], *arguments(done))
+                yield function_of(1), ([batch], *arguments(done))
                 done += 1
 
         results = self._calls.results(calls())
         return done, read, results
 
-    def _on(self, iterator: BatchIterator, batches: int) -> ConcreteFunction:
-        """The function of this number of batches from this iterator."""
+    def function_of(
+        self, iterator: BatchIterator, batches: int
+    ) -> tf.types.experimental.ConcreteFunction:
+        """The traced function of this number of batches from this iterator."""
         ((_, _, structure),) = iterator.element_spec
         spec = keras.tree.map_structure(lambda s: s if hasattr(s, "shape") else None, structure)
-        key = batches, str(spec)
-        if key not in self.traced:
-            self.traced[key] = on_worker(self._function, [spec] * batches, *self._specs)
-        return self.traced[key]
+        return traced(self._function, [spec] * batches, *self._specs)

@@ -1,29 +1,53 @@
-"""Training under ParameterServerStrategy: this process coordinates, workers run the steps."""
+"""Training under ParameterServerStrategy: this process coordinates, workers run the steps.
+
+The coordinator reads the global batches and sends them with the remote calls, or each worker reads
+its own. A call that is retried because its worker died uses the same examples. Metrics and the
+number of steps come from what the calls return, so each example counts once. Predictions are in
+input order.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.single_task import Reduction, TaskStatus, watched_phases
 from tfdist_ext.training.inputs import GlobalBatches
-from tfdist_ext.training.parameter_server.calls import Calls, busy_workers
-from tfdist_ext.training.parameter_server.program import (
-    ParameterServerPredictor,
-    ParameterServerProgram,
+from tfdist_ext.training.parameter_server import worker_data
+from tfdist_ext.training.parameter_server.calls import (
+    BATCHES_IN_A_CALL,
+    BatchCalls,
+    Call,
+    Calls,
+    busy_workers,
+    traced,
 )
 from tfdist_ext.training.parameter_server.scope import WorkerScope, step_on_worker
-from tfdist_ext.training.parameter_server.worker_data import WorkerBatches, why_not_remote
-from tfdist_ext.training.programs import Engine
-from tfdist_ext.training.variables import default_strategy_scope
+from tfdist_ext.training.parameter_server.worker_data import Answer, ShardIterators, WorkerBatches
+from tfdist_ext.training.programs import Engine, StepProgram, step_of
+from tfdist_ext.training.protocols import Epoch, Execution, Logs, Specs, Structure
+from tfdist_ext.training.steps.logs import OwnOutputs, results
+from tfdist_ext.training.steps.scope import metrics_and_others
+from tfdist_ext.training.variables import default_strategy_scope, optimizers_of
 from tfdist_ext.user_frames import warn
 
 __all__ = ["ParameterServerEngine"]
+
+# The metrics' states after a step, in one vector, and what the step returned.
+StepValues: TypeAlias = tuple[tf.Tensor, dict[str, tf.Tensor]]
+
+# From the number of steps before a call: the number of its first step, and the learning rate.
+StepArguments: TypeAlias = Callable[[int], tuple[np.int64, np.floating]]
 
 
 class ParameterServerEngine(Engine):
@@ -44,7 +68,7 @@ class ParameterServerEngine(Engine):
 
     def _read_sharded(self, data: ShardedDataset, *, from_position: bool) -> GlobalBatches:
         if isinstance(data, FunctionDataset) and not data.takes_epoch:
-            why = why_not_remote(data, self._calls.workers)
+            why = worker_data.why_not_remote(data, self._calls.workers)
             if not why:
                 return WorkerBatches(self._calls, data)
             warn(
@@ -87,3 +111,233 @@ class ParameterServerEngine(Engine):
 
     def _make_predictor(self, model: keras.Model) -> ParameterServerPredictor:
         return ParameterServerPredictor(model, self._calls)
+
+
+class ParameterServerProgram(StepProgram):
+    """The remote calls of one step of a model.
+
+    The states of all metrics travel in one float64 vector, because each tensor that is sent is a
+    call of its own. float64 holds every count below 2**53; float32 loses counts above 16 million.
+    """
+
+    traces = "each worker traces it"
+
+    def __init__(self, model: keras.Model, calls: Calls, kind: str):
+        self._model = model
+        self._calls = calls
+        self._step = step_of(model, kind)
+        self._own = OwnOutputs(model, kind)
+        self._metrics, others = metrics_and_others(model)
+        self._updated: set[int] = set()  # ids of metric variables that the step writes
+        self._watched = [v for v in others if not v.trainable]
+        self._counter: keras.Variable | None = None
+        self._rate: keras.Variable | None = None
+        if kind == "train" and isinstance(model.optimizer, keras.optimizers.Optimizer):
+            self._counter, self._rate = kp.step_variables(model.optimizer)
+        # Other optimizers count in variables on the servers, to which a step adds.
+        self._watched += [
+            kp.step_variables(other)[0]
+            for other in optimizers_of(model).values()
+            if other is not model.optimizer
+        ]
+        self._counted = 0  # how often a step counts itself
+        self._sizes = [int(np.prod(variable.shape)) for variable in self._metrics]
+        is_sum = [variable.aggregation == "sum" for variable in self._metrics]
+        self._is_sum = np.repeat(np.array(is_sum, bool), self._sizes)
+        # Each remote call starts from the states after a reset. They are constants of the traced
+        # functions, so they must not depend on the current states, as of an interrupted epoch.
+        self._totals = self._states()
+        model.reset_metrics()
+        self._start = self._states()
+        self._assign(self._totals)
+        rate = "float32" if self._rate is None else self._rate.dtype
+        self._specs = [tf.TensorSpec([], tf.int64), tf.TensorSpec([], rate)]
+        self._one = tf.function(self._one_step, autograph=False)
+        self.batch_calls = BatchCalls(calls, self._steps, *self._specs)
+        self._on_shard: dict[str, tf.types.experimental.ConcreteFunction] = {}  # by a batch's spec
+
+    def reset(self, *, resume: bool = False) -> None:
+        """Reset the metrics, as at the beginning of an epoch, or continue from their values."""
+        if not resume:
+            self._model.reset_metrics()
+        self._totals = self._states()
+
+    def _states(self) -> np.ndarray:
+        values = [kp.raw_value(v).numpy().ravel().astype(np.float64) for v in self._metrics]
+        return np.concatenate([np.zeros(0), *values])
+
+    def _assign(self, states: np.ndarray) -> None:
+        for variable, value in zip(self._metrics, self._unpacked(states), strict=True):
+            kp.raw_value(variable).assign(value)
+
+    def _unpacked(self, states: np.ndarray | tf.Tensor) -> list[tf.Tensor]:
+        """The metrics' states, in their own types and shapes."""
+        parts = tf.split(states, [*self._sizes, 0])[:-1]
+        return [
+            tf.reshape(tf.cast(part, variable.dtype), variable.shape)
+            for variable, part in zip(self._metrics, parts, strict=True)
+        ]
+
+    def run(
+        self, data: Epoch, n: int, seconds: float, *, stop_requested: bool = False
+    ) -> Execution:
+        """Run `n` steps on the workers, or fewer if the data ends; returns when all are done.
+
+        Raises:
+            PeerError: a parameter server is gone.
+        """
+        first = 0 if self._counter is None else int(kp.raw_value(self._counter).numpy())
+        rate = np.float32(0) if self._rate is None else kp.raw_value(self._rate).numpy()
+        iterator, done, used, found = data.iterator, 0, 0, []
+
+        def arguments(before: int) -> tuple[np.int64, np.floating]:
+            return np.int64(first + (done + before) * self._counted), rate
+
+        if isinstance(iterator, ShardIterators):
+            answers = self._on_shards(iterator, n, arguments)
+            done = used = sum(int(answer.steps) for answer in answers)
+            found = [answer.values for answer in answers]
+            iterator = iterator.rest
+        if iterator is not None:
+            sent, read, values = self.batch_calls.run(iterator, n - done, arguments)
+            done, used, found = done + sent, used + read, found + values
+        for states, _ in found:
+            self._totals = np.where(self._is_sum, self._totals + states - self._start, states)
+        if self._counter is not None and done:
+            kp.raw_value(self._counter).assign(first + done * self._counted)
+        self._assign(self._totals)
+        logs = self._logs(found[-1][1] if found else {})
+        return Execution(logs, used, seconds, stop_requested=stop_requested)
+
+    def _on_shards(self, data: ShardIterators, n: int, arguments: StepArguments) -> list[Answer]:
+        """Take `n` steps, or fewer if all shards end; returns the answers that count."""
+        batches, found = data.batches, []
+        if (key := str(batches.batch_spec)) not in self._on_shard:
+            steps = functools.partial(self._steps_on_shard, batches.element_spec)
+            number, positions = tf.TensorSpec([], tf.int64), tf.TensorSpec([None], tf.int64)
+            specs = batches.iterator_spec, positions, number, *self._specs
+            self._on_shard[key] = traced(tf.function(steps, autograph=False), *specs)
+        done, progress = 0, time.monotonic()
+        while done < n and data.unfinished:
+            most = max(1, min(BATCHES_IN_A_CALL, (n - done) // (4 * batches.workers)))
+            calls: list[Call] = []
+            for before in range(done, n, most):
+                span = np.int64(min(most, n - before)), *arguments(before)
+                calls.append((self._on_shard[key], (data.of_workers, data.positions, *span)))
+            found += (counted := data.count(self._calls.results(calls)))
+            done += sum(int(answer.steps) for answer in counted)
+            if counted:
+                progress = time.monotonic()
+            elif time.monotonic() - progress < worker_data.PATIENCE:
+                time.sleep(0.1)  # the workers that have answered are done with their shards
+            else:
+                data.read_rest(worker_data.PATIENCE)
+        return found
+
+    def _steps_on_shard(
+        self,
+        spec: Specs,
+        iterator: tf.data.Iterator,
+        positions: tf.Tensor,
+        n: tf.Tensor,
+        first: tf.Tensor,
+        rate: tf.Tensor,
+    ) -> Answer:
+        """In a graph: `n` steps after the position of the shard, or fewer if the shard ends."""
+        start = tf.constant(self._start)
+        # Traced beforehand: a loop must know what comes out of it, and how steps count.
+        outputs = self._one.get_concrete_function(spec, first, rate, start).structured_outputs[1]
+        nothing = {
+            name: tf.zeros([size or 0 for size in output.shape], output.dtype)
+            for name, output in outputs.items()
+        }
+
+        def step(answer: Answer) -> tuple[Answer]:
+            shard, number, batch = iterator.get_next()
+            more = batch.has_value()
+            is_new = more & (number >= positions[shard])
+            step, states = first + answer.steps * self._counted, answer.values[0]
+            values = tf.cond(
+                is_new,
+                lambda: self._one(batch.get_value(), step, rate, states),
+                lambda: answer.values,
+            )
+            end, steps = number + tf.cast(more, tf.int64), answer.steps + tf.cast(is_new, tf.int64)
+            return (Answer(shard, end, steps, ~more, values),)
+
+        zero = tf.constant(0, tf.int64)
+        (answer,) = tf.while_loop(
+            lambda answer: (answer.steps < n) & ~answer.is_done,
+            step,
+            (Answer(zero, zero, zero, tf.constant(False), (start, nothing)),),
+        )
+        return answer
+
+    def _steps(self, batches: Sequence[Structure], first: tf.Tensor, rate: tf.Tensor) -> StepValues:
+        """In a graph: steps one after another."""
+        values: StepValues = (tf.constant(self._start), {})
+        for number, batch in enumerate(batches):
+            values = self._one(batch, first + number * self._counted, rate, values[0])
+        return values
+
+    def _one_step(
+        self, batch: Structure, step: tf.Tensor, rate: tf.Tensor, states: tf.Tensor
+    ) -> StepValues:
+        self._calls.peers.enters("compiling")
+        values = list(zip(self._metrics, self._unpacked(states), strict=True))
+        if self._counter is not None:
+            values.append((self._counter, tf.cast(step, self._counter.dtype)))
+        if self._rate is not None:
+            values.append((self._rate, rate))
+        scope = WorkerScope(values, self._watched, self._counter)
+        with step_on_worker(scope, self._model):
+            outputs = self._own.others(self._step(batch), scope, [states], warns=True)
+        scope.write_watched()
+        self._counted = scope.counted
+        self._updated |= scope.updated
+        after = [tf.cast(scope.get_current_value(v), tf.float64) for v in self._metrics]
+        flat = [tf.zeros([0], tf.float64), *(tf.reshape(value, [-1]) for value in after)]
+        return tf.concat(flat, axis=0), outputs
+
+    def _logs(self, outputs: dict[str, np.ndarray]) -> Logs:
+        values = zip(self._metrics, self._unpacked(self._totals), strict=True)
+        with keras.StatelessScope(values):  # without reading them from servers
+            found = results(self._model, outputs, self._own.of_metrics, self._updated)
+        logs = {name: value.numpy() for name, value in sorted(found.items())}
+        return {name: float(v) if v.ndim == 0 else v for name, v in logs.items()}
+
+
+class ParameterServerPredictor:
+    """The remote calls of a model's predict_step."""
+
+    traces = "each worker traces it"
+
+    def __init__(self, model: keras.Model, calls: Calls):
+        self._model = model
+        self._calls = calls
+        self._step = step_of(model, "predict")
+        # Layers may write while they predict: masked kernels, counters.
+        self._watched = [v for v in metrics_and_others(model)[1] if not v.trainable]
+        one = tf.function(self._one_batch, autograph=False)
+        self._batch_calls = BatchCalls(calls, lambda batches: [one(batch) for batch in batches])
+
+    def outputs(self, data: Epoch) -> Iterator[Structure]:
+        """The outputs for each global batch, in order; None if all of its records are damaged."""
+        done, at_once = 0, 4 * BATCHES_IN_A_CALL * self._calls.workers
+        while data.steps is None or done < data.steps:
+            n = at_once if data.steps is None else min(at_once, data.steps - done)
+            _, read, found = self._batch_calls.run(data.iterator, n)
+            outputs = [outputs for of_call in found for outputs in of_call]
+            yield from outputs
+            yield from [None] * (read - len(outputs))
+            if read < n:
+                return
+            done += n
+
+    def _one_batch(self, batch: Structure) -> Structure:
+        self._calls.peers.enters("compiling")
+        scope = WorkerScope([], self._watched)
+        with step_on_worker(scope, self._model):
+            outputs = self._step(batch)
+        scope.write_watched()
+        return outputs

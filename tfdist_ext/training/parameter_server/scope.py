@@ -72,20 +72,17 @@ class WorkerScope(StepScope):
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         variable, value = update
-        key = id(variable)
-        if variable is self._counter:
-            self.counted += 1
-            if not self._in_step():  # in a cond of the optimizer: the step's number stays
-                return
-        if self._in_step() and key in self._watched:
+        key, in_step = id(variable), self._in_step()
+        self.counted += variable is self._counter
+        if in_step and key in self._watched:
             self.get_current_value(variable)  # reads the value before the step
-        if self._in_step() and (key in self._values or key in self._watched):
+        if in_step and key in self.state_mapping:
             self.updated |= {key} & self._values
             super().add_update((variable, value))
         elif key not in self._values:
             raw = kp.raw_value(variable)  # acts as the piece that is updated
             _add_difference(raw, value, tf.convert_to_tensor(raw))
-        else:
+        elif variable is not self._counter:  # in a cond of the optimizer the number stays
             raise metric_in_inner_graph(variable)
 
     def write_watched(self) -> None:
