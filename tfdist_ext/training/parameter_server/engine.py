@@ -63,15 +63,6 @@ class ParameterServerEngine(Engine):
         with tf.device("CPU:0"):
             return batches.on_host(0, 1, 1)
 
-    def prepare(self, model: keras.Model) -> None:
-        for name in ("jit_compile", "run_eagerly"):
-            if getattr(model, name):
-                warn(
-                    f"{name}=True is ignored: steps run in graphs on the workers, which use"
-                    " variables of the parameter servers."
-                )
-                setattr(model, name, False)
-
     def finalize(self, model: keras.Model) -> None:
         with default_strategy_scope(), step_on_worker(WorkerScope([]), model):
             model.optimizer.finalize_variable_values(model.trainable_weights)
@@ -83,6 +74,13 @@ class ParameterServerEngine(Engine):
                 f" {type(self._strategy).__name__} they do not, and only the coordinator runs"
                 " callbacks. Use keras.callbacks.TensorBoard."
             )
+        for name in ("jit_compile", "run_eagerly"):
+            if getattr(model, name):
+                warn(
+                    f"{name}=True is ignored: steps run in graphs on the workers, which use"
+                    " variables of the parameter servers."
+                )
+                setattr(model, name, False)
         return ParameterServerProgram(model, self._calls, kind)
 
     def _make_predictor(self, model: keras.Model) -> ParameterServerPredictor:
