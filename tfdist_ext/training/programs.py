@@ -6,7 +6,6 @@ these base classes.
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -171,21 +170,17 @@ class Engine(ABC):
         Raises:
             TrainingError: an optimizer has no variables, or the steps cannot be timed.
         """
-
-        def make() -> StepProgram:
-            check_built(model)
-            return self._make_program(model, kind, timed)
-
-        return self._kept((kind, timed), compiled_parts(model), make)
+        check_built(model)
+        return self._program(model, kind, timed, compiled_parts(model))
 
     def outputs(self, model: keras.Model, data: Epoch) -> Iterator[Structure]:
         """Returns the outputs for each global batch; None if all rows of a batch are damaged."""
-        make = functools.partial(self._make_predictor, model)
-        return self._kept(("predict", False), model.run_eagerly, make).outputs(data)
+        return self._program(model, "predict", False, model.run_eagerly).outputs(data)
 
-    def _kept(self, key: tuple[str, bool], made_for: object, make: Callable[[], Any]) -> Any:
+    def _program(self, model: keras.Model, kind: str, timed: bool, made_for: object) -> Any:
+        key = kind, timed
         if key not in self._programs or self._programs[key][0] != made_for:
-            self._programs[key] = made_for, make()
+            self._programs[key] = made_for, self._make_program(model, kind, timed)
         return self._programs[key][1]
 
     def traces(self) -> list[str]:
@@ -198,8 +193,5 @@ class Engine(ABC):
         return isinstance(data, ShardedDataset)
 
     @abstractmethod
-    def _make_program(self, model: keras.Model, kind: str, timed: bool) -> StepProgram: ...
-
-    @abstractmethod
-    def _make_predictor(self, model: keras.Model) -> Any:
-        """The predict step: an object with `traces`, and with `outputs` of an Epoch."""
+    def _make_program(self, model: keras.Model, kind: str, timed: bool) -> Any:
+        """A StepProgram; for "predict" an object with `traces`, and with `outputs` of an Epoch."""

@@ -67,7 +67,11 @@ class ParameterServerEngine(Engine):
         with default_strategy_scope(), step_on_worker(WorkerScope([]), model):
             model.optimizer.finalize_variable_values(model.trainable_weights)
 
-    def _make_program(self, model: keras.Model, kind: str, timed: bool) -> ParameterServerProgram:
+    def _make_program(
+        self, model: keras.Model, kind: str, timed: bool
+    ) -> ParameterServerProgram | ParameterServerPredictor:
+        if kind == "predict":
+            return ParameterServerPredictor(model, self._calls)
         if timed:
             raise TrainingError(
                 "WorkerTensorBoard compares workers whose steps wait for each other. Under"
@@ -82,6 +86,3 @@ class ParameterServerEngine(Engine):
                 )
                 setattr(model, name, False)
         return ParameterServerProgram(model, self._calls, kind)
-
-    def _make_predictor(self, model: keras.Model) -> ParameterServerPredictor:
-        return ParameterServerPredictor(model, self._calls)

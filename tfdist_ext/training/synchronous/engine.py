@@ -9,6 +9,7 @@ batch by batch, each row once, in input order.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -49,7 +50,8 @@ class SynchronousProgram(StepProgram):
         if step.reduction.multi_worker:
             with default_strategy_scope(), tf.device("CPU:0"):
                 self._batches_read = tf.Variable(0, trainable=False, dtype=tf.int64)
-        self._execution = step.in_graph(self._run)
+        # By the kind of data: (known_length, needs_row_count) of an Epoch.
+        self._executions: dict[tuple[bool, bool], Callable[..., Any]] = {}
         self._states: States = []
 
     @property
@@ -70,10 +72,12 @@ class SynchronousProgram(StepProgram):
         if self._batches_read is not None:
             self._reduction.peers.reads_batches(self._batches_read.numpy)
         report = tf.constant([seconds if self._reduction.is_chief else 0.0, float(stop_requested)])
+        kind = data.known_length, data.needs_row_count
+        if kind not in self._executions:
+            self._executions[kind] = self._step.in_graph(functools.partial(self._run, *kind))
         args = data.iterator, tf.constant(n), report, self._states
-        logs, self._states, steps, report = self._step.call(
-            self._execution, *args, data.known_length, data.needs_row_count
-        )
+        finished = self._step.call(self._executions[kind], *args)
+        logs, self._states, steps, report = finished
         chief_seconds, stop_requests = report.numpy().tolist()
         logs = {  # by name, as Keras sorts them
             name: float(value) if value.shape.rank == 0 else value.numpy()
@@ -92,12 +96,12 @@ class SynchronousProgram(StepProgram):
 
     def _run(
         self,
+        known_length: bool,
+        needs_row_count: bool,
         batches: BatchIterator,
         n: tf.Tensor,
         report: tf.Tensor,
         states: States,
-        known_length: bool,
-        needs_row_count: bool,
     ) -> tuple[dict[str, tf.Tensor], States, tf.Tensor, tf.Tensor]:
         """An execution: traced as one graph, or run eagerly.
 
@@ -282,13 +286,11 @@ class SynchronousEngine(Engine):
         with self.reduction.peers.barrier("averaged weights"), self._strategy.scope():
             model.optimizer.finalize_variable_values(model.trainable_weights)
 
-    def _make_program(self, model: keras.Model, kind: str, timed: bool) -> SynchronousProgram:
+    def _make_program(
+        self, model: keras.Model, kind: str, timed: bool
+    ) -> SynchronousProgram | Predictor:
         if timed and model.jit_compile and not model.run_eagerly:
             warn("jit_compile=True is off: XLA cannot note the times of a WorkerTensorBoard.")
-        return SynchronousProgram(self._step(model, kind, StepTimer() if timed else None))
-
-    def _make_predictor(self, model: keras.Model) -> Predictor:
-        return Predictor(self._step(model, "predict"))
-
-    def _step(self, model: keras.Model, kind: str, timer: StepTimer | None = None) -> ModelStep:
-        return ModelStep(model, self.reduction, kind, self._seeds, timer, self._one_trace)
+        timer = StepTimer() if timed else None
+        step = ModelStep(model, self.reduction, kind, self._seeds, timer, self._one_trace)
+        return Predictor(step) if kind == "predict" else SynchronousProgram(step)

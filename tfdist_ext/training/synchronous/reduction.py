@@ -254,19 +254,18 @@ class MetricStates:
         Returns:
             (the values of the variables, outputs, report), the same on every worker.
         """
-        on, totals = self._on, states[0]
+        on, stacked = self._on, states[0]
         if on.replicas > 1:
-            of_task = [*outputs.values(), report] if on.multi_worker else []
+            of_task = [*outputs.values(), report]
             # Of an output that is not a mean, the chief's counts.
             kinds = ["sum" if value.dtype.is_floating else None for value in of_task]
             zeros = list(map(tf.zeros_like, of_task))
-            rest = [of_task, *[zeros] * (len(states) - 1)]
-            values = [[*state, *more] for state, more in zip(states, rest, strict=True)]
+            values = [[*state, *zeros] for state in states]
+            values[0] = [*states[0], *of_task]
             totals = on.totals([*self._aggregations, *kinds], values)
-            if on.multi_worker:
-                *of_task, report = totals[len(states[0]) :]
-                outputs = dict(zip(outputs, of_task, strict=True))
-        values = self.of_variables(totals[: len(states[0])])
+            stacked, of_task = totals[: len(stacked)], totals[len(stacked) :]
+            outputs, report = dict(zip(outputs, of_task, strict=False)), of_task[-1]
+        values = self.of_variables(stacked)
         assign_each(on.strategy, self.variables, values)
         return values, outputs, report
 
