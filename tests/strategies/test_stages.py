@@ -41,39 +41,19 @@ def test_inputs_that_were_made_after_their_node() -> None:
     assert second.nodes == {"gradient"}
 
 
-def test_values_are_computed_in_the_first_stage_that_can() -> None:
-    """Metrics, after the update: one value leaves the stage, not all that it depends on."""
+def test_nodes_stay_between_the_sync_points_where_they_were_made() -> None:
     nodes = [
         *STEP,
         node("one", "Const"),
         node("metric", takes="forward one"),
-        node("all", "Pack", "metric loss"),
-        node("of_weights", takes="sum metric one"),
-        node("result", takes="all"),
+        node("result", takes="metric"),
         node("note", takes="forward"),
     ]
-    wanted = ["all:0", "of_weights:0"]
-    first, second = cut(nodes, [SUM], {"x", "w"}, wanted, {"update", "note"})
-    assert first.nodes == {"forward", "loss", "gradient", "one", "metric", "all"}
-    assert second.nodes == {"update", "of_weights", "note"}  # nobody needs the result
-    assert set(first.outputs) == {"metric:0", "one:0", "forward:0", "gradient:0", "all:0"}
-    assert set(second.inputs) == {"w:0", "sum:0", "metric:0", "one:0", "forward:0"}
-
-
-def test_statistics_that_are_summed_after_the_update_do_not_wait_for_it() -> None:
-    nodes = [
-        *STEP,
-        node("statistics", takes="forward"),
-        node("sum_of_statistics", "PlaceholderWithDefault", "statistics"),
-        node("follow", takes="w sum_of_statistics"),
-    ]
-    points = [SUM, (["statistics:0"], ["sum_of_statistics"])]
-    stages = cut(nodes, points, {"x", "w"}, ["loss:0"], {"update", "follow"})
-    assert [stage.nodes for stage in stages] == [
-        {"forward", "loss", "gradient", "statistics"},
-        {"update"},
-        {"follow"},
-    ]
+    first, second = cut(nodes, [SUM], {"x", "w"}, ["metric:0"], {"update", "note"})
+    assert first.nodes == {"forward", "loss", "gradient"}
+    assert second.nodes == {"update", "one", "metric", "note"}  # nobody needs the result
+    assert set(first.outputs) == {"forward:0", "gradient:0"}
+    assert set(second.inputs) == {"w:0", "sum:0", "forward:0"}
 
 
 def test_a_sum_that_depends_on_itself() -> None:
@@ -83,7 +63,7 @@ def test_a_sum_that_depends_on_itself() -> None:
         node("sum", "PlaceholderWithDefault", "x"),
         node("late", takes="sum"),
     ]
-    with pytest.raises(NotSharedError, match=r"loop:0 is needed for the sum over replicas"):
+    with pytest.raises(NotSharedError, match="needs the sum over replicas 'sum' before"):
         cut(nodes, [(["loop:0"], ["sum"])], {"x"}, ["late:0"])
 
 

@@ -1,26 +1,48 @@
-"""The description of a reduction, for the `reduce_values` hook of a StrategyTemplate."""
+"""Reductions over replicas: what is reduced, and values whose size differs from step to step.
+
+A `StrategyTemplate` is told what it reduces (`Reduced`), for its `reduce_values` hook.
+
+All turns of a loop in the graph make a collective with one key, and what goes under a key must
+have one shape. So each size needs a key of its own. TensorFlow keeps what it knows of a key as
+long as the process lives, and asks the first worker about each new one: keys must be few. Values
+are padded to one of `SIZES`, of which there are four in an octave.
+
+Sparse gradients (`tf.IndexedSlices`) of one dtype are put into one vector, so that one collective
+gathers all of them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import tensorflow as tf
 
-from tfdist_ext.strategies import _tf_private
-from tfdist_ext.strategies.collective_sizes import Padding, padded, size_at_least
+from tfdist_ext.strategies._tf_private import Value, all_reduce_in_replica
 
 __all__ = [
     "METRIC",
     "OTHER",
+    "SIZES",
     "STATISTIC",
+    "KeysOfSize",
     "Reduced",
     "all_reduce",
     "batch_reduce_to",
+    "from_vectors",
+    "in_one_vector",
+    "key_of_size",
+    "padded",
+    "padded_to_size",
     "reduce_parts",
     "tells_what_it_reduces",
 ]
+
+# Makes a scope in which collectives have the keys of a size, one of `SIZES`.
+KeysOfSize: TypeAlias = Callable[[tf.Tensor], AbstractContextManager[None]]
 
 Kind = Literal["gradient", "metric", "statistic", "assignment", "other"]
 
@@ -52,28 +74,25 @@ OTHER = Reduced(kind="other")
 
 def all_reduce(
     op: tf.distribute.ReduceOp,
-    values: Sequence[_tf_private.Value],
+    values: Sequence[Value],
     what: Sequence[Reduced],
-    padding: Padding | None = None,
-) -> Sequence[_tf_private.Value]:
+    keys: KeysOfSize | None = None,
+) -> list[Value]:
     """`ReplicaContext.all_reduce` of a list, which tells a StrategyTemplate what the values are.
 
     It has no gradient.
 
     Args:
-        padding: of a single vector.
+        keys: given with a single value whose size may change from step to step.
     """
     context = tf.distribute.get_replica_context()
-    if reduce := _tf_private.all_reduce_in_replica(context.strategy.extended):
-        options = tf.distribute.experimental.CommunicationOptions()
-        if padding is None:
+    if reduce := all_reduce_in_replica(context.strategy.extended):
+        with _scope_of_keys(keys, values[0]):
+            options = tf.distribute.experimental.CommunicationOptions()
             return list(reduce(op, list(values), options))
-        size = size_at_least(tf.size(values[0], tf.int64))
-        with padding.keys(size):
-            return [_vector(reduce(op, [_sent(values[0], size, padding)], options)[0])]
 
     def of_all(strategy: tf.distribute.Strategy, *parts: Any) -> Any:
-        return reduce_parts(strategy, op, parts, what, padding)
+        return reduce_parts(strategy, op, parts, what, keys)
 
     return list(context.merge_call(of_all, args=tuple(values)))
 
@@ -83,45 +102,23 @@ def reduce_parts(
     op: tf.distribute.ReduceOp,
     parts: Sequence[Any],
     what: Sequence[Reduced],
-    padding: Padding | None = None,
+    keys: KeysOfSize | None = None,
 ) -> list[Any]:
     """Values per replica, each reduced to where it came from; in cross-replica context.
 
     Args:
-        padding: of a single vector.
+        keys: given with a single value whose size may change from step to step.
     """
-    if padding is None:
-        return batch_reduce_to(strategy, op, _to_their_places(parts), what)
-    vectors = strategy.experimental_local_results(parts[0])
-    size = size_at_least(tf.size(vectors[0], tf.int64))
-    sent = _on_each(lambda vector: _sent(vector, size, padding), vectors)
-    with padding.keys(size):
-        (reduced,) = batch_reduce_to(strategy, op, _to_their_places([sent]), what)
-    return [_on_each(_vector, strategy.experimental_local_results(reduced))]
+    # With one replica a part is a tensor, and its device is its destination.
+    pairs = [(part, part.device if isinstance(part, tf.Tensor) else part) for part in parts]
+    with _scope_of_keys(keys, strategy.experimental_local_results(parts[0])[0]):
+        return batch_reduce_to(strategy, op, pairs, what)
 
 
-def _sent(vector: tf.Tensor, size: tf.Tensor, padding: Padding) -> _tf_private.Value:
-    """The padded vector; where it is to be gathered, as the values of a `tf.IndexedSlices`."""
-    vector = padded(vector, size)
-    return tf.IndexedSlices(vector, tf.zeros([1], tf.int64)) if padding.gathers else vector
-
-
-def _vector(reduced: _tf_private.Value) -> tf.Tensor:
-    return reduced.values if isinstance(reduced, tf.IndexedSlices) else reduced
-
-
-def _on_each(function: Callable[[Any], tf.Tensor], values: Sequence[Any]) -> Any:
-    """Values of this worker's replicas, each made where its own is."""
-    made = []
-    for value in values:
-        with tf.device(_vector(value).device):
-            made.append(function(value))
-    return made[0] if len(made) == 1 else _tf_private.per_replica(made)
-
-
-def _to_their_places(parts: Sequence[Any]) -> list[tuple[Any, Any]]:
-    # With one replica a part is a tensor, and its destination is told by its device.
-    return [(part, part.device if isinstance(part, tf.Tensor) else part) for part in parts]
+def _scope_of_keys(keys: KeysOfSize | None, value: Value) -> AbstractContextManager[None]:
+    if keys is None:
+        return contextlib.nullcontext()
+    return keys(tf.size(value.values if isinstance(value, tf.IndexedSlices) else value))
 
 
 def tells_what_it_reduces(strategy: tf.distribute.Strategy) -> bool:
@@ -139,3 +136,81 @@ def batch_reduce_to(
     if tells_what_it_reduces(strategy):
         return list(strategy.extended.batch_reduce_described(op, pairs, what))
     return list(strategy.extended.batch_reduce_to(op, pairs))
+
+
+# 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...
+SIZES = tuple(sorted({factor << octave for factor in range(1, 8) for octave in range(29)}))
+
+_NUMBERS = 128  # more than there are sizes
+_KEYS = 2**31 // _NUMBERS
+
+
+def padded_to_size(vector: tf.Tensor) -> tf.Tensor:
+    """A vector, and after it zeros, so that its length is one of `SIZES`."""
+    length = tf.gather(tf.constant(SIZES, tf.int64), _number(tf.size(vector)))
+    return tf.pad(vector, [[0, length - tf.size(vector, tf.int64)]])
+
+
+def key_of_size(key: int | tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+    """The key (int32) of a collective for one of `SIZES`, from that which TensorFlow gave it.
+
+    It is negative, as TensorFlow's are not. It is another one for each key and size, until
+    TensorFlow has given 2**24 keys, which are weeks of training.
+    """
+    return -1 - (key % _KEYS * _NUMBERS + tf.cast(_number(size), tf.int32))
+
+
+def _number(size: tf.Tensor) -> tf.Tensor:
+    sizes = tf.constant(SIZES, tf.int64)
+    return tf.searchsorted(sizes, tf.reshape(tf.cast(size, tf.int64), [1]))[0]
+
+
+def padded(slices: tf.IndexedSlices, count: tf.Tensor) -> tf.IndexedSlices:
+    """Slices, and after them zeros for an index that they have, so that there are `count`."""
+    more = count - tf.size(slices.indices, tf.int64)
+    index = tf.concat([slices.indices[:1], tf.zeros([1], slices.indices.dtype)], 0)[0]
+    rest = tf.shape(slices.values, tf.int64)[1:]
+    zeros = tf.zeros(tf.concat([[more], rest], 0), slices.values.dtype)
+    return tf.IndexedSlices(
+        tf.concat([slices.values, zeros], 0),
+        tf.concat([slices.indices, tf.fill([more], index)], 0),
+        slices.dense_shape,
+    )
+
+
+def in_one_vector(gradients: Sequence[tf.IndexedSlices]) -> tf.Tensor:
+    """The values and the indices of gradients of one dtype, in a vector of that dtype.
+
+    An index becomes one or more elements with its 64 bits, which no one may compute with.
+    """
+    pieces = []
+    for slices in gradients:
+        words = tf.bitcast(tf.cast(slices.indices, tf.int64), slices.dtype)
+        pieces += [tf.reshape(slices.values, [-1]), tf.reshape(words, [-1])]
+    return tf.concat(pieces, 0)
+
+
+def from_vectors(
+    gathered: tf.Tensor, replicas: int, gradients: Sequence[tf.IndexedSlices]
+) -> list[tf.IndexedSlices]:
+    """The slices of all replicas for each gradient, those of the first replica first.
+
+    Args:
+        gathered: the vectors of all replicas, each of them padded to one size.
+        gradients: this replica's, as `in_one_vector` got them; the others have as many slices.
+    """
+    vectors = tf.reshape(gathered, [replicas, -1])
+    words = max(1, tf.int64.size // vectors.dtype.size)  # of an index
+    sizes = []
+    for slices in gradients:
+        sizes += [tf.size(slices.values), tf.size(slices.indices) * words]
+    rest = tf.shape(vectors)[1] - tf.add_n(sizes)
+    pieces = tf.split(vectors, tf.stack([*sizes, rest]), axis=1, num=len(sizes) + 1)
+    found = []
+    for slices, values, indices in zip(gradients, pieces[::2], pieces[1::2], strict=False):
+        shape = tf.concat([[replicas * tf.size(slices.indices)], tf.shape(slices.values)[1:]], 0)
+        values = tf.ensure_shape(tf.reshape(values, shape), [None, *slices.values.shape[1:]])
+        indices = tf.bitcast(tf.reshape(indices, [-1, words] if words > 1 else [-1]), tf.int64)
+        indices = tf.cast(indices, slices.indices.dtype)
+        found.append(tf.IndexedSlices(values, indices, slices.dense_shape))
+    return found

@@ -17,8 +17,9 @@ import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies import _tf_private as tp
-from tfdist_ext.strategies.stages import NotSharedError, Stage, cut, source_of, tensor_name
+from tfdist_ext.strategies.stages import NotSharedError, Stage, cut, tensor_name
 from tfdist_ext.strategies.traced_replica import SyncPoint, TracedReplica
+from tfdist_ext.user_frames import warn
 
 __all__ = ["SharedStep", "kind_of"]
 
@@ -41,7 +42,7 @@ class SharedStep:
         jit_compile: XLA compiles the functions if it can; never the sums between them.
 
     Attributes:
-        not_compiled: why XLA cannot compile the functions; None if it can, or is not asked to.
+        jit_compile: whether XLA compiles the functions.
 
     Raises:
         NotSharedError: it needs a trace for each replica.
@@ -66,11 +67,10 @@ class SharedStep:
         self._trace = self._traced(step, args[0], first, specs, jit_compile)
         graph = self._trace.graph
         definition = graph.as_graph_def()
-        nodes = {node.name: node for node in definition.node}
         names = [tensor.name for tensor in graph.inputs]
         self._given, captured = names[: len(specs) + 1], names[len(specs) + 1 :]
         self._sources = dict(zip(captured, self._trace.captured_inputs, strict=True))
-        self._returned = [source_of(tensor.name, nodes) for tensor in self._trace.outputs]
+        self._returned = [tensor.name for tensor in self._trace.outputs]
         points = [
             (
                 [tensor.name for tensor in _leaves(point.values)],
@@ -81,21 +81,26 @@ class SharedStep:
         given = {tensor.op.name for tensor in graph.inputs}
         stateful = {op.name for op in graph.get_operations() if op.op_def.is_stateful}
         stages = cut(definition.node, points, given, self._returned, stateful - given)
-        self._handles = _handles([*self._read_copies(), *copies()])
-        self._check_captures()
-        self._check_devices()
-        self.not_compiled = self._why_no_xla(stages) if jit_compile else None
-        jit_compile = jit_compile and self.not_compiled is None
+        containers = map(strategy.extended.value_container, graph.variables)
+        variables = [*map(strategy.experimental_local_results, containers), *copies()]
+        self._handles = {id(each[0].handle): [copy.handle for copy in each] for each in variables}
+        for operation in graph.get_operations():
+            self._check_captures(operation)
+        self.jit_compile = jit_compile
+        if jit_compile and (why := self._why_no_xla(stages)):
+            self.jit_compile = False
+            warn(f"jit_compile=True is off: {why}.")
 
-        def function(stage: Stage) -> tf.compat.v1.GraphDef | None:
-            return _optimized(stage, graph, definition, devices[0], jit_compile)
+        def optimized(stage: Stage) -> tf.compat.v1.GraphDef | None:
+            return _optimized(stage, graph, definition, devices[0], self.jit_compile)
 
         with ThreadPoolExecutor() as pool:  # TensorFlow's optimizer releases the GIL
-            optimized = list(pool.map(function, stages))
-        self._functions = [
-            None if made is None else _StageFunction(stage, made, graph, self._sources, jit_compile)
-            for stage, made in zip(stages, optimized, strict=True)
-        ]
+            self._functions = [
+                None
+                if nodes is None
+                else _StageFunction(stage, nodes, graph, self._sources, self.jit_compile)
+                for stage, nodes in zip(stages, pool.map(optimized, stages), strict=True)
+            ]
 
     def _traced(
         self,
@@ -155,12 +160,6 @@ class SharedStep:
             got = _leaves([each[replica % len(each)] for each in results])
             tensors.update(zip(names, got, strict=True))
 
-    def _read_copies(self) -> Iterable[Sequence[tf.Variable]]:
-        """The copies of each variable that the step has read."""
-        for variable in self._trace.graph.variables:
-            container = self._strategy.extended.value_container(variable)
-            yield self._strategy.experimental_local_results(container)
-
     def _why_no_xla(self, stages: Sequence[Stage]) -> str | None:
         """Why XLA cannot compile the stages; None if no reason is known."""
         for source in self._sources.values():
@@ -172,25 +171,23 @@ class SharedStep:
             return "a sum over replicas is between the turns of a loop and their gradients"
         return None
 
-    def _check_captures(self) -> None:
-        """Check that each replica's copy of everything that the step uses is known."""
-        for name, source in self._sources.items():
-            if source.dtype == tf.resource and id(source) not in self._handles:
-                users = self._trace.graph.get_tensor_by_name(name).consumers()
-                if not all(user.type.startswith("LookupTable") for user in users):
-                    kinds = ", ".join(sorted({user.type for user in users}))
-                    raise NotSharedError(f"it uses a resource that is no known variable ({kinds})")
+    def _check_captures(self, operation: tf.Operation) -> None:
+        """Check that each replica can run an operation with its own copies of variables.
 
-    def _check_devices(self) -> None:
-        """TensorFlow puts an operation, a loop too, where all variables are that it takes."""
-        for operation in self._trace.graph.get_operations():
-            taken = [self._sources.get(tensor.name) for tensor in operation.inputs]
-            variables = [copies for each in taken if (copies := self._handles.get(id(each)))]
-            for replica in range(len(self._devices)):
-                if len({copies[replica % len(copies)].device for copies in variables}) > 1:
-                    raise NotSharedError(
-                        f"an operation in it takes variables of several devices ({operation.type})"
-                    )
+        TensorFlow puts an operation, a loop too, where all variables are that it takes.
+        """
+        taken = [
+            self._sources[each.name] for each in operation.inputs if each.name in self._sources
+        ]
+        variables = [self._handles[id(each)] for each in taken if id(each) in self._handles]
+        resources = [each for each in taken if each.dtype == tf.resource]
+        if len(resources) > len(variables) and not operation.type.startswith("LookupTable"):
+            raise NotSharedError(f"it uses a resource that is no known variable ({operation.type})")
+        for replica in range(len(self._devices)):
+            if len({copies[replica % len(copies)].device for copies in variables}) > 1:
+                raise NotSharedError(
+                    f"an operation in it takes variables of several devices ({operation.type})"
+                )
 
 
 class _StageFunction:
@@ -304,10 +301,6 @@ def _optimized(
         node.device = "" if node.device == device else node.device
         node.input[:] = [name for name in node.input if name[1:] not in placeholders]
     return tf.compat.v1.GraphDef(node=kept, versions=found.versions, library=found.library)
-
-
-def _handles(copies: Iterable[Sequence[tf.Variable]]) -> Handles:
-    return {id(each[0].handle): [copy.handle for copy in each] for each in copies}
 
 
 def _leaves(structure: Any) -> list[tf.Tensor]:

@@ -4,9 +4,8 @@ A step that sums over replicas cannot be one function that each replica calls. I
 sum, a sync point. Each replica runs a stage by itself; then the replicas sum, and each runs the
 next stage with the sums.
 
-A node stays between the sync points where it was made, or goes to the first stage that uses it.
-What leaves a replica is computed in the first stage that knows its inputs, so few values are passed
-from stage to stage: Keras updates metrics after the weights, but from values of the forward pass.
+A node belongs to the stage between the sync points where it was made, or to an earlier stage that
+needs it: the gradient of a loop gives the loop inputs that are made after it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-__all__ = ["NotSharedError", "Stage", "cut", "source_of", "tensor_name"]
+__all__ = ["NotSharedError", "Stage", "cut", "tensor_name"]
 
 
 class NotSharedError(Exception):
@@ -56,41 +55,33 @@ def cut(
         stateful: names of nodes that have effects.
 
     Raises:
-        NotSharedError: a sync point needs a tensor that depends on its own results.
+        NotSharedError: a tensor is needed for a sum over replicas that it depends on.
     """
     by_name = {node.name: node for node in nodes}
     results = {name: i for i, (_, got) in enumerate(sync_points, 1) for name in got}
     leaving = [(tensor, i) for i, (brought, _) in enumerate(sync_points) for tensor in brought]
     leaving += [(tensor, len(sync_points)) for tensor in wanted]
-    leaving_nodes = {_node_of(tensor) for tensor, _ in leaving}
     made_in: dict[str, int] = {}
     current = 0
     for node in nodes:
         current = made_in[node.name] = results.get(node.name, current)
 
-    order = _in_order(by_name, [*stateful, *results, *leaving_nodes])
-    known = {**dict.fromkeys(given, 0), **results}  # the stage from which on a node is known
-    outside = set(known)
-    for name in order:
-        if name not in known:
-            sources = [known[source] for source in _sources(by_name[name])]
-            known[name] = max([made_in[name] if name in stateful else 0, *sources])
+    order = _in_order(by_name, [*stateful, *results, *(_node_of(tensor) for tensor, _ in leaving)])
+    outside = {*given, *results}
     stage_of: dict[str, int] = {}
     needed: dict[str, int] = {}  # the first stage that uses a node
     for name in reversed(order):
         if name not in outside:
-            stage = max(known[name], made_in[name])
-            stage = known[name] if name in leaving_nodes else min(stage, needed.get(name, stage))
-            stage_of[name] = stage
+            stage_of[name] = stage = min(made_in[name], needed.get(name, made_in[name]))
             for source in _sources(by_name[name]):
                 needed[source] = min(needed.get(source, stage), stage)
+    for name, number in results.items():
+        if needed.get(name, number) < number:
+            raise NotSharedError(f"it needs the sum over replicas {name!r} before it is summed")
 
     stages = _stages(by_name, stage_of, len(sync_points) + 1)
-    for tensor, number in leaving:
-        source = _node_of(tensor)
-        if known[source] > number:
-            raise NotSharedError(f"{tensor} is needed for the sum over replicas that it depends on")
-        if source in stage_of:
+    for tensor, _ in leaving:
+        if (source := _node_of(tensor)) in stage_of:
             stages[stage_of[source]].outputs[tensor] = None
     return stages
 
@@ -120,13 +111,6 @@ def _in_order(by_name: Mapping[str, tf.compat.v1.NodeDef], names: Iterable[str])
             sources[name] = _sources(by_name[name])
             todo += sources[name]
     return list(TopologicalSorter(sources).static_order())
-
-
-def source_of(tensor: str, nodes: Mapping[str, tf.compat.v1.NodeDef]) -> str:
-    """The tensor that an identity of identities is."""
-    while (node := nodes[_node_of(tensor)]).op == "Identity":
-        tensor = tensor_name(next(name for name in node.input if not name.startswith("^")))
-    return tensor
 
 
 def tensor_name(name: str) -> str:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, NoReturn
 import tensorflow as tf
 
 from tfdist_ext.strategies._tf_private import Value
-from tfdist_ext.strategies.collective_sizes import Padding
 from tfdist_ext.strategies.reductions import (
     OTHER,
+    KeysOfSize,
     Reduced,
     all_reduce,
     reduce_parts,
@@ -107,53 +107,51 @@ def copy_number() -> int:
 
 
 def sum_up(
-    values: Sequence[Value],
-    what: Sequence[Reduced],
-    padding: Padding | None = None,
+    values: Sequence[Value], what: Sequence[Reduced], keys: KeysOfSize | None = None
 ) -> list[Value]:
     """The sum of each value over all replicas. It has no gradient.
 
     Args:
         what: what each value is, for a StrategyTemplate.
-        padding: pads a single vector, if its size may change from step to step.
+        keys: given with a single value whose size may change from step to step.
     """
     op = tf.distribute.ReduceOp.SUM
     context = tf.distribute.get_replica_context()
     if not isinstance(context, TracedReplica):
-        return list(all_reduce(op, values, what, padding))
+        return all_reduce(op, values, what, keys)
     values = [v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v) for v in values]
     # The hook of a StrategyTemplate gets a description of each value.
-    together = [] if tells_what_it_reduces(context.strategy) else _small_values(values)
-    alone = sorted(set(range(len(values))).difference(*together))
-    flat = [tf.concat([tf.reshape(values[i], [-1]) for i in each], 0) for each in together]
-    brought = [*(values[i] for i in alone), *flat]
-    kinds = [*(what[i] for i in alone), *(OTHER for _ in flat)]
+    small = [] if tells_what_it_reduces(context.strategy) else _small_values(values)
+    alone = [i for i in range(len(values)) if i not in small]
+    brought, kinds = [values[i] for i in alone], [what[i] for i in alone]
+    if small:
+        brought.append(tf.concat([tf.reshape(values[i], [-1]) for i in small], 0))
+        kinds.append(OTHER)
 
     def reduce(of_all: Sequence[Any]) -> list[Any]:
-        return reduce_parts(context.strategy, op, of_all, kinds, padding)
+        return reduce_parts(context.strategy, op, of_all, kinds, keys)
 
-    if padding is None:
-        summed = [_sum_placeholder(value) for value in brought]
-    else:
-        summed = [_placeholder(value, [None]) for value in brought]
+    summed = [_sum_placeholder(value) for value in brought]
     context.sync_points.append(SyncPoint(brought, summed, reduce))
     found = dict(zip(alone, summed, strict=False))
-    for places, total in zip(together, summed[len(alone) :], strict=True):
-        shapes = [values[i].shape for i in places]
-        pieces = tf.split(total, [shape.num_elements() for shape in shapes])
-        for i, piece, shape in zip(places, pieces, shapes, strict=True):
-            found[i] = tf.reshape(piece, shape)
+    if small:
+        sizes = [values[i].shape.num_elements() for i in small]
+        for i, piece in zip(small, tf.split(summed[-1], sizes), strict=True):
+            found[i] = tf.reshape(piece, values[i].shape)
     return [found[i] for i in range(len(values))]
 
 
-def _small_values(values: Sequence[Value]) -> list[list[int]]:
-    """The indices of small values, grouped by dtype; groups of one value are left out."""
-    small: dict[tf.DType, list[int]] = {}
-    for i, value in enumerate(values):
-        elements = None if isinstance(value, tf.IndexedSlices) else value.shape.num_elements()
-        if elements is not None and elements <= _SMALL:
-            small.setdefault(value.dtype, []).append(i)
-    return [places for places in small.values() if len(places) > 1]
+def _small_values(values: Sequence[Value]) -> list[int]:
+    """The indices of small values of one dtype, if there are several."""
+    small = [
+        i
+        for i, value in enumerate(values)
+        if not isinstance(value, tf.IndexedSlices)
+        and value.shape.is_fully_defined()
+        and value.shape.num_elements() <= _SMALL
+    ]
+    small = [i for i in small if values[i].dtype == values[small[0]].dtype]
+    return small if len(small) > 1 else []
 
 
 def once_for_all(function: Callable[[Any], tf.Tensor], values: Any) -> tf.Tensor:
@@ -165,20 +163,19 @@ def once_for_all(function: Callable[[Any], tf.Tensor], values: Any) -> tf.Tensor
     context = tf.distribute.get_replica_context()
     if not isinstance(context, TracedReplica):
         return context.merge_call(lambda _, each: function(each), args=(values,))
-    time = _placeholder(tf.constant(0.0, tf.float64))
+    time = _placeholder(tf.constant(0.0, tf.float64), [])
     context.sync_points.append(SyncPoint(values, [time], lambda of_all: [function(of_all)]))
     return time
 
 
 def _sum_placeholder(value: Value) -> Value:
     if not isinstance(value, tf.IndexedSlices):
-        return _placeholder(value)
+        return _placeholder(value, value.shape)
     # The slices of all replicas, one after another.
     rows = [_placeholder(part, [None, *part.shape[1:]]) for part in (value.values, value.indices)]
-    shape = None if value.dense_shape is None else _placeholder(value.dense_shape)
-    return tf.IndexedSlices(*rows, shape)
+    shape = value.dense_shape
+    return tf.IndexedSlices(*rows, None if shape is None else _placeholder(shape, shape.shape))
 
 
-def _placeholder(value: tf.Tensor, shape: Sequence[int | None] | None = None) -> tf.Tensor:
-    shape = value.shape if shape is None else tf.TensorShape(shape)
-    return tf.raw_ops.PlaceholderWithDefault(input=value, shape=shape)
+def _placeholder(value: tf.Tensor, shape: Sequence[int | None] | tf.TensorShape) -> tf.Tensor:
+    return tf.raw_ops.PlaceholderWithDefault(input=value, shape=tf.TensorShape(shape))

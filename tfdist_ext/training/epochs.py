@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
@@ -16,12 +16,35 @@ import tensorflow as tf
 from tfdist_ext.data.pipelines import without_autotune
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.inputs import GlobalBatches, parts_of_dataset
-from tfdist_ext.training.protocols import BatchIterator, Epoch, Structure
+from tfdist_ext.training.protocols import BatchIterator, Structure
 from tfdist_ext.user_frames import warn
 
-__all__ = ["Epochs"]
+__all__ = ["Epoch", "Epochs"]
 
 _EMPTY = "the data must hold a batch, got none."
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch: its iterator and its number of global batches.
+
+    Attributes:
+        iterator: over the parts of this task's replicas.
+        steps: global batches of the epoch; None: until the data ends.
+        known_length: whether the data is known to have these steps.
+        needs_row_count: whether the tasks have to agree in each step on what the global batch is.
+        completed: global batches of the same epoch that are in the metrics already.
+        advance: called with the number of batches that an execution used.
+        batch_size: examples of a global batch; None if only reading tells.
+    """
+
+    iterator: BatchIterator
+    steps: int | None
+    known_length: bool
+    needs_row_count: bool
+    completed: int
+    advance: Callable[[int], None]
+    batch_size: int | None = None
 
 
 class Epochs:

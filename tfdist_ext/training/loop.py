@@ -26,11 +26,11 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
-from tfdist_ext.training.epochs import Epochs
-from tfdist_ext.training.programs import Engine, StepProgram, StepsPerExecutionTuner
-from tfdist_ext.training.protocols import Epoch, Logs, Structure
+from tfdist_ext.training.epochs import Epoch, Epochs
+from tfdist_ext.training.programs import Engine, StepProgram
+from tfdist_ext.training.protocols import Logs, Structure
 
-__all__ = ["Loop", "predict", "preserve_sigint", "validates"]
+__all__ = ["Loop", "StepsPerExecutionTuner", "predict", "preserve_sigint", "validates"]
 
 
 class Loop:
@@ -156,7 +156,7 @@ def predict(
     collected: list[Structure] = []
     done = 0  # global batches
     with preserve_sigint() as raise_if_interrupted, data_errors_as_raised(), epochs.next() as data:
-        each = engine.predictor(model).outputs(data)
+        each = engine.outputs(model, data)
         while data.steps is None or done < data.steps:
             hooks.on_predict_batch_begin(done)
             engine.reduction.peers.enters("steps")
@@ -204,3 +204,42 @@ def preserve_sigint() -> Iterator[Callable[[], None]]:
     finally:
         if replaces:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_TARGET = 0.8  # seconds of an execution: short enough to show progress
+_GROWTH = 4  # times the longest execution before
+
+
+class StepsPerExecutionTuner:
+    """Grows the steps of an execution until one takes about 0.8 seconds.
+
+    Only the chief's times count, so every task of a cluster chooses the same number.
+    """
+
+    def __init__(self, *, fixed: int | None = None):
+        """Runs `fixed` steps each time, or without `fixed` as many as take 0.8 seconds."""
+        self._is_fixed = fixed is not None
+        self._steps = fixed or 1
+        self._largest = 0
+        self._before = 0  # steps of the last execution; 0 if it was shorter than planned
+        self._compiled = False
+
+    def next(self, remaining: int | None) -> int:
+        """Steps for the next execution, at most `remaining`."""
+        return self._steps if remaining is None else min(self._steps, remaining)
+
+    def record(self, steps: int, seconds_before: float) -> None:
+        """Learn from an execution.
+
+        Args:
+            steps: of this execution.
+            seconds_before: how long the execution before this one took. A time travels to the
+                other tasks with the next execution. The first time does not count, because that
+                execution also compiled the steps.
+        """
+        before, self._before = self._before, steps if steps == self._steps else 0
+        self._largest = max(self._largest, steps)
+        if self._compiled and before and not self._is_fixed:
+            fitting = int(_TARGET * before / seconds_before)
+            self._steps = max(1, min(fitting, _GROWTH * self._largest))
+        self._compiled = self._compiled or seconds_before > 0

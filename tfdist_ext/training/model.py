@@ -571,8 +571,6 @@ class DistributedModel(SavingMixin):
             recompile(self._model, self._strategy, self._created)
         build(self._model, self._built_for, self._strategy, self._created, kind=kind)
         self._check_batch_normalization()  # of layers that are made in the first call, too
-        if kind != "predict":
-            self._engine.prepare(self._model)
         self._unify(kind)
 
     def _unsynchronized(self) -> str:

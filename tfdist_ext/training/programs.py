@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -16,7 +17,9 @@ import tensorflow as tf
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.ordered import OrderedDataset
 from tfdist_ext.data.sharded import ShardedDataset
+from tfdist_ext.training.agreement.equality import check_equal_positions
 from tfdist_ext.training.agreement.single_task import Reduction
+from tfdist_ext.training.epochs import Epoch
 from tfdist_ext.training.inputs import (
     GlobalBatches,
     batches_of_function,
@@ -24,21 +27,20 @@ from tfdist_ext.training.inputs import (
     check_says_nothing_else,
     read,
 )
-from tfdist_ext.training.protocols import Epoch, Execution, StepFunction, Structure
+from tfdist_ext.training.protocols import Logs, Structure
 from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.variables import check_built
 
 __all__ = [
     "Engine",
-    "PredictProgram",
+    "Execution",
     "StepProgram",
-    "StepsPerExecutionTuner",
     "compiled_parts",
     "step_of",
 ]
 
 
-def step_of(model: keras.Model, kind: str) -> StepFunction:
+def step_of(model: keras.Model, kind: str) -> Callable[[Structure], Structure]:
     """The model's "train", "test" or "predict" step."""
     step = getattr(model, f"{kind}_step")
     # Replicas cannot communicate inside the separate graph of a user's tf.function.
@@ -50,43 +52,21 @@ def compiled_parts(model: keras.Model) -> tuple[object, ...]:
     return model.optimizer, model.loss, model.metrics
 
 
-_TARGET = 0.8  # seconds of an execution: short enough to show progress
-_GROWTH = 4  # times the longest execution before
+@dataclass(frozen=True)
+class Execution:
+    """The result of an execution of several steps.
 
-
-class StepsPerExecutionTuner:
-    """Grows the steps of an execution until one takes about 0.8 seconds.
-
-    Only the chief's times count, so every task of a cluster chooses the same number.
+    Attributes:
+        logs: over the epoch so far, the same on every worker.
+        steps: global batches that were used.
+        chief_seconds: how long the execution before this one took on the chief.
+        stop_requested: a task received SIGTERM before this execution began.
     """
 
-    def __init__(self, *, fixed: int | None = None):
-        """Runs `fixed` steps each time, or without `fixed` as many as take 0.8 seconds."""
-        self._is_fixed = fixed is not None
-        self._steps = fixed or 1
-        self._largest = 0
-        self._before = 0  # steps of the last execution; 0 if it was shorter than planned
-        self._compiled = False
-
-    def next(self, remaining: int | None) -> int:
-        """Steps for the next execution, at most `remaining`."""
-        return self._steps if remaining is None else min(self._steps, remaining)
-
-    def record(self, steps: int, seconds_before: float) -> None:
-        """Learn from an execution.
-
-        Args:
-            steps: of this execution.
-            seconds_before: how long the execution before this one took. A time travels to the
-                other tasks with the next execution. The first time does not count, because that
-                execution also compiled the steps.
-        """
-        before, self._before = self._before, steps if steps == self._steps else 0
-        self._largest = max(self._largest, steps)
-        if self._compiled and before and not self._is_fixed:
-            fitting = int(_TARGET * before / seconds_before)
-            self._steps = max(1, min(fitting, _GROWTH * self._largest))
-        self._compiled = self._compiled or seconds_before > 0
+    logs: Logs
+    steps: int
+    chief_seconds: float
+    stop_requested: bool = False
 
 
 class StepProgram(ABC):
@@ -126,17 +106,6 @@ class StepProgram(ABC):
         raise NotImplementedError
 
 
-class PredictProgram(Protocol):
-    """The compiled predict step of one model."""
-
-    @property
-    def traces(self) -> str:
-        """How the step is traced, in words."""
-
-    def outputs(self, data: Epoch) -> Iterator[Structure]:
-        """The outputs for each global batch, in order; None if all rows of a batch are damaged."""
-
-
 class Engine(ABC):
     """Runs a model's steps: on replicas of this process, or on workers elsewhere.
 
@@ -174,6 +143,8 @@ class Engine(ABC):
             return read(x, y, sample_weight, seed=seed, replicas=replicas, **options)
         given = {name: options.get(name) for name in ("class_weight", "batch_size")}
         check_says_nothing_else(x, y=y, sample_weight=sample_weight, **given)
+        if self.reduction.multi_worker:
+            check_equal_positions(self.reduction, x)
         return self._read_sharded(x, from_position=seed is not None)
 
     def _read_sharded(self, data: ShardedDataset, *, from_position: bool) -> GlobalBatches:
@@ -185,10 +156,6 @@ class Engine(ABC):
     @abstractmethod
     def feed(self, batches: Any) -> Any:
         """The input that programs iterate over, made from the result of `read`."""
-
-    @abstractmethod
-    def prepare(self, model: keras.Model) -> None:
-        """Turn off compile options that the strategy does not support."""
 
     @abstractmethod
     def finalize(self, model: keras.Model) -> None:
@@ -203,17 +170,17 @@ class Engine(ABC):
         Raises:
             TrainingError: an optimizer has no variables, or the steps cannot be timed.
         """
-        key, made_for = (kind, timed), compiled_parts(model)
-        if key not in self._programs or self._programs[key][0] != made_for:
-            check_built(model)
-            self._programs[key] = made_for, self._make_program(model, kind, timed)
-        return self._programs[key][1]
+        check_built(model)
+        return self._program(model, kind, timed, compiled_parts(model))
 
-    def predictor(self, model: keras.Model) -> PredictProgram:
-        """The compiled predict step."""
-        key, made_for = ("predict", False), model.run_eagerly
+    def outputs(self, model: keras.Model, data: Epoch) -> Iterator[Structure]:
+        """Returns the outputs for each global batch; None if all rows of a batch are damaged."""
+        return self._program(model, "predict", False, model.run_eagerly).outputs(data)
+
+    def _program(self, model: keras.Model, kind: str, timed: bool, made_for: object) -> Any:
+        key = kind, timed
         if key not in self._programs or self._programs[key][0] != made_for:
-            self._programs[key] = made_for, self._make_predictor(model)
+            self._programs[key] = made_for, self._make_program(model, kind, timed)
         return self._programs[key][1]
 
     def traces(self) -> list[str]:
@@ -226,7 +193,5 @@ class Engine(ABC):
         return isinstance(data, ShardedDataset)
 
     @abstractmethod
-    def _make_program(self, model: keras.Model, kind: str, timed: bool) -> StepProgram: ...
-
-    @abstractmethod
-    def _make_predictor(self, model: keras.Model) -> PredictProgram: ...
+    def _make_program(self, model: keras.Model, kind: str, timed: bool) -> Any:
+        """A StepProgram; for "predict" an object with `traces`, and with `outputs` of an Epoch."""

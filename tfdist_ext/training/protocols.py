@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import keras
@@ -32,27 +31,6 @@ _Callback: TypeAlias = keras.callbacks.Callback
 Callbacks: TypeAlias = _Callback | keras.callbacks.CallbackList | Sequence[_Callback] | None
 
 
-# A step of a model, from a replica's part of a batch to logs, or to the outputs of a prediction.
-StepFunction = Callable[[Structure], Structure]
-
-
-@dataclass(frozen=True)
-class Execution:
-    """The result of an execution of several steps.
-
-    Attributes:
-        logs: over the epoch so far, the same on every worker.
-        steps: global batches that were used.
-        chief_seconds: how long the execution before this one took on the chief.
-        stop_requested: a task received SIGTERM before this execution began.
-    """
-
-    logs: Logs
-    steps: int
-    chief_seconds: float
-    stop_requested: bool = False
-
-
 class TrainedModel(Protocol):
     """The methods of a `DistributedModel` that callbacks and the evaluator call."""
 
@@ -66,26 +44,3 @@ class TrainedModel(Protocol):
     def load_weights(self, *args: Any, **kwargs: Any) -> None: ...
 
     def restore_checkpoint(self, path: str) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """One epoch: its iterator and its number of global batches.
-
-    Attributes:
-        iterator: over the parts of this task's replicas.
-        steps: global batches of the epoch; None: until the data ends.
-        known_length: whether the data is known to have these steps.
-        needs_row_count: whether the tasks have to agree in each step on what the global batch is.
-        completed: global batches of the same epoch that are in the metrics already.
-        advance: called with the number of batches that an execution used.
-        batch_size: examples of a global batch; None if only reading tells.
-    """
-
-    iterator: BatchIterator
-    steps: int | None
-    known_length: bool
-    needs_row_count: bool
-    completed: int
-    advance: Callable[[int], None]
-    batch_size: int | None = None

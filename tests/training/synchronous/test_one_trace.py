@@ -140,7 +140,8 @@ def test_layers_of_all_kinds(between: Any) -> None:
 )
 def test_which_replicas_share_a_trace(devices: list[str], one_trace: Any, why: str | None) -> None:
     count = max(1, len(devices))
-    on: Any = SimpleNamespace(devices=devices, multi_worker=False, local_replicas=count)
+    kinds = sorted({device[:3] for device in devices})
+    on: Any = SimpleNamespace(device_types=kinds, multi_worker=False, local_replicas=count)
     assert trace_for_each(on, one_trace, jit_compile=False) == why
 
 
@@ -255,7 +256,7 @@ class Checked(layers.Layer):
     [
         (0, tf.errors.InvalidArgumentError, "too large"),
         # The last batch fails: there is no next one to find the error with.
-        (48, tfd.TrainingError, "a step failed on one replica.*Local rendezvous is aborting"),
+        (48, tfd.TrainingError, "A step failed on one replica.*Local rendezvous is aborting"),
     ],
 )
 def test_the_error_of_a_replica_is_told(first_wrong: int, error: Any, message: str) -> None:

@@ -22,6 +22,7 @@ from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.single_task import Reduction, TaskStatus, watched_phases
+from tfdist_ext.training.epochs import Epoch
 from tfdist_ext.training.inputs import GlobalBatches
 from tfdist_ext.training.parameter_server import worker_data
 from tfdist_ext.training.parameter_server.calls import (
@@ -34,8 +35,8 @@ from tfdist_ext.training.parameter_server.calls import (
 )
 from tfdist_ext.training.parameter_server.scope import WorkerScope, step_on_worker
 from tfdist_ext.training.parameter_server.worker_data import Answer, ShardIterators, WorkerBatches
-from tfdist_ext.training.programs import Engine, StepProgram, step_of
-from tfdist_ext.training.protocols import Epoch, Execution, Logs, Specs, Structure
+from tfdist_ext.training.programs import Engine, Execution, StepProgram, step_of
+from tfdist_ext.training.protocols import Logs, Specs, Structure
 from tfdist_ext.training.steps.logs import OwnOutputs, results
 from tfdist_ext.training.steps.scope import metrics_and_others
 from tfdist_ext.training.variables import default_strategy_scope, optimizers_of
@@ -87,7 +88,21 @@ class ParameterServerEngine(Engine):
         with tf.device("CPU:0"):
             return batches.on_host(0, 1, 1)
 
-    def prepare(self, model: keras.Model) -> None:
+    def finalize(self, model: keras.Model) -> None:
+        with default_strategy_scope(), step_on_worker(WorkerScope([]), model):
+            model.optimizer.finalize_variable_values(model.trainable_weights)
+
+    def _make_program(
+        self, model: keras.Model, kind: str, timed: bool
+    ) -> ParameterServerProgram | ParameterServerPredictor:
+        if kind == "predict":
+            return ParameterServerPredictor(model, self._calls)
+        if timed:
+            raise TrainingError(
+                "WorkerTensorBoard compares workers whose steps wait for each other. Under"
+                f" {type(self._strategy).__name__} they do not, and only the coordinator runs"
+                " callbacks. Use keras.callbacks.TensorBoard."
+            )
         for name in ("jit_compile", "run_eagerly"):
             if getattr(model, name):
                 warn(
@@ -95,22 +110,7 @@ class ParameterServerEngine(Engine):
                     " variables of the parameter servers."
                 )
                 setattr(model, name, False)
-
-    def finalize(self, model: keras.Model) -> None:
-        with default_strategy_scope(), step_on_worker(WorkerScope([]), model):
-            model.optimizer.finalize_variable_values(model.trainable_weights)
-
-    def _make_program(self, model: keras.Model, kind: str, timed: bool) -> ParameterServerProgram:
-        if timed:
-            raise TrainingError(
-                "WorkerTensorBoard compares workers whose steps wait for each other. Under"
-                f" {type(self._strategy).__name__} they do not, and only the coordinator runs"
-                " callbacks. Use keras.callbacks.TensorBoard."
-            )
         return ParameterServerProgram(model, self._calls, kind)
-
-    def _make_predictor(self, model: keras.Model) -> ParameterServerPredictor:
-        return ParameterServerPredictor(model, self._calls)
 
 
 class ParameterServerProgram(StepProgram):

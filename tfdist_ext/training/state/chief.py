@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -65,14 +66,24 @@ def broadcast_variables(
 ) -> None:
     """Gives every worker the chief's values, to the bit; every worker must call.
 
-    They are sent in blocks, so that a big model needs little more memory than it has.
+    Small variables are sent together, and large ones in blocks, so that a big model needs little
+    more memory than it has.
     """
     different = {id(kp.raw_value(variable)): variable for variable in variables}
+    messages: dict[int, list[tuple[keras.Variable | tf.Variable, int, int]]] = {}
+    size = 0
     for variable in different.values():
+        row_bytes = int(np.prod(tuple(variable.shape)[1:])) * kp.raw_value(variable).dtype.size
         for start, stop in blocks(variable):
-            rows = read_rows(variable, start, stop)
-            received = _from_chief(reduction, rows.tobytes(), rows.nbytes)
-            assign_rows(variable, start, np.frombuffer(received, rows.dtype).reshape(rows.shape))
+            messages.setdefault(size // BLOCK_BYTES, []).append((variable, start, stop))
+            size += (stop - start) * row_bytes
+    for parts in messages.values():
+        before = [read_rows(*part) for part in parts]
+        data = b"".join(rows.tobytes() for rows in before)
+        received = io.BytesIO(_from_chief(reduction, data, len(data)))
+        for (variable, start, _), rows in zip(parts, before, strict=True):
+            values = np.frombuffer(received.read(rows.nbytes), rows.dtype)
+            assign_rows(variable, start, values.reshape(rows.shape))
 
 
 def broadcast_bytes(reduction: Reduction, data: bytes) -> bytes:

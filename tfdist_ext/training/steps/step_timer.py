@@ -37,11 +37,18 @@ class ReplicaTimer:
 
     def __init__(self) -> None:
         self._waits: list[tuple[tf.Tensor, tf.Tensor]] = []  # begin and end of each
+        self._is_waiting = False
 
     def synchronize(self, function: Callable[[_Value], _Result], values: _Value) -> _Result:
         """Returns `function(values)`, which waits for all replicas."""
+        if self._is_waiting:  # a wait inside of another one counts once
+            return function(values)
         ready = timestamp_after(values)
-        result = function(values)
+        self._is_waiting = True
+        try:
+            result = function(values)
+        finally:
+            self._is_waiting = False
         self._waits.append((ready, timestamp_after(result)))
         return result
 

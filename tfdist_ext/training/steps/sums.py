@@ -1,7 +1,7 @@
 """Sums over all replicas, inside the step of one replica.
 
 Slices of sparse gradients (`tf.IndexedSlices`) may be summed; see `rows.with_slots`. Between
-workers, a value whose size may differ from step to step is padded; see `collective_sizes`.
+workers, a value whose size may differ from step to step is padded; see `strategies/reductions.py`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.strategies.collective_sizes import (
-    Padding,
+from tfdist_ext.strategies.reductions import (
+    OTHER,
+    STATISTIC,
+    Kind,
+    Reduced,
     from_vectors,
     in_one_vector,
     key_of_size,
     padded,
+    padded_to_size,
 )
-from tfdist_ext.strategies.reductions import OTHER, STATISTIC, Kind, Reduced
 from tfdist_ext.strategies.traced_replica import replica_number, sum_up
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import gathered_values
@@ -126,7 +129,7 @@ class ReplicaSums:
         """Sums dense tensors of one dtype; each has one shape on all workers."""
         sizes = [tf.size(value) for value in values]
         flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
-        (total,) = sum_up([flat], what[:1], Padding(self.keys_of_size))
+        (total,) = sum_up([padded_to_size(flat)], what[:1], self.keys_of_size)
         pieces = tf.split(total[: tf.size(flat)], tf.stack(sizes), num=len(values))
         return [
             tf.ensure_shape(tf.reshape(piece, tf.shape(value)), value.shape)
@@ -140,13 +143,14 @@ class ReplicaSums:
         counts = tf.stack([tf.size(value.indices, tf.int64) for value in values])
         most = tf.unstack(tf.reduce_max(self.of_replicas(counts), axis=0), len(values))
         alike = [padded(slices, number) for slices, number in zip(values, most, strict=True)]
-        padding = Padding(self.keys_of_size, gathers=True)
-        (gathered,) = sum_up([in_one_vector(alike)], what[:1], padding)
-        return from_vectors(gathered, self.replicas, alike)
+        # `keys_of_size` makes a gathering of the reduction of slices.
+        vector = tf.IndexedSlices(padded_to_size(in_one_vector(alike)), tf.zeros([1], tf.int64))
+        (gathered,) = sum_up([vector], what[:1], self.keys_of_size)
+        return from_vectors(gathered.values, self.replicas, alike)
 
     @contextlib.contextmanager
     def keys_of_size(self, size: tf.Tensor) -> Iterator[None]:
-        """Scope in which collectives have the keys of one of `collective_sizes.SIZES`."""
+        """Scope in which collectives have the keys of a size, and slices are gathered."""
 
         def key(original: Callable[..., int], launcher: object) -> tf.Tensor:
             return key_of_size(original(launcher), size)

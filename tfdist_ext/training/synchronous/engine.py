@@ -1,24 +1,258 @@
-"""The engine of synchronous strategies: all replicas run each step together."""
+"""The engine of synchronous strategies: all replicas run each step together.
+
+An execution runs `n` global batches in a loop in the graph, without returning to Python. The
+metrics' states travel through the loop, one set for each local replica. At the end of the execution
+they are reduced over all replicas, so the logs are the same on every worker. Predictions come back
+batch by batch, each row once, in input order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
-from tfdist_ext.data.sharded import ShardedDataset
-from tfdist_ext.training.agreement.equality import check_equal_positions
+from tfdist_ext.strategies._tf_private import per_replica
+from tfdist_ext.training.epochs import Epoch
 from tfdist_ext.training.inputs import GlobalBatches, Parts
-from tfdist_ext.training.programs import Engine, PredictProgram, StepProgram
+from tfdist_ext.training.programs import Engine, Execution, StepProgram
+from tfdist_ext.training.protocols import BatchIterator, Structure
+from tfdist_ext.training.steps.logs import results, results_of
 from tfdist_ext.training.steps.random_numbers import Seeds
+from tfdist_ext.training.steps.scope import ReplicaScope
 from tfdist_ext.training.steps.step_timer import StepTimer
-from tfdist_ext.training.synchronous.model_step import ModelStep, OneTrace, trace_for_each
-from tfdist_ext.training.synchronous.program import Predictor, SynchronousProgram
-from tfdist_ext.training.synchronous.reduction import SynchronousReduction
+from tfdist_ext.training.synchronous.model_step import ModelStep, OneTrace
+from tfdist_ext.training.synchronous.reduction import States, SynchronousReduction
+from tfdist_ext.training.variables import default_strategy_scope
 from tfdist_ext.user_frames import warn
 
 __all__ = ["SynchronousEngine"]
+
+
+# What one step passes to the next: the metrics' states, and what an overridden step returned, by
+# name, summed over the local replicas.
+Carried: TypeAlias = tuple[States, dict[str, tf.Tensor]]
+
+
+class SynchronousProgram(StepProgram):
+    """The compiled executions of a "train" or "test" step, on all replicas of a strategy."""
+
+    def __init__(self, step: ModelStep):
+        self.timer = step.timer
+        self._step = step
+        self._model = step.model
+        self._reduction = step.reduction
+        self._batches_read: tf.Variable | None = None
+        if step.reduction.multi_worker:
+            with default_strategy_scope(), tf.device("CPU:0"):
+                self._batches_read = tf.Variable(0, trainable=False, dtype=tf.int64)
+        # By the kind of data: (known_length, needs_row_count) of an Epoch.
+        self._executions: dict[tuple[bool, bool], Callable[..., Any]] = {}
+        self._states: States = []
+
+    @property
+    def traces(self) -> str:
+        return self._step.traces
+
+    def reset(self, *, resume: bool = False) -> None:
+        """Reset the metrics, as at the beginning of an epoch, or continue from their values."""
+        if not resume:
+            self._model.reset_metrics()
+        self._states = self._step.states.at_start()
+
+    def run(
+        self, data: Epoch, n: int, seconds: float, *, stop_requested: bool = False
+    ) -> Execution:
+        """Run `n` steps of an epoch, or fewer where its data may end and does."""
+        self._step.batch_size = data.batch_size
+        if self._batches_read is not None:
+            self._reduction.peers.reads_batches(self._batches_read.numpy)
+        report = tf.constant([seconds if self._reduction.is_chief else 0.0, float(stop_requested)])
+        kind = data.known_length, data.needs_row_count
+        if kind not in self._executions:
+            self._executions[kind] = self._step.in_graph(functools.partial(self._run, *kind))
+        args = data.iterator, tf.constant(n), report, self._states
+        finished = self._step.call(self._executions[kind], *args)
+        logs, self._states, steps, report = finished
+        chief_seconds, stop_requests = report.numpy().tolist()
+        logs = {  # by name, as Keras sorts them
+            name: float(value) if value.shape.rank == 0 else value.numpy()
+            for name, value in sorted(logs.items())
+        }
+        return Execution(logs, int(steps), chief_seconds, stop_requested=stop_requests > 0)
+
+    def logs_of_this_task(self) -> dict[str, float]:
+        """The metrics over this task's own rows of the epoch so far, without the other tasks."""
+        metrics = self._step.states
+        values = metrics.of_this_task(self._states)
+        with ReplicaScope(zip(metrics.variables, values, strict=True)):
+            own = self._step.own
+            logs = results_of(own.of_metrics) if own.exist else results(self._model, {}, {}, set())
+        return {name: float(value) for name, value in logs.items() if value.shape.rank == 0}
+
+    def _run(
+        self,
+        known_length: bool,
+        needs_row_count: bool,
+        batches: BatchIterator,
+        n: tf.Tensor,
+        report: tf.Tensor,
+        states: States,
+    ) -> tuple[dict[str, tf.Tensor], States, tf.Tensor, tf.Tensor]:
+        """An execution: traced as one graph, or run eagerly.
+
+        Args:
+            report: of this task, summed over tasks: the chief's seconds, and whether it has
+                received SIGTERM.
+
+        Returns:
+            (logs, the metrics' states, the number of steps, the summed report).
+        """
+
+        def body(
+            i: tf.Tensor, _: tf.Tensor, before: Carried
+        ) -> tuple[tf.Tensor, tf.Tensor, Carried]:
+            if needs_row_count:
+                more, after = self._next_agreed(batches, before)
+            elif known_length:
+                more, after = tf.constant(True), self._one_step(self._next_batch(batches), before)
+            else:
+                more, after = self._next_if_any(batches, before)
+            return i + tf.cast(more, tf.int32), more, after
+
+        steps, more = tf.constant(0), tf.constant(True)
+        last: Carried = (states, {})
+        if tf.executing_eagerly():
+            while more and steps < n:
+                steps, more, last = body(steps, more, last)
+        else:
+            self._reduction.peers.enters("compiling")
+            last = states, self._empty_outputs(batches, last)
+            start = steps, more, last
+            steps, _, last = tf.while_loop(lambda i, more, _: (i < n) & more, body, start)
+        metrics, own = self._step.states, self._step.own
+        values, outputs, report = metrics.over_all(*last, report)
+        if self.timer is not None:
+            self.timer.execution_is_done(steps)
+        with ReplicaScope(zip(metrics.variables, values, strict=True)):
+            logs = results(self._model, outputs, own.of_metrics, self._step.updated)
+        return logs, last[0], steps, report
+
+    def _next_if_any(self, batches: BatchIterator, before: Carried) -> tuple[tf.Tensor, Carried]:
+        """The next step of data that may end, if every worker has a batch."""
+        batch = self._next_batch(batches, if_any=True)
+        more = self._synchronize(self._reduction.on_all_workers, batch.has_value())
+        return more, tf.cond(
+            more, lambda: self._one_step(batch.get_value(), before), lambda: before
+        )
+
+    def _next_agreed(self, batches: BatchIterator, before: Carried) -> tuple[tf.Tensor, Carried]:
+        """The next step of data of which workers have different numbers of rows."""
+        batch = self._next_batch(batches)
+        rows, real = self._synchronize(self._reduction.rows_of_all, batch)
+        return real > 0, tf.cond(
+            rows > 0, lambda: self._one_step(batch, before, rows), lambda: before
+        )
+
+    def _next_batch(self, batches: BatchIterator, *, if_any: bool = False) -> Any:
+        """The next batch, or an Optional of it: the beginning of a step.
+
+        Batches are counted: the other workers find out which worker reads slowly.
+        """
+        with contextlib.nullcontext() if self.timer is None else self.timer.step():
+            batch = batches.get_next_as_optional() if if_any else next(batches)
+        if self._batches_read is not None:
+            read = batch.has_value() if if_any else batch
+            tensors = tf.nest.flatten(read, expand_composites=True)
+            with tf.control_dependencies([each for each in tensors if each is not None]):
+                self._batches_read.assign_add(1, read_value=False)
+        return batch
+
+    def _synchronize(self, function: Callable[[Any], Any], value: Any) -> Any:
+        """`function(value)`, which waits for all workers before the step of a batch."""
+        return function(value) if self.timer is None else self.timer.synchronize(function, value)
+
+    def _one_step(self, batch: Parts, before: Carried, rows: tf.Tensor | None = None) -> Carried:
+        """One global batch, in cross-replica context."""
+        states, outputs = self._step(batch, before[0], rows)
+        return states, {name: _sum([each[name] for each in outputs]) for name in outputs[0]}
+
+    def _empty_outputs(self, batches: BatchIterator, before: Carried) -> dict[str, tf.Tensor]:
+        """Zeros of the structure that an overridden step returns, so that a loop can carry it."""
+        if not self._step.own.exist:
+            return {}
+        trace = tf.function(  # never runs
+            lambda batches: self._one_step(self._next_batch(batches), before)[1], autograph=False
+        )
+        specs = trace.get_concrete_function(batches).structured_outputs
+        return {
+            name: tf.zeros([n or 0 for n in spec.shape], spec.dtype) for name, spec in specs.items()
+        }
+
+
+def _sum(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.add_n(list(values)) if values[0].dtype.is_floating else values[0]
+
+
+class Predictor:
+    """The compiled predict_step of a model.
+
+    A global batch is cut into contiguous parts in replica order. The outputs of the parts, one
+    after another, are in the order of the rows.
+    """
+
+    def __init__(self, step: ModelStep):
+        self._reduction = step.reduction
+        self._step = step
+        self._of_batch = step.in_graph(self._outputs_of_batch)
+        self._of_next = step.in_graph(self._outputs_of_next)
+
+    @property
+    def traces(self) -> str:
+        return self._step.traces
+
+    def outputs(self, data: Epoch) -> Iterator[Structure]:
+        """The outputs for each global batch, in order."""
+        while True:
+            try:
+                yield self._next_outputs(data)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                return
+
+    def _next_outputs(self, data: Epoch) -> Structure:
+        call = self._step.call
+        if data.steps is not None or not self._reduction.multi_worker:
+            return call(self._of_next, data.iterator, data.needs_row_count)
+        # gather is a collective: no worker may continue alone.
+        batch = data.iterator.get_next_as_optional()
+        if self._reduction.any_worker(not bool(batch.has_value())):
+            raise StopIteration
+        return call(self._of_batch, batch.get_value(), data.needs_row_count)
+
+    def _outputs_of_next(self, iterator: BatchIterator, needs_row_count: bool) -> Structure:
+        return self._outputs_of_batch(next(iterator), needs_row_count)
+
+    def _outputs_of_batch(self, batch: Parts, needs_row_count: bool) -> Structure:
+        step, on = self._step, self._reduction
+        rows_of_all = on.rows_of_all(batch)[0] if needs_row_count else None
+        states, outputs = step(batch, step.states.at_start(), rows_of_all)
+        if step.updated:  # layers may update metrics in their call
+            step.states.over_all(states, {}, tf.constant(0.0))
+        return keras.tree.map_structure(self._rows_of_all, *outputs)
+
+    def _rows_of_all(self, *parts: tf.Tensor) -> tf.Tensor:
+        """The rows of all replicas of all workers, from those of this worker's replicas."""
+        if self._reduction.multi_worker:
+            return self._reduction.strategy.gather(per_replica(parts, always=True), axis=0)
+        if len(parts) == 1:
+            return parts[0]
+        if isinstance(parts[0], tf.SparseTensor):
+            return tf.sparse.concat(axis=0, sp_inputs=list(parts))
+        return tf.concat(parts, axis=0)
 
 
 class SynchronousEngine(Engine):
@@ -34,18 +268,11 @@ class SynchronousEngine(Engine):
     def __init__(self, strategy: tf.distribute.Strategy, one_trace: OneTrace = "auto"):
         super().__init__(strategy, SynchronousReduction(strategy))
         on = self.reduction
-        self._one_trace = one_trace
-        why = trace_for_each(on, one_trace, jit_compile=False)
-        if why and one_trace is True and on.local_replicas > 1:
-            warn(f"one_trace=True is off: {why}.")
+        self._one_trace: OneTrace = one_trace
         # On a TPU steps cannot write what was made outside; they run in the calling thread. So does
         # the one replica of the default strategy, which has no devices.
         devices = [] if isinstance(strategy, tf.distribute.TPUStrategy) else on.devices
         self._seeds = Seeds(devices, on.from_chief)
-
-    def _read_sharded(self, data: ShardedDataset, *, from_position: bool) -> GlobalBatches:
-        check_equal_positions(self.reduction, data)
-        return super()._read_sharded(data, from_position=from_position)
 
     def feed(self, batches: GlobalBatches) -> Iterable[Parts]:
         """The input that the programs iterate over: the parts of this task's replicas."""
@@ -54,26 +281,16 @@ class SynchronousEngine(Engine):
             return batches.on_host(on.first_replica, on.local_replicas, on.replicas)
         return batches.distributed(self._strategy)
 
-    def prepare(self, model: keras.Model) -> None:
-        """Turn off `jit_compile` where XLA does not compile steps."""
-        if not model.jit_compile or self._strategy.num_replicas_in_sync == 1:
-            return
-        if why := trace_for_each(self.reduction, self._one_trace, jit_compile=True):
-            warn(f"jit_compile=True is off: {why}.")
-            model.jit_compile = False
-
     def finalize(self, model: keras.Model) -> None:
         """End a training: averaged weights replace the last ones."""
         with self.reduction.peers.barrier("averaged weights"), self._strategy.scope():
             model.optimizer.finalize_variable_values(model.trainable_weights)
 
-    def _make_program(self, model: keras.Model, kind: str, timed: bool) -> StepProgram:
+    def _make_program(
+        self, model: keras.Model, kind: str, timed: bool
+    ) -> SynchronousProgram | Predictor:
         if timed and model.jit_compile and not model.run_eagerly:
             warn("jit_compile=True is off: XLA cannot note the times of a WorkerTensorBoard.")
-        return SynchronousProgram(self._step(model, kind, StepTimer() if timed else None))
-
-    def _make_predictor(self, model: keras.Model) -> PredictProgram:
-        return Predictor(self._step(model, "predict"))
-
-    def _step(self, model: keras.Model, kind: str, timer: StepTimer | None = None) -> ModelStep:
-        return ModelStep(model, self.reduction, kind, self._seeds, timer, self._one_trace)
+        timer = StepTimer() if timed else None
+        step = ModelStep(model, self.reduction, kind, self._seeds, timer, self._one_trace)
+        return Predictor(step) if kind == "predict" else SynchronousProgram(step)

@@ -44,10 +44,9 @@ from tfdist_ext.training.steps.scope import (
 )
 from tfdist_ext.training.steps.step_timer import ReplicaTimer, StepTimer
 from tfdist_ext.training.synchronous.reduction import (
-    StackedStates,
+    MetricStates,
     States,
     SynchronousReduction,
-    device_types,
 )
 from tfdist_ext.training.variables import copies_of_model
 from tfdist_ext.user_frames import warn
@@ -73,7 +72,7 @@ class ModelStep:
 
     Attributes:
         timer: records the times of steps; None where nobody asks for them.
-        metrics: the variables of the model's metrics.
+        states: the states of the model's metrics.
         own: what an overridden step returns.
         updated: ids of the metric variables that the step writes.
         batch_size: rows of a whole global batch; None if not known. To be set before a trace.
@@ -91,7 +90,8 @@ class ModelStep:
         self.model = model
         self.reduction = reduction
         self.timer = timer
-        self.metrics, self._others = metrics_and_others(model)
+        variables, self._others = metrics_and_others(model)
+        self.states = MetricStates(reduction, variables)
         self.own = OwnOutputs(model, kind)
         self.updated: set[int] = set()
         self.batch_size: int | None = None
@@ -99,7 +99,6 @@ class ModelStep:
         self._step = step_of(model, kind)
         self._seeds = seeds
         self._one_trace = one_trace
-        self._stacked = StackedStates(self.metrics)
         # An optimizer whose instance has its own `apply` gets gradients that are summed already.
         own_apply = kind != "predict" and has_own_apply(model.optimizer)
         self._keras_step = uses_keras_step(model, kind) and not own_apply
@@ -109,18 +108,18 @@ class ModelStep:
         self._weight_shapes = frozenset(tuple(variable.shape) for variable in self._others)
         self._checked = False
         # XLA knows no time of day.
-        in_function = kind != "predict" and not model.run_eagerly and timer is None
-        self._jit_compile = in_function and model.jit_compile
+        compiles = kind != "predict" and not model.run_eagerly and timer is None
+        self._jit_compile = compiles and model.jit_compile
+        self._run_once = self._run_replica
         # As a function the step is traced once, although the loop must know in advance what the
         # step returns.
-        in_function &= reduction.replicas == 1
-        if in_function and (self._jit_compile or self.own.exist):
+        if compiles and reduction.replicas == 1 and (self._jit_compile or self.own.exist):
             self._run_once = tf.function(
                 self._run_replica, jit_compile=self._jit_compile or None, autograph=False
             )
-        else:
-            self._run_once = self._run_replica
-        self._not_shared = trace_for_each(reduction, one_trace, jit_compile=self._jit_compile)
+        self._not_shared: str | None = None
+        if why := trace_for_each(reduction, one_trace, jit_compile=self._jit_compile):
+            self._trace_for_each(why)
         self._shared: dict[Any, SharedStep] = {}  # by the kind of arguments
 
     @property
@@ -135,15 +134,6 @@ class ModelStep:
         if replicas == 1:
             return f"a trace for the one replica of this task{by_xla}"
         return f"one trace for the {replicas} replicas of this task{by_xla}"
-
-    def split_states(self) -> States:
-        """The stacked metric states from which the local replicas start."""
-        states = self.reduction.split_states(self.metrics)
-        return [self._stacked.stack(of_replica) for of_replica in states]
-
-    def unstack(self, states: States) -> States:
-        """The state of each metric variable on each local replica."""
-        return [self._stacked.unstack(of_replica) for of_replica in states]
 
     def in_graph(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run`, which calls this step, as a tf.function; as it is under `run_eagerly`."""
@@ -181,7 +171,7 @@ class ModelStep:
 
         Args:
             batch: the parts of the local replicas.
-            states: the metrics' states of the local replicas, stacked.
+            states: the metrics' states of the local replicas.
             rows: of the global batch, where a part itself does not know.
 
         Returns:
@@ -206,10 +196,7 @@ class ModelStep:
             try:
                 return self._shared_step(args)(args)
             except (NotSharedError, StrategyError) as why:
-                self._not_shared = str(why)
-                if self._one_trace != "auto":
-                    warn(f"one_trace=True is off: {why}")
-                self._turn_off_xla(self._not_shared)
+                self._trace_for_each(str(why))
         return on.run(self._run_once, batch, states, rows)
 
     def _shared_step(self, args: Sequence[Sequence[Any]]) -> SharedStep:
@@ -224,14 +211,18 @@ class ModelStep:
                 self._copies,
                 jit_compile=self._jit_compile,
             )
-            if step.not_compiled is not None:
-                self._turn_off_xla(step.not_compiled)
+            self._jit_compile = step.jit_compile
         return self._shared[kind]
 
-    def _turn_off_xla(self, why: str) -> None:
-        if self._jit_compile:
+    def _trace_for_each(self, why: str) -> None:
+        """Trace the step for each replica; warn where something else was asked for."""
+        self._not_shared = why
+        several = self.reduction.local_replicas > 1
+        if several and self._one_trace is True:
+            warn(f"one_trace=True is off: {why}.")
+        if self._jit_compile and self.reduction.replicas > 1:
             self._jit_compile = False
-            warn(f"jit_compile=True is off: {why}")
+            warn(f"jit_compile=True is off: {why}.")
 
     def _error_of_replica(self, function: Any, args: Sequence[Any]) -> Exception:
         """Raise or return the error of the replica because of which the others were cancelled.
@@ -243,27 +234,25 @@ class ModelStep:
         with contextlib.suppress(tf.errors.OutOfRangeError):
             tf.function(function.python_function, autograph=False)(*args)
         return TrainingError(
-            "a step failed on one replica, and TensorFlow reports only that it cancelled the other"
-            " replicas. TensorFlow's log has the error, in the line"
-            ' "Local rendezvous is aborting with status". compile(run_eagerly=True) shows where it'
-            " comes from."
+            "A step failed on one replica, and TensorFlow reports only that the other replicas were"
+            " cancelled. The error is in TensorFlow's log, in the line \"Local rendezvous is"
+            ' aborting with status". compile(run_eagerly=True) shows where the error comes from.'
         )
 
     def _run_replica(
         self, part: Part, states: list[tf.Tensor], rows_of_all: tf.Tensor | None
     ) -> ReplicaResult:
         """Run the step on one replica's part of a global batch, in that replica's context."""
-        before = self._stacked.unstack(states)
+        before = self.states.of_variables(states)
         timer = None if self.timer is None else ReplicaTimer()
         context = None
         if tf.distribute.has_strategy() or timer is not None:
             context = self._context(part, rows_of_all, timer)
+        metrics = zip(self.states.variables, before, strict=True)
         with (
             tf.name_scope(""),  # a summary's tag would begin with "while/"
             running_step(context),
-            ReplicaScope(
-                zip(self.metrics, before, strict=True), self._others, self._local
-            ) as scope,
+            ReplicaScope(metrics, self._others, self._local) as scope,
         ):
             returned = self._step(part[-1] if context is None else context.batch)
             outputs = self._outputs(returned, scope, before, context)
@@ -271,7 +260,7 @@ class ModelStep:
             self._check(scope, context)
         scope.forget_losses(self.model)
         self.updated |= scope.updated
-        new = self._stacked.stack(scope.states())
+        new = self.states.stacked(scope.states())
         ready = None if timer is None else timer.ready(new)
         return new, scope.written(context), outputs, ready
 
@@ -362,7 +351,7 @@ def trace_for_each(
     On devices other than CPUs, "auto" leaves the traces to TensorFlow, because one trace has never
     run there.
     """
-    kinds = device_types(on.devices)
+    kinds = on.device_types
     if "TPU" in kinds:
         return "a TPU compiles the step"
     if on.multi_worker and on.local_replicas > 1:  # several GPUs on each: untested

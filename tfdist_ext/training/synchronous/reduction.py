@@ -24,11 +24,12 @@ from tfdist_ext.training.agreement.barriers import SAME_CALLS, peers_of
 from tfdist_ext.training.agreement.equality import check_equal_across_workers
 from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.inputs import Part, Parts
+from tfdist_ext.training.steps.scope import assign_each
 
-__all__ = ["StackedStates", "States", "SynchronousReduction", "device_types"]
+__all__ = ["MetricStates", "States", "SynchronousReduction"]
 
 
-# For each local replica, the value of each metric variable.
+# For each local replica, the states of its metrics, stacked.
 States: TypeAlias = list[list[tf.Tensor]]
 
 
@@ -50,8 +51,12 @@ class SynchronousReduction(Reduction):
         self.workers = self.replicas // self.local_replicas
         self.worker = self.first_replica // self.local_replicas  # which of them this task is
         self.devices = _devices(strategy)  # of this worker's replicas
+        # Such as "GPU", each once.
+        self.device_types = sorted(
+            {tf.DeviceSpec.from_string(name).device_type for name in self.devices}
+        )
         # CPU replicas are fed from a plain iterator on the host.
-        self.feeds_on_host = device_types(self.devices) == ["CPU"]
+        self.feeds_on_host = self.device_types == ["CPU"]
         # TensorFlow's own word for "this task is the one that writes".
         self.is_chief = bool(strategy.extended.should_checkpoint)
         self._sums: dict[tf.TensorSpec, tf.types.experimental.ConcreteFunction] = {}
@@ -98,63 +103,27 @@ class SynchronousReduction(Reduction):
         """The parts of the local replicas."""
         return list(batch) if self.feeds_on_host else self.of_each(batch)
 
-    def split_states(self, variables: Sequence[keras.Variable]) -> States:
-        """For each local replica, the metric states from which its steps start.
-
-        What is summed over replicas starts from its value on the first replica, and from zero on
-        all others, so that `over_all` counts the value once.
-        """
-        values = [tf.convert_to_tensor(kp.raw_value(variable)) for variable in variables]
-        zeros = [
-            tf.zeros_like(value) if variable.aggregation == "sum" else value
-            for variable, value in zip(variables, values, strict=True)
-        ]
-        others = [list(zeros) for _ in range(self.local_replicas)]
-        return [values, *others[1:]] if self.is_chief else others
-
-    def over_all(
-        self,
-        variables: Sequence[keras.Variable],
-        states: States,
-        outputs: dict[str, tf.Tensor],
-        report: tf.Tensor,
-    ) -> tuple[list[tf.Tensor], dict[str, tf.Tensor], tf.Tensor]:
-        """(metric states, outputs, report), each one value for the whole cluster.
+    def totals(
+        self, kinds: Sequence[str | None], values: Sequence[Sequence[tf.Tensor]]
+    ) -> list[tf.Tensor]:
+        """Returns each value over all replicas, from the values of each local replica.
 
         Args:
-            variables: Keras variables that say by `aggregation` how their states combine.
-            states: for each local replica, the value of each variable.
-            outputs: contributions of the local replicas, summed.
-            report: numbers of this task, summed over the tasks.
+            kinds: how each value combines: "sum" or "mean"; else the first replica's value counts.
         """
-        if self.replicas == 1:
-            return states[0], outputs, report
-        numbers = {
-            name: value
-            for name, value in outputs.items()
-            if value.dtype != tf.string and not value.dtype.is_complex
-        }
-        of_task = [*numbers.values(), report]
-        kinds = [variable.aggregation for variable in variables]
-        # Of a value that is not a mean, the chief's counts.
-        kinds += ["sum" if value.dtype.is_floating else None for value in of_task]
         vectors = []
-        for replica, state in enumerate(states):
+        for replica, mine in enumerate(values):
             first = self.is_chief and replica == 0
-            mine = [*state, *(of_task if replica == 0 else map(tf.zeros_like, of_task))]
             parts = [
                 _contribution(value, kind, self.replicas, first=first)
                 for value, kind in zip(mine, kinds, strict=True)
             ]
-            vectors.append(tf.concat([tf.reshape(part, [-1]) for part in parts], 0))
-        like = [*states[0], *of_task]
-        pieces = tf.split(self._sum_of_replicas(vectors), [tf.size(value) for value in like])
-        *totals, report = [
+            vectors.append(tf.concat([tf.zeros([0], tf.float64), *parts], 0))
+        pieces = tf.split(self._sum_of_replicas(vectors), [*map(tf.size, values[0]), 0])
+        return [
             tf.cast(tf.reshape(piece, tf.shape(value)), value.dtype)
-            for piece, value in zip(pieces, like, strict=True)
+            for piece, value in zip(pieces, values[0], strict=False)
         ]
-        summed = dict(zip(numbers, totals[len(variables) :], strict=True))
-        return totals[: len(variables)], {**outputs, **summed}, report
 
     def sum_over_workers(self, value: Any) -> np.ndarray:
         """The sum over workers of each worker's number or array; every worker must call."""
@@ -206,7 +175,7 @@ class SynchronousReduction(Reduction):
 def _contribution(
     value: tf.Tensor, aggregation: str | None, replicas: int, *, first: bool
 ) -> tf.Tensor:
-    """What one replica adds to a value over all replicas, as float64.
+    """What one replica adds to a value over all replicas, as a float64 vector.
 
     float64 holds every count below 2**53; float32 loses counts above 16 million.
 
@@ -214,50 +183,96 @@ def _contribution(
         aggregation: "sum" and "mean" as of Keras variables; else the first replica's value counts.
         first: whether it is the first of all replicas.
     """
-    value = tf.cast(value, tf.float64)
+    value = tf.cast(tf.reshape(value, [-1]), tf.float64)
     if aggregation == "mean":
         return value / replicas
     return value if first or aggregation == "sum" else tf.zeros_like(value)
 
 
-class StackedStates:
-    """The states of metrics as few tensors: those of one shape, dtype and aggregation in one.
+class MetricStates:
+    """The states of a model's metrics, which the steps of an execution pass on.
 
-    A loop in the graph passes each tensor on by itself, and sends it from device to device.
+    The states of one shape, dtype and aggregation are one tensor: a loop in the graph passes each
+    tensor on by itself, and sends it from device to device.
+
+    Attributes:
+        variables: the variables of the metrics.
     """
 
-    def __init__(self, variables: Sequence[keras.Variable]):
-        by_kind: dict[Any, list[int]] = {}
+    def __init__(self, on: SynchronousReduction, variables: Sequence[keras.Variable]):
+        self.variables = variables
+        self._on = on
+        kinds: dict[Any, list[int]] = {}
         for place, variable in enumerate(variables):
-            kind = tuple(variable.shape), variable.dtype, variable.aggregation
-            by_kind.setdefault(kind, []).append(place)
-        self._kinds = list(by_kind.values())
+            kind = variable.aggregation, tuple(variable.shape), variable.dtype
+            kinds.setdefault(kind, []).append(place)
+        self._places = list(kinds.values())
+        self._aggregations = [aggregation for aggregation, *_ in kinds]
 
-    def stack(self, states: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The state of each variable, as few tensors."""
-        return [_stack([states[place] for place in places]) for places in self._kinds]
+    def at_start(self) -> States:
+        """For each local replica, the states from which its steps start.
 
-    def unstack(self, stacked: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The state of each variable."""
-        states: dict[int, tf.Tensor] = {}
-        for places, tensor in zip(self._kinds, stacked, strict=True):
-            of_each = tf.unstack(tensor, len(places)) if places[1:] else [tensor]
-            states.update(zip(places, of_each, strict=True))
-        return [states[place] for place in range(len(states))]
+        What is summed over replicas starts from its value on the first replica, and from zero on
+        all others, so that `over_all` counts the value once.
+        """
+        values = self.stacked([kp.raw_value(variable) for variable in self.variables])
+        zeros = [
+            tf.zeros_like(value) if aggregation == "sum" else value
+            for value, aggregation in zip(values, self._aggregations, strict=True)
+        ]
+        others = [list(zeros) for _ in range(self._on.local_replicas)]
+        return [values, *others[1:]] if self._on.is_chief else others
 
+    def stacked(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The value of each variable, as few tensors."""
+        return [tf.stack([values[place] for place in places]) for places in self._places]
 
-def _stack(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    return tf.stack(values) if values[1:] else values[0]
+    def of_variables(self, stacked: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The value of each variable."""
+        values: dict[int, tf.Tensor] = {}
+        for places, tensor in zip(self._places, stacked, strict=True):
+            values.update(zip(places, tf.unstack(tensor, len(places)), strict=True))
+        return [values[place] for place in range(len(values))]
+
+    def of_this_task(self, states: States) -> list[tf.Tensor]:
+        """The value of each variable over the rows of this task's replicas."""
+        totals = [
+            tf.add_n(list(of_replicas)) if aggregation == "sum" else of_replicas[0]
+            for aggregation, *of_replicas in zip(self._aggregations, *states, strict=True)
+        ]
+        return self.of_variables(totals)
+
+    def over_all(
+        self, states: States, outputs: dict[str, tf.Tensor], report: tf.Tensor
+    ) -> tuple[list[tf.Tensor], dict[str, tf.Tensor], tf.Tensor]:
+        """Assign the states over all replicas to the variables.
+
+        Args:
+            outputs: contributions of the local replicas, summed.
+            report: numbers of this task, summed over the tasks.
+
+        Returns:
+            (the values of the variables, outputs, report), the same on every worker.
+        """
+        on, stacked = self._on, states[0]
+        if on.replicas > 1:
+            of_task = [*outputs.values(), report]
+            # Of an output that is not a mean, the chief's counts.
+            kinds = ["sum" if value.dtype.is_floating else None for value in of_task]
+            zeros = list(map(tf.zeros_like, of_task))
+            values = [[*state, *zeros] for state in states]
+            values[0] = [*states[0], *of_task]
+            totals = on.totals([*self._aggregations, *kinds], values)
+            stacked, of_task = totals[: len(stacked)], totals[len(stacked) :]
+            outputs, report = dict(zip(outputs, of_task, strict=False)), of_task[-1]
+        values = self.of_variables(stacked)
+        assign_each(on.strategy, self.variables, values)
+        return values, outputs, report
 
 
 def _replica_id() -> tf.Tensor:
     # identity: some strategies give a number, and one that is no tensor is not per replica.
     return tf.identity(tf.distribute.get_replica_context().replica_id_in_sync_group)
-
-
-def device_types(devices: Sequence[str]) -> list[str]:
-    """The types of these devices, such as "GPU", each once."""
-    return sorted({tf.DeviceSpec.from_string(name).device_type for name in devices})
 
 
 def _devices(strategy: tf.distribute.Strategy) -> list[str]:
