@@ -21,8 +21,14 @@ from tfdist_ext.training.building.cloning import (
     copy_flags_and_assets,
 )
 from tfdist_ext.training.protocols import Specs
-from tfdist_ext.training.state.naming import MODEL, check_has_variables, group_of, state_of
-from tfdist_ext.training.state.values import assign_whole, whole_value
+from tfdist_ext.training.state import (
+    MODEL,
+    assign_whole,
+    check_has_variables,
+    group_of,
+    state_of,
+    whole_value,
+)
 from tfdist_ext.training.variables import outside_of_scopes
 
 __all__ = ["Builder", "export"]
