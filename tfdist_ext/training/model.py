@@ -237,8 +237,7 @@ class DistributedModel(SavingMixin):
             with refusing_compile(self._model, "fit"):
                 hooks.on_train_begin()
                 restored = restored_epoch(self._model, self._reduction) if backup else None
-                saved.restore_callbacks()
-                saved.announce()
+                saved.training_has_begun()
                 first = restored or initial_epoch
                 logs = self._train(
                     range(first, epochs), train, validate, validation_freq, hooks, saved

@@ -32,7 +32,7 @@ from tfdist_ext.training.checkpoints.folder import CheckpointFolder, FolderTaken
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.saving import arrays_of, at_step, restore_checkpoint
 from tfdist_ext.training.epochs import Epochs
-from tfdist_ext.training.protocols import Logs
+from tfdist_ext.training.protocols import Execution, Logs
 from tfdist_ext.training.state import run_on_chief, snapshot
 from tfdist_ext.training.variables import optimizers_of
 from tfdist_ext.user_frames import warn
@@ -162,9 +162,13 @@ class CheckpointManager:
             )
         return data.batch_size or 0 if known is None else 0
 
-    def restore_callbacks(self) -> None:
-        """After `on_train_begin`: restores callbacks, and what they may have changed."""
+    def training_has_begun(self) -> None:
+        """After `on_train_begin`: restores callbacks, and what they may have changed.
+
+        The restored checkpoint is announced: the job before may have ended too early.
+        """
         self._restore()
+        self.announce()
 
     def epoch_has_begun(self) -> Logs | None:
         """After `on_epoch_begin`: undoes it in an epoch that callbacks have begun before.
@@ -180,10 +184,7 @@ class CheckpointManager:
         return logs and {k: v if isinstance(v, float) else np.asarray(v) for k, v in logs.items()}
 
     def announce(self) -> None:
-        """Calls `on_checkpoint_end` for the checkpoint of the last epoch, when it is on disk.
-
-        A restored checkpoint is announced too: the job before may have ended too early.
-        """
+        """Calls `on_checkpoint_end` for the checkpoint of the last epoch, when it is on disk."""
         progress, self._unannounced = self._unannounced, Progress()
         is_whole = progress.epoch and not progress.batches and progress.trained is None
         if (folder := self._folder) is None or not is_whole:
@@ -233,26 +234,23 @@ class CheckpointManager:
         """Returns the maximum of global batches before the next checkpoint; None: any number."""
         return None if self._every is None else self._every - self._progress.batches % self._every
 
-    def steps_done(
-        self, steps: int, logs: Logs, *, epoch_ends: bool, stopped: bool, stop_requested: bool
-    ) -> None:
+    def steps_done(self, execution: Execution, *, epoch_ends: bool, stopped: bool) -> None:
         """Saves after each `every` global batches, and at a signal.
 
         Args:
-            steps: global batches since the last call.
-            logs: over the epoch so far.
             stopped: a callback has stopped the training.
-            stop_requested: a task has received SIGTERM.
 
         Raises:
-            SystemExit: a stop is requested, and the epoch is not done.
+            SystemExit: a task has received SIGTERM, and the epoch is not done.
         """
         if self._resumes_inside:
-            self._progress = replace(self._progress, batches=self._progress.batches + steps)
+            batches = self._progress.batches + execution.steps
+            self._progress = replace(self._progress, batches=batches)
         if epoch_ends:  # it is saved after its callbacks
             return
         due = self._every is not None and self._progress.batches % self._every == 0
-        if (due or stop_requested) and self._resumes_inside and _is_finite(logs):
+        stop_requested = execution.stop_requested
+        if (due or stop_requested) and self._resumes_inside and _is_finite(execution.logs):
             self._save(replace(self._progress, stopped=stopped))
         if stop_requested:
             raise SystemExit(PREEMPTED)
@@ -301,8 +299,6 @@ class CheckpointManager:
         except BaseException as error:
             self._report(folder, error)
             raise
-        finally:
-            folder.close()
 
     def _report(self, folder: CheckpointFolder, error: BaseException) -> None:
         """Waits for the last file after an error, and says how to resume the training."""
