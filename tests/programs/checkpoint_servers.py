@@ -17,8 +17,7 @@ from tables import BATCH, build, data
 
 import tfdist_ext as tfd
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.state.naming import state_of
-from tfdist_ext.training.state.values import whole_value
+from tfdist_ext.training.state import state_of, whole_value
 
 folder = Path(sys.argv[1])
 result = {}

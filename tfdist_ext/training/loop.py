@@ -110,13 +110,7 @@ class Loop:
                 peers.enters("checkpoint")
                 epoch_ends = done == data.steps
                 if self._saved is not None:  # after callbacks: a checkpoint has their state
-                    self._saved.steps_done(
-                        result.steps,
-                        logs,
-                        epoch_ends=epoch_ends,
-                        stopped=stop,
-                        stop_requested=result.stop_requested,
-                    )
+                    self._saved.steps_done(result, epoch_ends=epoch_ends, stopped=stop)
                 if (
                     self._end_job is not None
                     and result.stop_requested

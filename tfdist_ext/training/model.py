@@ -42,6 +42,7 @@ from tfdist_ext.training.building.build import (
 )
 from tfdist_ext.training.callbacks.in_cluster import (
     callbacks_of_this_task,
+    has_backup,
     overridable,
     overrides,
     redirect_model_methods,
@@ -60,12 +61,7 @@ from tfdist_ext.training.loop import Loop, predict, validates
 from tfdist_ext.training.parameter_server.engine import ParameterServerEngine
 from tfdist_ext.training.programs import Engine, StepProgram, compiled_parts
 from tfdist_ext.training.protocols import Callbacks, Logs
-from tfdist_ext.training.state.chief import (
-    broadcast_state,
-    broadcast_variables,
-    run_on_chief,
-)
-from tfdist_ext.training.state.values import snapshot
+from tfdist_ext.training.state import broadcast_variables, run_on_chief, snapshot, state_of
 from tfdist_ext.training.synchronous.engine import SynchronousEngine
 from tfdist_ext.training.synchronous.model_step import OneTrace
 from tfdist_ext.user_frames import filter_traceback, warn
@@ -182,6 +178,7 @@ class DistributedModel(SavingMixin):
             "validation_batch_size": validation_batch_size,
             "checkpoint_every": checkpoint_every,
         }
+        backup = has_backup(callbacks, checkpoint_dir)
         self._check_call(
             "fit",
             counts,
@@ -192,6 +189,7 @@ class DistributedModel(SavingMixin):
             validation_split=validation_split,
             validation_freq=validation_freq,
             checkpoint_dir="none" if checkpoint_dir is None else "given",
+            BackupAndRestore=backup,
         )
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = kp.train_validation_split(
@@ -214,7 +212,6 @@ class DistributedModel(SavingMixin):
             checkpoint_dir,
             self._model,
             self._reduction,
-            callbacks,
             x if self._engine.keeps_position(x) else None,
             checkpoint_every,
             epochs,
@@ -223,7 +220,6 @@ class DistributedModel(SavingMixin):
         how = {"batch_size": batch_size, "shuffle": shuffle, "class_weight": class_weight}
         data = x, y, sample_weight
         train = self._read("fit", "train", *data, steps=steps_per_epoch, seed=saved.seed, **how)
-        saved.check_position(train)
         train.reset()
         validate = None
         if validation_data is not None:
@@ -240,9 +236,8 @@ class DistributedModel(SavingMixin):
         ):
             with refusing_compile(self._model, "fit"):
                 hooks.on_train_begin()
-                restored = restored_epoch(self._model, self._reduction)
-                saved.restore_callbacks()
-                saved.announce()
+                restored = restored_epoch(self._model, self._reduction) if backup else None
+                saved.training_has_begun()
                 first = restored or initial_epoch
                 logs = self._train(
                     range(first, epochs), train, validate, validation_freq, hooks, saved
@@ -611,10 +606,9 @@ class DistributedModel(SavingMixin):
         if self._reduction.any_worker(bool(created) or self._compared.get(kind) != compiled):
             described = describe_model(self._model, created)
             check_equal_across_workers(self._reduction, described, SAME_MODEL)
-            if self._compared:
-                broadcast_variables(self._reduction, created)
-            else:  # weights that came along are each worker's own
-                broadcast_state(self._model, self._reduction, created)
+            # Weights that came along are each worker's own.
+            others = () if self._compared else state_of(self._model).values()
+            broadcast_variables(self._reduction, [*others, *created])
             self._compared[kind] = compiled
 
 

@@ -79,7 +79,7 @@ def test_the_one_that_makes_another_call_is_named_with_both_calls(tmp_path: Path
     ) as cluster:
         assert train(cluster, 2) == [1, 1]
         # The chief names its last checkpoint, and the others the folder.
-        where = r" (?:The last checkpoint is|Checkpoints are in) "
+        where = r" (?:The last checkpoint is|Checkpoints go to) "
         errors = [re.split(where, error_of(cluster, f"worker:{n}"))[0] for n in range(2)]
     for error in errors:
         assert error == errors[0]

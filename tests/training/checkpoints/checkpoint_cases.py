@@ -10,8 +10,7 @@ import numpy as np
 from training_cases import X, Y, mirrored
 
 import tfdist_ext as tfd
-from tfdist_ext.training.state.naming import state_of
-from tfdist_ext.training.state.values import whole_value
+from tfdist_ext.training.state import state_of, whole_value
 
 FIT = {"batch_size": 16, "verbose": 0}
 

@@ -309,16 +309,15 @@ def test_a_wrong_model_or_folder_is_refused_before_the_training(
     backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
     refused(tmp_path / "D", "give one of them", callbacks=[backup])
     refused("", "checkpoint_dir is empty")
-    begin = "checkpoint_dir must be a folder .*got .*"
-    refused(file, f"{begin}file': .* is not a directory")
-    refused(file / "below", f"{begin}is not a directory")
-    refused(Path("/proc/checkpoints"), f"{begin}No such file or directory")
+    refused(file, r"file/owner\.json cannot be written: .* is not a directory")
+    refused(file / "below", "below/.* cannot be written: .* is not a directory")
+    refused(Path("/proc/checkpoints"), "cannot be written: .*No such file or directory")
 
     def denied(*_: Any, **__: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(paths, "open_file", denied)  # root is denied nothing
-    refused(tmp_path / "denied", f"{begin}Permission denied")
+    refused(tmp_path / "denied", "owner.json cannot be written: Permission denied")
     assert steps_taken(other) == 0
     assert file.read_text() == "what somebody keeps"
 
@@ -339,7 +338,7 @@ def test_a_job_says_from_where_it_resumes_and_how_it_can_be_resumed(
         return capsys.readouterr().err
 
     stopped = "\ntraining stopped by KeyboardInterrupt. "
-    none = f"There is no checkpoint in {tmp_path} yet.\n"
+    none = f"Checkpoints go to {tmp_path} on the chief.\n"
     assert said(broken, 0, KeyboardInterrupt) == stopped + none
     newest = tmp_path / "epoch-00003.safetensors"
     last = f"The last checkpoint is {newest}, after epoch 3 (step 12)."

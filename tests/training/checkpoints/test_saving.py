@@ -26,8 +26,7 @@ from training_cases import assert_same_weights, classifier, mirrored, strategy_o
 import tfdist_ext as tfd
 from tfdist_ext.training.checkpoints import paths
 from tfdist_ext.training.checkpoints.format import Progress, encode_checkpoint
-from tfdist_ext.training.state.naming import group_of, state_of
-from tfdist_ext.training.state.values import assign_whole
+from tfdist_ext.training.state import assign_whole, group_of, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
@@ -134,7 +133,7 @@ def test_a_full_disk_leaves_the_file_before(tmp_path: Path, monkeypatch: Any) ->
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(len(held) * 0.99), before[1]))
     try:
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(tfd.TrainingError, match="one cannot be written: File too large"):
             model.save_checkpoint(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -198,7 +197,7 @@ def test_the_training_goes_on_while_a_checkpoint_is_written(
 
 
 def test_a_file_that_cannot_be_written_is_an_error_of_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At the end of fit. The next job resumes from the file before."""
 
@@ -208,10 +207,12 @@ def test_a_file_that_cannot_be_written_is_an_error_of_the_training(
 
     with monkeypatch.context() as patch:
         call_before_each_file(patch, full_disk)
-        words = r"could not be written: No space left on device.*is .*epoch-00003"
+        words = "epoch-00004.safetensors cannot be written: No space left on device. Free disk"
         with pytest.raises(tfd.TrainingError, match=words):
             train(tmp_path)
-    assert tfd.finished_checkpoints(tmp_path)[-1].stem == "epoch-00003"
+    last = tmp_path / "epoch-00003.safetensors"
+    assert f"The last checkpoint is {last}, after epoch 3" in capsys.readouterr().err
+    assert tfd.finished_checkpoints(tmp_path)[-1] == last
     assert not list(tmp_path.glob(".*"))
     assert train(tmp_path).history.epoch == [0, 1, 2, 3]
 

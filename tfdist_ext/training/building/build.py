@@ -24,7 +24,7 @@ from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import creating_without_broadcast
 from tfdist_ext.training.building.copying import clone_model, compile_as, copy_state
 from tfdist_ext.training.protocols import Specs, Structure
-from tfdist_ext.training.state.naming import check_has_variables
+from tfdist_ext.training.state import check_has_variables
 from tfdist_ext.training.steps.replaced import (
     functions_in_place,
     step_targets,

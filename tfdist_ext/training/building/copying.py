@@ -22,7 +22,7 @@ import keras
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.state.values import assign_whole, whole_value
+from tfdist_ext.training.state import assign_whole, whole_value
 from tfdist_ext.training.variables import optimizers_of
 
 __all__ = ["clone_model", "compile_as", "copy_state"]

@@ -21,7 +21,7 @@ from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.callbacks.worker_tensorboard import check_tensorboard
 from tfdist_ext.training.protocols import Callbacks, TrainedModel
-from tfdist_ext.training.state.chief import broadcast_state
+from tfdist_ext.training.state import broadcast_variables, state_of
 from tfdist_ext.training.steps.replaced import (
     functions_in_place,
     redirect_methods,
@@ -32,6 +32,7 @@ from tfdist_ext.user_frames import filter_traceback
 
 __all__ = [
     "callbacks_of_this_task",
+    "has_backup",
     "overridable",
     "overrides",
     "redirect_model_methods",
@@ -102,13 +103,29 @@ def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
     return True
 
 
+def has_backup(callbacks: Callbacks, checkpoint_dir: str | Path | None) -> bool:
+    """Returns whether BackupAndRestore is among the callbacks of a `fit`.
+
+    Raises:
+        TrainingError: `checkpoint_dir` is given, too.
+    """
+    given = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or [])
+    found = any(isinstance(each, keras.callbacks.BackupAndRestore) for each in given)
+    if found and checkpoint_dir is not None:
+        raise TrainingError(
+            "Both checkpoint_dir and the callback BackupAndRestore would restore the model: give"
+            " one of them."
+        )
+    return found
+
+
 def restored_epoch(model: keras.Model, reduction: Reduction) -> int | None:
     """Returns the epoch that BackupAndRestore found; copies the chief's state to all tasks."""
     epoch = kp.restored_epoch(model)
     epoch = int(reduction.from_chief(-1 if epoch is None else epoch))
     if epoch < 0:
         return None
-    broadcast_state(model, reduction)
+    broadcast_variables(reduction, state_of(model).values())
     return epoch
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import posixpath
 import time
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ from tfdist_ext.launch.exit_codes import RESTART
 from tfdist_ext.strategies.cluster_tasks import RoleEnded
 from tfdist_ext.training.checkpoints.folder import checkpoints_in, epochs_when_done
 from tfdist_ext.training.checkpoints.format import DamagedCheckpointError, Progress
-from tfdist_ext.training.checkpoints.paths import checkpoint_folder, error_if_unwritable
+from tfdist_ext.training.checkpoints.paths import os_errors, write_errors
 from tfdist_ext.training.protocols import Callbacks, TrainedModel
 
 __all__ = ["evaluate_checkpoints"]
@@ -60,12 +61,12 @@ def evaluate_checkpoints(
             written.
     """
     me = str(cluster.task)
-    if checkpoint_dir is None or validation_data is None:
+    if not checkpoint_dir or validation_data is None:
         raise TrainingError(
             f"{me} evaluates the checkpoints of the training. Call"
             " fit(validation_data=..., checkpoint_dir=...) on every task."
         )
-    folder = checkpoint_folder(checkpoint_dir)
+    folder = os.fspath(checkpoint_dir)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
     # Keras's own argument: a custom evaluate() of the model does not prepare the data again.
     data = {"x": x, "y": y, "sample_weight": sample_weight, "_use_cached_eval_dataset": True}
@@ -77,7 +78,7 @@ def evaluate_checkpoints(
     given = keras.tree.flatten(callbacks or [])
     boards = [each.log_dir for each in given if isinstance(each, keras.callbacks.TensorBoard)]
     log_dir = posixpath.join(str([*boards, folder][0]), "evaluator")
-    with error_if_unwritable(log_dir, "the folder of the evaluator's scalars"):
+    with write_errors(log_dir), os_errors():
         writer = tf.summary.create_file_writer(log_dir)
     if verbose:
         say(f"{me}: evaluating the checkpoints in {folder}; scalars go to {log_dir}")
@@ -102,11 +103,17 @@ def _restored(
     while True:
         gone = leader is not None and leader.state == GONE  # asked before the folder is read
         done = (epochs_when_done(folder) or 0) >= epochs  # also asked before
-        new = [path for path in checkpoints_in(folder) if path not in seen]
-        if new:
-            seen.add(new[0])
-            if (progress := _restore(model, folder, new[0], me)) is not None:
-                yield progress
+        path = next((each for each in checkpoints_in(folder) if each not in seen), None)
+        if path is not None:
+            seen.add(path)
+            try:
+                yield model.restore_checkpoint(path)
+            except TrainingError as error:
+                is_removed = path not in checkpoints_in(folder)
+                if not is_removed and not isinstance(error, DamagedCheckpointError):
+                    raise
+                reason = "it was removed, because training is faster" if is_removed else error
+                say(f"{me}: {path} is not evaluated: {reason}")
         elif done:
             return
         elif gone:
@@ -117,20 +124,6 @@ def _restored(
             if leader is not None:
                 leader.look()
                 leader.report_wait(me, cluster.source)
-
-
-def _restore(model: TrainedModel, folder: str, path: str, me: str) -> Progress | None:
-    """Restores a checkpoint; returns None if it is damaged, or was removed meanwhile."""
-    try:
-        progress: Progress = model.restore_checkpoint(path)
-        return progress
-    except TrainingError as error:
-        is_removed = path not in checkpoints_in(folder)
-        if not is_removed and not isinstance(error, DamagedCheckpointError):
-            raise
-        reason = "it was removed, because training is faster" if is_removed else error
-        say(f"{me}: {path} is not evaluated: {reason}")
-        return None
 
 
 def _write_scalars(logs: Mapping[str, float], progress: Progress) -> None:

@@ -24,26 +24,18 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.checkpoints.format import (
     Arrays,
-    CheckpointFile,
     DamagedCheckpointError,
     Progress,
     encode_checkpoint,
+    open_checkpoint,
 )
-from tfdist_ext.training.checkpoints.paths import (
-    error_if_unwritable,
-    names_in,
-    open_file,
-    remove,
-    rename,
-    write_atomically,
-)
-from tfdist_ext.training.state.values import whole_value
+from tfdist_ext.training.checkpoints.paths import names_in, open_file, remove, write_atomically
+from tfdist_ext.training.state import whole_value
 from tfdist_ext.user_frames import filter_traceback, warn
 
 __all__ = [
@@ -58,12 +50,10 @@ __all__ = [
 
 KEPT = 3
 
-SUFFIX = ".safetensors"
-
 OWNER = "owner.json"
 
 # A callback may write other files into the folder, such as `epoch-01.weights.h5`.
-_CHECKPOINT = re.compile(rf"epoch-(\d{{5,}})(?:-batch-(\d{{8,}}))?{re.escape(SUFFIX)}")
+_CHECKPOINT = re.compile(r"epoch-(\d{5,})(?:-batch-(\d{8,}))?\.safetensors")
 
 _UNFINISHED = re.compile(r"\.(epoch-\d.*|owner\.json)\.[0-9a-f]{32}\.unfinished")
 
@@ -75,7 +65,7 @@ class FolderTakenError(TrainingError):
 def name_of(progress: Progress) -> str:
     """Returns the name of a checkpoint."""
     middle = f"-batch-{progress.batches:08d}" if progress.batches else ""
-    return f"epoch-{progress.epoch:05d}{middle}{SUFFIX}"
+    return f"epoch-{progress.epoch:05d}{middle}.safetensors"
 
 
 def checkpoints_in(folder: str) -> list[str]:
@@ -125,19 +115,20 @@ class CheckpointFolder:
             the state is copied, and while the checkpoint before is written.
 
     Attributes:
-        path: of the folder.
         newest: the path of the last checkpoint that this job has found or written, or None.
         progress: of that checkpoint.
     """
 
     def __init__(
         self,
-        path: str,
+        path: str | Path,
         report: Callable[[], object] = lambda: None,
         *,
         in_background: bool = False,
     ):
-        self.path = path
+        self.path = os.fspath(path)
+        if not self.path:
+            raise TrainingError('checkpoint_dir is empty. Pass "." for the working folder.')
         self.newest: str | None = None
         self.progress = Progress()
         start = datetime.datetime.now().astimezone()
@@ -154,33 +145,29 @@ class CheckpointFolder:
     def open(self) -> None:
         """Becomes the owner of the folder, and finds the newest complete checkpoint.
 
-        Newer checkpoints that are damaged are renamed.
-
         Raises:
             TrainingError: the folder cannot be written, or it has checkpoints and none is
                 complete.
         """
         self._write_owner()
         for name in filter(_UNFINISHED.fullmatch, names_in(self.path)):
-            remove(self._file(name))
-        damaged: dict[str, DamagedCheckpointError] = {}
+            remove(posixpath.join(self.path, name))
+        damaged: list[DamagedCheckpointError] = []
         for path in reversed(checkpoints_in(self.path)):
             try:
-                with CheckpointFile(path) as file:
+                with open_checkpoint(path) as file:
                     self.newest, self.progress = path, file.progress
                 break
             except DamagedCheckpointError as error:
-                damaged[path] = error
+                damaged.append(error)
+        reasons = " ".join(map(str, damaged))
         if damaged and self.newest is None:
             raise TrainingError(
-                f"{self.path} has no complete checkpoint:"
-                f" {' '.join(str(error) for error in damaged.values())} Move these files away to"
-                " start the training again, or use another folder."
+                f"{self.path} has no complete checkpoint: {reasons} Move these files away to start"
+                " the training again, or use another folder."
             )
-        for path, reason in damaged.items():
-            aside = f"{path.removesuffix(SUFFIX)}.damaged"
-            warn(f"{reason} It is renamed to {aside}, and the training resumes from {self.newest}.")
-            rename(path, aside)
+        if damaged:
+            warn(f"{reasons} The training resumes from {self.newest}.")
 
     def begin(self, progress: Progress, arrays: Arrays) -> None:
         """Writes a checkpoint; in the background, returns when the state is copied.
@@ -195,12 +182,14 @@ class CheckpointFolder:
         if self._thread is None:
             self.write(progress, encode_checkpoint(progress, arrays, self._report))
             return
-        copies = {
-            name: array if isinstance(array, np.ndarray) else self._copy(name, array)
+        self._buffers = {
+            name: array
+            if isinstance(array, np.ndarray)
+            else whole_value(array, self._buffers.get(name))
             for name, array in arrays.items()
         }
         blocks = encode_checkpoint(
-            progress, copies, lambda: self._training_waits and self._report()
+            progress, self._buffers, lambda: self._training_waits and self._report()
         )
         self._running = self._thread.submit(self.write, progress, blocks)
 
@@ -216,12 +205,6 @@ class CheckpointFolder:
             self._training_waits, self._running = False, None
             running.result()
 
-    def close(self) -> None:
-        """Ends the thread, and frees the memory of the copies."""
-        if self._thread is not None:
-            self._thread.shutdown()
-        self._buffers = {}
-
     def write(self, progress: Progress, blocks: Iterable[bytes | memoryview]) -> None:
         """Writes a checkpoint, and removes old ones.
 
@@ -232,30 +215,17 @@ class CheckpointFolder:
             FolderTakenError: another job has opened the folder.
             TrainingError: the file cannot be written, for example because the disk is full.
         """
-        path = self._file(name_of(progress))
-        self._check_owner()
-        try:
-            write_atomically(path, blocks, writer=self._writer, before_rename=self._check_owner)
-            self.newest, self.progress = path, progress
-            for old in checkpoints_in(self.path)[:-KEPT]:
-                self._check_owner()
-                remove(old)
-        except OSError as error:
-            self._check_owner()  # a newer job removes what this one has not finished
-            raise TrainingError(
-                f"{path} could not be written: {error.strerror or error}. The last complete"
-                f" checkpoint is {self.newest}. Free disk space or correct the permissions of"
-                " checkpoint_dir, and run the job again."
-            ) from error
+        path = posixpath.join(self.path, name_of(progress))
+        write_atomically(path, blocks, writer=self._writer, before_rename=self._check_owner)
+        self.newest, self.progress = path, progress
+        for old in checkpoints_in(self.path)[:-KEPT]:
+            remove(old)
 
     def finish(self, epochs: int) -> None:
-        """Notes that the training of this many epochs has completed."""
+        """Waits for the last file, and notes that the training of so many epochs has completed."""
+        self.wait()
         self._check_owner()
         self._write_owner(epochs)
-
-    def _copy(self, name: str, variable: keras.Variable) -> np.ndarray:
-        copy = self._buffers[name] = whole_value(variable, self._buffers.get(name))
-        return copy
 
     def _check_owner(self) -> None:
         """Raises FolderTakenError if another job has opened the folder."""
@@ -270,12 +240,8 @@ class CheckpointFolder:
 
     def _write_owner(self, epochs_when_done: int | None = None) -> None:
         owner = {"job": self._job, "epochs_when_done": epochs_when_done}
-        with error_if_unwritable(self.path, "checkpoint_dir"):
-            text = json.dumps(owner, indent=1).encode()
-            write_atomically(self._file(OWNER), [text], writer=self._writer)
-
-    def _file(self, name: str) -> str:
-        return posixpath.join(self.path, name)
+        text = json.dumps(owner, indent=1).encode()
+        write_atomically(posixpath.join(self.path, OWNER), [text], writer=self._writer)
 
 
 def _lower_priority() -> None:

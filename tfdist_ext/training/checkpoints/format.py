@@ -15,13 +15,12 @@ Format: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import IO, Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
@@ -30,7 +29,7 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.checkpoints.paths import open_file
-from tfdist_ext.training.state.values import block_ranges, blocks, read_rows
+from tfdist_ext.training.state import BLOCK_BYTES, blocks, read_rows
 
 __all__ = [
     "Arrays",
@@ -39,11 +38,10 @@ __all__ = [
     "Progress",
     "SavedArray",
     "encode_checkpoint",
+    "open_checkpoint",
 ]
 
 _METADATA, _CHECKSUM, _OURS = "__metadata__", "crc32", "tfdist_ext"
-
-_VERSION = 1
 
 # `group/name` -> variable or array.
 Arrays: TypeAlias = Mapping[str, keras.Variable | np.ndarray]
@@ -116,8 +114,9 @@ def encode_checkpoint(
     yield start
     checksum = zlib.crc32(start)
     for array in arrays.values():
-        for rows in _row_blocks(array):
-            data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
+        for block in blocks(array):
+            rows = np.ascontiguousarray(read_rows(array, *block))
+            data = rows.reshape(-1).view(np.uint8).data
             checksum = zlib.crc32(data, checksum)
             yield data
             report()
@@ -125,71 +124,89 @@ def encode_checkpoint(
 
 
 def _header(progress: Progress, arrays: Arrays) -> bytes:
-    text = json.dumps({"version": _VERSION, "progress": asdict(progress)})
+    text = json.dumps({"version": 1, "progress": asdict(progress)})
     header: dict[str, Any] = {_METADATA: {_OURS: text}}
     begin = 0
+
+    def add(name: str, code: str, shape: tuple[int, ...], size: int) -> None:
+        nonlocal begin
+        end = begin + math.prod(shape) * size
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+
     for name, array in arrays.items():
-        held = array.dtype if isinstance(array, np.ndarray) else kp.raw_value(array).dtype
-        dtype = tf.as_dtype(held)
+        dtype = tf.as_dtype(
+            array.dtype if isinstance(array, np.ndarray) else kp.raw_value(array).dtype
+        )
         if dtype.name not in _CODES:
             raise TrainingError(f"A checkpoint cannot hold {name}, whose dtype is {dtype.name}.")
-        end = begin + math.prod(array.shape) * dtype.size
-        header[name] = _entry(_CODES[dtype.name], array.shape, begin, end)
-        begin = end
-    header[_CHECKSUM] = _entry("U32", (1,), begin, begin + 4)
+        add(name, _CODES[dtype.name], tuple(array.shape), dtype.size)
+    add(_CHECKSUM, "U32", (1,), 4)
     encoded = json.dumps(header).encode()
     return encoded + b" " * (-len(encoded) % 8)  # arrays begin at a multiple of 8
 
 
-def _entry(code: str, shape: tuple[int, ...], begin: int, end: int) -> dict[str, Any]:
-    return {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
-
-
-def _row_blocks(array: keras.Variable | np.ndarray) -> Iterator[np.ndarray]:
-    if not isinstance(array, np.ndarray):
-        yield from (read_rows(array, start, stop) for start, stop in blocks(array))
-        return
-    rows = np.atleast_1d(array)
-    yield from (rows[start:stop] for start, stop in block_ranges(rows.shape, array.itemsize))
-
-
-class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
-    """A complete checkpoint to read from.
+@contextlib.contextmanager
+def open_checkpoint(path: str, *, verified: bool = False) -> Iterator[CheckpointFile]:
+    """Scope with a complete checkpoint to read from.
 
     Args:
-        path: of the file.
-        content: its bytes, if they are in memory.
         verified: the checksum has been compared before.
+
+    Raises:
+        TrainingError: there is no such file, or it cannot be read.
+        DamagedCheckpointError: not a checkpoint, or one with a changed or missing byte.
+    """
+    try:
+        with open_file(path) as file:
+            if not verified and not _is_complete(file):
+                raise DamagedCheckpointError(
+                    f"{path} is not a complete checkpoint: the checksum at its end is wrong. Copy"
+                    " it again, or use another checkpoint."
+                )
+            yield CheckpointFile(file)
+    except OSError as error:
+        raise TrainingError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _is_complete(file: IO[bytes]) -> bool:
+    """Reads every byte once, a block at a time, and compares the checksum."""
+    file.seek(0, 2)
+    end, checksum = file.tell() - 4, 0
+    file.seek(0)
+    while data := file.read(min(BLOCK_BYTES, max(0, end - file.tell()))):
+        checksum = zlib.crc32(data, checksum)
+    return end >= 8 and checksum.to_bytes(4, "little") == file.read(4)
+
+
+class CheckpointFile:
+    """A complete checkpoint to read from.
 
     Attributes:
         progress: of the training.
         arrays: `group/name` -> array.
-
-    Raises:
-        TrainingError: no such file, or one that cannot be read; a file of a newer version of this
-            package.
-        DamagedCheckpointError: not a checkpoint, or one with a changed or missing byte.
     """
 
-    def __init__(self, path: str, content: bytes | None = None, *, verified: bool = False):
-        self._path = path
-        with self._errors_of_reading(), contextlib.ExitStack() as opened:
-            self._file = open_file(path) if content is None else io.BytesIO(content)
-            opened.enter_context(self._file)
-            if not verified:
-                self._verify()
-            self._read_header()
-            opened.pop_all()  # keeps the file open
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+        length = int.from_bytes(self._read(0, 8), "little")
+        header = json.loads(self._read(8, length))
+        self.progress = Progress(**json.loads(header.pop(_METADATA)[_OURS])["progress"])
+        del header[_CHECKSUM]
+        self.arrays = {
+            name: SavedArray(
+                tuple(entry["shape"]),
+                _DTYPES[entry["dtype"]],
+                8 + length + entry["data_offsets"][0],
+            )
+            for name, entry in header.items()
+        }
 
     def read_rows(self, array: SavedArray, start: int, stop: int) -> np.ndarray:
         """Returns rows of an array; of a scalar, an array of one value."""
         dtype, row = tf.as_dtype(array.dtype), array.shape[1:]
         size = math.prod(row) * dtype.size
-        with self._errors_of_reading():
-            data = self._read(array.begin + start * size, (stop - start) * size)
+        data = self._read(array.begin + start * size, (stop - start) * size)
         return np.frombuffer(data, dtype.as_numpy_dtype).reshape(stop - start, *row)
 
     def read(self, array: SavedArray) -> np.ndarray:
@@ -197,44 +214,6 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         rows = array.shape[0] if array.shape else 1
         return np.array(self.read_rows(array, 0, rows)).reshape(array.shape)
 
-    def _verify(self) -> None:
-        """Reads every byte once, a block at a time, and compares the checksum."""
-        self._file.seek(0, 2)
-        end = self._file.tell() - 4
-        checksum = 0
-        for start, stop in block_ranges((max(end, 0),), 1):
-            checksum = zlib.crc32(self._read(start, stop - start), checksum)
-        if end < 8 or checksum.to_bytes(4, "little") != self._read(end, 4):
-            raise DamagedCheckpointError(
-                f"{self._path} is not a complete checkpoint: the checksum at its end is wrong. Copy"
-                " it again, or use another checkpoint."
-            )
-
-    def _read_header(self) -> None:
-        length = int.from_bytes(self._read(0, 8), "little")
-        header = json.loads(self._read(8, length))
-        metadata = json.loads(header.pop(_METADATA)[_OURS])
-        if metadata["version"] > _VERSION:
-            raise TrainingError(
-                f"{self._path} has version {metadata['version']} of the format, and this"
-                f" package reads version {_VERSION}. Install a newer version of the package."
-            )
-        self.progress = Progress(**metadata["progress"])
-        del header[_CHECKSUM]
-        self.arrays = {
-            name: SavedArray(tuple(entry["shape"]), _DTYPES[entry["dtype"]], 8 + length + begin)
-            for name, entry in header.items()
-            for begin, _ in [entry["data_offsets"]]
-        }
-
     def _read(self, begin: int, count: int) -> bytes:
         self._file.seek(begin)
-        data: bytes = self._file.read(count)
-        return data
-
-    @contextlib.contextmanager
-    def _errors_of_reading(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise TrainingError(f"{self._path} cannot be read: {error.strerror}.") from error
+        return self._file.read(count)

@@ -23,21 +23,17 @@ from tfdist_ext.launch.exit_codes import PREEMPTED, command_line, is_started_aga
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.checkpoints.callback_state import (
+    CallbackState,
     callback_state,
     continue_log_files,
     restore_callbacks,
 )
-from tfdist_ext.training.checkpoints.folder import (
-    CheckpointFolder,
-    FolderTakenError,
-)
+from tfdist_ext.training.checkpoints.folder import CheckpointFolder, FolderTakenError
 from tfdist_ext.training.checkpoints.format import Progress
-from tfdist_ext.training.checkpoints.paths import checkpoint_folder
 from tfdist_ext.training.checkpoints.saving import arrays_of, at_step, restore_checkpoint
 from tfdist_ext.training.epochs import Epochs
-from tfdist_ext.training.protocols import Callbacks, Logs
-from tfdist_ext.training.state.chief import run_on_chief
-from tfdist_ext.training.state.values import snapshot
+from tfdist_ext.training.protocols import Execution, Logs
+from tfdist_ext.training.state import run_on_chief, snapshot
 from tfdist_ext.training.variables import optimizers_of
 from tfdist_ext.user_frames import warn
 
@@ -57,8 +53,7 @@ class CheckpointManager:
         in_background: write files in a thread.
 
     Raises:
-        TrainingError: BackupAndRestore is among the callbacks; the folder cannot be written, or
-            none of its checkpoints can be read.
+        TrainingError: the folder cannot be written, or none of its checkpoints can be read.
     """
 
     def __init__(
@@ -66,11 +61,10 @@ class CheckpointManager:
         folder: str | Path | None,
         model: keras.Model,
         reduction: Reduction,
-        callbacks: Callbacks,
-        data: ShardedDataset | None = None,
-        every: int | None = None,
-        epochs: int = 1,
-        in_background: bool = False,
+        data: ShardedDataset | None,
+        every: int | None,
+        epochs: int,
+        in_background: bool,
     ):
         self._folder: CheckpointFolder | None = None
         self._model = model
@@ -80,22 +74,14 @@ class CheckpointManager:
         self._every = every
         self._epochs = epochs
         self._progress = Progress()
-        self._unannounced: Progress | None = None  # callbacks have not seen this checkpoint
+        self._unannounced = Progress()  # of a checkpoint that callbacks have not seen
         self._resumes_inside = False  # the training may begin in the middle of an epoch
-        # Restore what callbacks may change before the first step of a job that resumes.
-        self._restores: list[Callable[[], None]] = []
-        if folder is None:
-            return
-        given = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or [])
-        if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in given):
-            raise TrainingError(
-                "Both checkpoint_dir and the callback BackupAndRestore would restore the model:"
-                " give one of them."
-            )
-        report = functools.partial(reduction.peers.enters, "checkpoint")
-        path = checkpoint_folder(folder)
-        self._folder = CheckpointFolder(path, report, in_background=in_background)
-        run_on_chief(reduction, self._folder.open, f"open {path}")
+        # Restores what callbacks may change before the first step of a job that resumes.
+        self._restore: Callable[[], None] = lambda: None
+        if folder is not None:
+            report = functools.partial(reduction.peers.enters, "checkpoint")
+            self._folder = CheckpointFolder(folder, report, in_background=in_background)
+            run_on_chief(reduction, self._folder.open, f"open {folder}")
 
     def seed(self) -> int:
         """Returns the seed of the order of examples: of the job before, or a new one.
@@ -108,24 +94,6 @@ class CheckpointManager:
         self._progress = replace(self._progress, seed=seed)
         return seed
 
-    def check_position(self, data: Epochs) -> None:
-        """Checks whether `checkpoint_every` is possible.
-
-        Raises:
-            TrainingError: there is no folder, or the data has no position.
-        """
-        if self._data is None:
-            self._resumes_inside = data.can_begin_anywhere
-            self._progress = replace(self._progress, batch_size=data.batch_size or 0)
-        else:
-            self._resumes_inside = self._data.resumes_inside_epochs
-        if self._every is not None and (self._folder is None or not self._resumes_inside):
-            raise TrainingError(
-                "checkpoint_every needs checkpoint_dir, and data that knows its position in an"
-                " epoch: arrays, tfd.data.from_arrays((x, y), global_batch_size=64, seed=0) or"
-                " from_tfrecords, or from_dataset_fn where the function takes the epoch."
-            )
-
     def resume(
         self, data: Epochs, initial_epoch: int, callbacks: Sequence[keras.callbacks.Callback]
     ) -> int:
@@ -137,56 +105,70 @@ class CheckpointManager:
 
         Returns:
             The epoch to begin with.
+
+        Raises:
+            TrainingError: `checkpoint_every` is not possible, or other data than before.
         """
-        self._callbacks = callbacks
-        self._progress = replace(self._progress, epoch=initial_epoch, first_epoch=initial_epoch)
+        batch_size = self._check_position(data)
         folder, model = self._folder, self._model
+        self._callbacks = callbacks
+        self._progress = replace(
+            self._progress, epoch=initial_epoch, first_epoch=initial_epoch, batch_size=batch_size
+        )
         if folder is None or not self._reduction.any_worker(folder.newest is not None):
             return initial_epoch
         path = folder.newest or folder.path
         progress, state = restore_checkpoint(model, self._reduction, path, verified=True)
-        self._check_same_data(progress)
-        self._progress = self._unannounced = replace(progress, batch_size=self._progress.batch_size)
-        optimizers = optimizers_of(model).values()
-        numbers = [v for each in optimizers for v in each.variables if not tuple(v.shape)]
-        restore_numbers = snapshot([*numbers, *model.metrics_variables])
-        restore_state = functools.partial(restore_callbacks, state, callbacks)
-        self._restores = [restore_numbers, restore_state]
+        if progress.batches and not (self._resumes_inside and progress.batch_size == batch_size):
+            raise TrainingError(
+                f"The checkpoint is in the middle of an epoch, at {progress}. To resume there, use"
+                f" the same data with the same batch_size ({progress.batch_size or None}, got"
+                f" {batch_size or None}) to the end of the epoch, or another checkpoint_dir."
+            )
+        self._progress = self._unannounced = replace(progress, batch_size=batch_size)
+        self._restore = _restoring(model, state, callbacks)
         continue_log_files(state, callbacks)
         has_ended = progress.stopped or progress.epoch >= self._epochs
         is_done = has_ended and progress.trained is None
         if self._reduction.is_chief:
             complete = f"training in {folder.path} is complete after {progress}; nothing to do"
             say(complete if is_done else f"resuming after {progress}, from {path}")
-        trained = progress.epoch - progress.first_epoch
         if self._data is None:
             if not is_done:
-                data.begin_after(trained, completed=progress.batches)
+                data.begin_after(progress.epoch - progress.first_epoch, completed=progress.batches)
         else:
             if progress.data is not None:
                 self._data.restore(progress.data)
-            else:  # the job before had other data
-                for _ in range(trained):
-                    self._data.end_epoch()
             data.begin_at_position(completed=progress.batches)
         if is_done:
             return max(self._epochs, progress.epoch)
         return progress.epoch - (progress.trained is not None)
 
-    def _check_same_data(self, saved: Progress) -> None:
-        """Raises TrainingError if this data cannot begin in the middle of the saved epoch."""
-        size = self._progress.batch_size
-        if saved.batches and not (self._resumes_inside and saved.batch_size == size):
-            raise TrainingError(
-                f"The checkpoint is in the middle of an epoch, at {saved}. To resume there, use the"
-                f" same data with the same batch_size ({saved.batch_size or None}, got"
-                f" {size or None}) to the end of the epoch, or another checkpoint_dir."
-            )
+    def _check_position(self, data: Epochs) -> int:
+        """Returns the rows of a batch, if the data is arrays; else 0.
 
-    def restore_callbacks(self) -> None:
-        """After `on_train_begin`: restores callbacks, and what they may have changed."""
-        for restore in self._restores:
-            restore()
+        Raises:
+            TrainingError: `checkpoint_every` is given, and is not possible.
+        """
+        known = self._data
+        self._resumes_inside = (
+            data.can_begin_anywhere if known is None else known.resumes_inside_epochs
+        )
+        if self._every is not None and (self._folder is None or not self._resumes_inside):
+            raise TrainingError(
+                "checkpoint_every needs checkpoint_dir, and data that knows its position in an"
+                " epoch: arrays, tfd.data.from_arrays((x, y), global_batch_size=64, seed=0) or"
+                " from_tfrecords, or from_dataset_fn where the function takes the epoch."
+            )
+        return data.batch_size or 0 if known is None else 0
+
+    def training_has_begun(self) -> None:
+        """After `on_train_begin`: restores callbacks, and what they may have changed.
+
+        The restored checkpoint is announced: the job before may have ended too early.
+        """
+        self._restore()
+        self.announce()
 
     def epoch_has_begun(self) -> Logs | None:
         """After `on_epoch_begin`: undoes it in an epoch that callbacks have begun before.
@@ -196,19 +178,16 @@ class CheckpointManager:
         """
         logs = self._progress.trained
         if self._progress.batches or logs is not None:
-            self.restore_callbacks()
-        self._restores = []
+            self._restore()
+        self._restore = lambda: None
         self._progress = replace(self._progress, trained=None)
         return logs and {k: v if isinstance(v, float) else np.asarray(v) for k, v in logs.items()}
 
     def announce(self) -> None:
-        """Calls `on_checkpoint_end` for the checkpoint of the last epoch, when it is on disk.
-
-        A restored checkpoint is announced too: the job before may have ended too early.
-        """
-        progress, self._unannounced = self._unannounced, None
-        is_whole = progress and progress.epoch and not progress.batches and not progress.trained
-        if self._folder is None or progress is None or not is_whole:
+        """Calls `on_checkpoint_end` for the checkpoint of the last epoch, when it is on disk."""
+        progress, self._unannounced = self._unannounced, Progress()
+        is_whole = progress.epoch and not progress.batches and progress.trained is None
+        if (folder := self._folder) is None or not is_whole:
             return
         hooks = [getattr(each, "on_checkpoint_end", None) for each in self._callbacks]
         with self._reduction.peers.barrier(f"epoch {progress.epoch}, its checkpoint"):
@@ -216,7 +195,7 @@ class CheckpointManager:
         if not has_hooks:
             return
         self._run_on_chief(CheckpointFolder.wait)
-        newest = self._folder.newest
+        newest = folder.newest
         path = newest if newest is None or "://" in newest else Path(newest)
         for hook in filter(None, hooks):
             hook(progress.epoch - 1, path)
@@ -255,26 +234,23 @@ class CheckpointManager:
         """Returns the maximum of global batches before the next checkpoint; None: any number."""
         return None if self._every is None else self._every - self._progress.batches % self._every
 
-    def steps_done(
-        self, steps: int, logs: Logs, *, epoch_ends: bool, stopped: bool, stop_requested: bool
-    ) -> None:
+    def steps_done(self, execution: Execution, *, epoch_ends: bool, stopped: bool) -> None:
         """Saves after each `every` global batches, and at a signal.
 
         Args:
-            steps: global batches since the last call.
-            logs: over the epoch so far.
             stopped: a callback has stopped the training.
-            stop_requested: a task has received SIGTERM.
 
         Raises:
-            SystemExit: a stop is requested, and the epoch is not done.
+            SystemExit: a task has received SIGTERM, and the epoch is not done.
         """
         if self._resumes_inside:
-            self._progress = replace(self._progress, batches=self._progress.batches + steps)
+            batches = self._progress.batches + execution.steps
+            self._progress = replace(self._progress, batches=batches)
         if epoch_ends:  # it is saved after its callbacks
             return
         due = self._every is not None and self._progress.batches % self._every == 0
-        if (due or stop_requested) and self._resumes_inside and _is_finite(logs):
+        stop_requested = execution.stop_requested
+        if (due or stop_requested) and self._resumes_inside and _is_finite(execution.logs):
             self._save(replace(self._progress, stopped=stopped))
         if stop_requested:
             raise SystemExit(PREEMPTED)
@@ -304,7 +280,6 @@ class CheckpointManager:
     def training_is_done(self) -> None:
         """Notes in the folder that the training has completed."""
         if self._folder is not None:
-            self._run_on_chief(CheckpointFolder.wait)
             self._run_on_chief(lambda folder: folder.finish(self._epochs))
 
     @contextlib.contextmanager
@@ -319,14 +294,11 @@ class CheckpointManager:
         try:
             with self._reduction.peers.ends_at_a_step():
                 yield
-            folder.wait()
         except FolderTakenError:  # its message says what to do
             raise
         except BaseException as error:
             self._report(folder, error)
             raise
-        finally:
-            folder.close()
 
     def _report(self, folder: CheckpointFolder, error: BaseException) -> None:
         """Waits for the last file after an error, and says how to resume the training."""
@@ -334,11 +306,8 @@ class CheckpointManager:
             folder.wait()
         except Exception as failure:
             say(f"the last checkpoint could not be written: {type(failure).__name__}: {failure}")
-        if not self._reduction.is_chief:
-            hint = f"Checkpoints are in {folder.path} on the chief."
-        elif folder.newest is None:
-            hint = f"There is no checkpoint in {folder.path} yet."
-        else:
+        hint = f"Checkpoints go to {folder.path} on the chief."
+        if folder.newest is not None:
             hint = f"The last checkpoint is {folder.newest}, after {folder.progress}."
             if not is_started_again():
                 line = command_line() or "fit() with the same arguments"
@@ -366,6 +335,21 @@ class CheckpointManager:
         folder = self._folder
         assert folder is not None
         run_on_chief(self._reduction, lambda: action(folder), f"write to {folder.path}")
+
+
+def _restoring(
+    model: keras.Model, state: CallbackState, callbacks: Sequence[keras.callbacks.Callback]
+) -> Callable[[], None]:
+    """Returns a function that restores callbacks, and the numbers that callbacks may change."""
+    optimizers = optimizers_of(model).values()
+    numbers = [v for each in optimizers for v in each.variables if not tuple(v.shape)]
+    restore_numbers = snapshot([*numbers, *model.metrics_variables])
+
+    def restore() -> None:
+        restore_numbers()
+        restore_callbacks(state, callbacks)
+
+    return restore
 
 
 def _is_finite(logs: Logs) -> bool:

@@ -10,36 +10,15 @@ import contextlib
 import os
 import posixpath
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import IO, Any
 
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 
-__all__ = [
-    "checkpoint_folder",
-    "error_if_unwritable",
-    "names_in",
-    "open_file",
-    "os_errors",
-    "remove",
-    "rename",
-    "write_atomically",
-]
+__all__ = ["names_in", "open_file", "os_errors", "remove", "write_atomically", "write_errors"]
 
 SYNC_BYTES = 16 * 2**20
-
-
-def checkpoint_folder(checkpoint_dir: str | os.PathLike[str]) -> str:
-    """Returns the path of the folder that `fit(checkpoint_dir=...)` names.
-
-    Raises:
-        TrainingError: the path is empty.
-    """
-    path = os.fspath(checkpoint_dir)
-    if not path.strip():
-        raise TrainingError('checkpoint_dir is empty. Pass "." for the working folder.')
-    return path.rstrip("/") or "/"
 
 
 @contextlib.contextmanager
@@ -54,36 +33,27 @@ def os_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def error_if_unwritable(folder: str, argument: str) -> Iterator[None]:
-    """Creates a folder; in the scope, an OSError becomes a TrainingError that names `argument`."""
+def write_errors(path: str) -> Iterator[None]:
+    """Scope in which an OSError becomes a TrainingError that names the path."""
     try:
-        with os_errors():
-            tf.io.gfile.makedirs(folder)
-            yield
+        yield
     except OSError as error:
         raise TrainingError(
-            f"{argument} must be a folder that this process can write to, got {folder!r}:"
-            f" {error.strerror}. Correct its permissions, free disk space, or use another folder."
+            f"{path} cannot be written: {error.strerror or error}. Free disk space, correct its"
+            " permissions, or use another folder."
         ) from error
 
 
+@os_errors()
 def names_in(folder: str) -> list[str]:
     """Returns the names in a folder; an empty list if there is no such folder."""
-    with contextlib.suppress(FileNotFoundError), os_errors():
-        return list(tf.io.gfile.listdir(folder))
-    return []
+    return list(tf.io.gfile.listdir(folder)) if tf.io.gfile.isdir(folder) else []
 
 
 def remove(path: str) -> None:
     """Removes a file, if it exists."""
     with contextlib.suppress(FileNotFoundError), os_errors():
         tf.io.gfile.remove(path)
-
-
-@os_errors()
-def rename(path: str, new: str) -> None:
-    """Renames a file; a file of the new name is replaced."""
-    tf.io.gfile.rename(path, new, overwrite=True)
 
 
 class _RemoteFile(tf.io.gfile.GFile):
@@ -116,29 +86,36 @@ def write_atomically(
     """Writes a new file under another name, and renames it when all data is on disk.
 
     The other name is `.<name><writer>.unfinished`. An error removes the unfinished file. A crash
-    leaves it, and the file that was there before.
+    leaves it, and the file that was there before. The folder is made if there is none.
+
+    Raises:
+        TrainingError: the file cannot be written, for example because the disk is full.
     """
     folder, name = posixpath.split(path)
     unfinished = posixpath.join(folder, f".{name}{writer}.unfinished")
-    try:
-        with open_file(unfinished, "wb") as file:
-            unsynced = 0
-            for data in blocks:
-                file.write(data)
-                unsynced += len(data)
-                if unsynced >= SYNC_BYTES:
-                    _sync(file)
-                    unsynced = 0
-            _sync(file)
-        before_rename()
-        rename(unfinished, path)
-    except BaseException:
-        with contextlib.suppress(OSError):  # the first error is the one to report
-            remove(unfinished)
-        raise
+    with write_errors(path):
+        try:
+            with os_errors():
+                tf.io.gfile.makedirs(folder or ".")
+            with open_file(unfinished, "wb") as file:
+                unsynced = 0
+                for data in blocks:
+                    file.write(data)
+                    unsynced += len(data)
+                    if unsynced >= SYNC_BYTES:
+                        _sync(file)
+                        unsynced = 0
+                _sync(file)
+            before_rename()
+            with os_errors():
+                tf.io.gfile.rename(unfinished, path, overwrite=True)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first error is the one to report
+                remove(unfinished)
+            raise
 
 
-def _sync(file: Any) -> None:
+def _sync(file: IO[bytes]) -> None:
     """Writes a local file to disk, and takes it out of the page cache.
 
     The kernel reuses those pages. On a virtual machine, new pages cost 2.5 s of a processor for

@@ -7,8 +7,8 @@ chief's own disk is enough, and no task can read another file than the others.
 from __future__ import annotations
 
 import functools
+import io
 import os
-import posixpath
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,20 +25,23 @@ from tfdist_ext.training.checkpoints.format import (
     Arrays,
     CheckpointFile,
     Progress,
-    SavedArray,
     encode_checkpoint,
+    open_checkpoint,
 )
-from tfdist_ext.training.checkpoints.paths import os_errors, write_atomically
+from tfdist_ext.training.checkpoints.paths import write_atomically
 from tfdist_ext.training.protocols import Specs
-from tfdist_ext.training.state.chief import broadcast_bytes, broadcast_state, run_on_chief
-from tfdist_ext.training.state.naming import (
+from tfdist_ext.training.state import (
     METRICS,
     MODEL,
+    assign_rows,
+    blocks,
+    broadcast_bytes,
+    broadcast_variables,
     check_has_variables,
     group_of,
+    run_on_chief,
     state_of,
 )
-from tfdist_ext.training.state.values import assign_rows, blocks
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["SavingMixin", "arrays_of", "at_step", "restore_checkpoint"]
@@ -67,11 +70,8 @@ class SavingMixin:
 
         Call it on every task: the chief writes, and all wait until the file is there.
         """
-        run_on_chief(
-            self._reduction,
-            lambda: self._model.save(filepath, overwrite=overwrite, **kwargs),
-            f"write {filepath}",
-        )
+        save = functools.partial(self._model.save, filepath, overwrite=overwrite, **kwargs)
+        run_on_chief(self._reduction, save, f"write {filepath}")
 
     @on_every_worker
     def export(self, filepath: str | Path, **kwargs: Any) -> None:
@@ -97,17 +97,22 @@ class SavingMixin:
         when it is complete. `restore_checkpoint` reads it on any strategy.
 
         Raises:
-            TrainingError: the model has no variables yet, or the path is a folder.
-            OSError: the file cannot be written.
+            TrainingError: the model has no variables yet, the path is a folder, or the file cannot
+                be written.
         """
-        check_has_variables(self._model, "save_checkpoint")
-        self._build_optimizer()
+        self._complete_state("save_checkpoint")
         self._progress = at_step(self._progress, self._model)
-        run_on_chief(
-            self._reduction,
-            lambda: self._write_checkpoint(os.fspath(path)),
-            f"write the checkpoint {path}",
-        )
+
+        def write() -> None:
+            if tf.io.gfile.isdir(path):
+                raise TrainingError(
+                    f"a checkpoint must be a file, got the folder {path}: add a file name."
+                )
+            report = functools.partial(self._reduction.peers.enters, "checkpoint")
+            content = encode_checkpoint(self._progress, arrays_of(self._model, {}), report)
+            write_atomically(os.fspath(path), content)
+
+        run_on_chief(self._reduction, write, f"write the checkpoint {path}")
 
     @on_every_worker
     def restore_checkpoint(self, path: str | os.PathLike[str]) -> Progress:
@@ -125,8 +130,7 @@ class SavingMixin:
                 incomplete or damaged, or it is of another model or optimizer. The model is
                 unchanged then.
         """
-        check_has_variables(self._model, "restore_checkpoint")
-        self._build_optimizer()
+        self._complete_state("restore_checkpoint")
         self._progress, _ = restore_checkpoint(self._model, self._reduction, os.fspath(path))
         return self._progress
 
@@ -137,32 +141,28 @@ class SavingMixin:
         Call it on every task: the chief reads, and sends what it has read to the others.
         """
         load = functools.partial(type(self._model).load_weights, self._model, filepath)
+
+        def broadcast() -> None:
+            broadcast_variables(self._reduction, state_of(self._model).values())
+
         try:
             run_on_chief(self._reduction, lambda: load(*args, **kwargs), f"load {filepath}")
         except Exception:  # a part may have been read
-            broadcast_state(self._model, self._reduction)
+            broadcast()
             raise
-        broadcast_state(self._model, self._reduction)
+        broadcast()
 
-    def _write_checkpoint(self, path: str) -> None:
-        folder, name = posixpath.split(path)
-        if not name or tf.io.gfile.isdir(path):
-            raise TrainingError(
-                f"a checkpoint must be a file, got the folder {path}: add a file name."
-            )
-        with os_errors():
-            tf.io.gfile.makedirs(folder or ".")
-        report = functools.partial(self._reduction.peers.enters, "checkpoint")
-        blocks = encode_checkpoint(self._progress, arrays_of(self._model, {}), report)
-        write_atomically(path, blocks)
+    def _complete_state(self, call: str) -> None:
+        """Builds the optimizer's slots, if no step has made them yet.
 
-    def _build_optimizer(self) -> None:
-        """Builds the optimizer's slots, if no step has made them yet."""
-        model = self._model
-        optimizer = getattr(model, "optimizer", None)  # there is none before compile
-        if model.built and optimizer is not None and not optimizer.built:
+        Raises:
+            TrainingError: the model has no variables.
+        """
+        check_has_variables(self._model, call)
+        optimizer = getattr(self._model, "optimizer", None)  # there is none before compile
+        if optimizer is not None and not optimizer.built:
             with creation_scope(self._strategy, self._created):
-                optimizer.build(model.trainable_variables)
+                optimizer.build(self._model.trainable_variables)
 
 
 def arrays_of(model: keras.Model, callbacks: CallbackState) -> Arrays:
@@ -197,29 +197,29 @@ def restore_checkpoint(
     """
 
     def read() -> bytes:
-        with CheckpointFile(path, verified=verified) as file:
-            pairs = _matching(file, model, path)
-            others = {n: file.read(a) for n, a in file.arrays.items() if group_of(n) == _OTHERS}
-            for saved, variable in pairs:
+        with open_checkpoint(path, verified=verified) as file:
+            variables = _variables_to_restore(file, model, path)
+            for name, variable in variables.items():
                 for start, stop in blocks(variable):
-                    assign_rows(variable, start, file.read_rows(saved, start, stop))
+                    assign_rows(variable, start, file.read_rows(file.arrays[name], start, stop))
+            others = {n: file.read(a) for n, a in file.arrays.items() if group_of(n) == _OTHERS}
             return b"".join(encode_checkpoint(file.progress, others))
 
     sent = run_on_chief(reduction, read, f"read the checkpoint {path}") or b""
-    broadcast_state(model, reduction)
-    with CheckpointFile(path, broadcast_bytes(reduction, sent)) as received:
-        arrays = received.arrays.items()
-        callbacks = {name.partition("/")[2]: received.read(array) for name, array in arrays}
+    broadcast_variables(reduction, state_of(model).values())
+    received = CheckpointFile(io.BytesIO(broadcast_bytes(reduction, sent)))
+    arrays = received.arrays.items()
+    callbacks = {name.partition("/")[2]: received.read(array) for name, array in arrays}
     seeds = callbacks.pop(_SEEDS, None)
     if seeds is not None:
         kp.global_seed_generator().state.assign(seeds)
     return received.progress, callbacks
 
 
-def _matching(
+def _variables_to_restore(
     file: CheckpointFile, model: keras.Model, path: str
-) -> list[tuple[SavedArray, keras.Variable]]:
-    """Returns (saved value, variable) of all variables to restore.
+) -> dict[str, keras.Variable]:
+    """Returns name -> variable.
 
     If the model or the checkpoint has no optimizer, optimizers are left alone. Metrics take what
     the file has.
@@ -232,20 +232,19 @@ def _matching(
     optimizers = [{*map(group_of, names)} - {MODEL} - ignored for names in (state, file.arrays)]
     if not all(optimizers):
         ignored.update(*optimizers)
-    here, saved = (
+    found, saved = (
         {n: f"{v.dtype} {tuple(v.shape)}" for n, v in named.items() if group_of(n) not in ignored}
         for named in (state, file.arrays)
     )
-    differing = [name for name in here | saved if here.get(name) != saved.get(name)]
-    if differing:
+    if differing := [name for name in found | saved if found.get(name) != saved.get(name)]:
         shown = "; ".join(
             f"{name} is {saved.get(name, 'missing')} in the checkpoint and"
-            f" {here.get(name, 'missing')} in the model"
+            f" {found.get(name, 'missing')} in the model"
             for name in differing[:_SHOWN]
         )
         raise TrainingError(f"{path} is a checkpoint of another model or optimizer: {shown}.")
-    return [
-        (array, variable)
+    return {
+        name: variable
         for name, variable in state.items()
-        if (array := file.arrays.get(name)) is not None and array.shape == tuple(variable.shape)
-    ]
+        if name in file.arrays and file.arrays[name].shape == tuple(variable.shape)
+    }

@@ -15,8 +15,7 @@ from tfdist_ext.errors import TfDistError, TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.model import check_counts, distribute
 from tfdist_ext.training.protocols import Structure
-from tfdist_ext.training.state.naming import MODEL, group_of, state_of
-from tfdist_ext.training.state.values import whole_value
+from tfdist_ext.training.state import MODEL, group_of, state_of, whole_value
 from tfdist_ext.training.verification.result import Results
 
 __all__ = ["Trainings", "dataset_of"]

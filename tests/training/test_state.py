@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from training_cases import strategy_of
 
-from tfdist_ext.training.state import values
-from tfdist_ext.training.state.values import assign_whole, whole_value
+from tfdist_ext.training import state
+from tfdist_ext.training.state import assign_whole, whole_value
 
 DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "uint32", "int64", "bool"]
 
 
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_whole_values_of_every_dtype(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "BLOCK_BYTES", 24)
+    monkeypatch.setattr(state, "BLOCK_BYTES", 24)
     strategy = strategy_of(name)
     for dtype in DTYPES:
         for shape in ((10, 3), (7,), (), (0, 3)):

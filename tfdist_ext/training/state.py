@@ -1,0 +1,299 @@
+"""The state of a model: names and whole values of its variables, and the chief's for all workers.
+
+Keras counts names in the whole process: a layer is `dense` in one job and `dense_3` in the next. In
+the names of `state_of` the numbers count within the layer or model that holds the parts.
+
+A mirrored variable has a copy on each replica. A partitioned one has pieces of its rows on several
+parameter servers. Both are read and written in blocks of rows, so a table that needs several
+servers never has to fit into this process.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias, TypeVar
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.placement.live.creating import pieces_of
+from tfdist_ext.strategies import StrategyTemplate
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.agreement.single_task import Reduction
+from tfdist_ext.training.variables import optimizers_of, with_inner_optimizers
+
+__all__ = [
+    "BLOCK_BYTES",
+    "METRICS",
+    "MODEL",
+    "assign_rows",
+    "assign_whole",
+    "blocks",
+    "broadcast_bytes",
+    "broadcast_variables",
+    "check_has_variables",
+    "group_of",
+    "read_rows",
+    "run_on_chief",
+    "snapshot",
+    "state_of",
+    "whole_value",
+]
+
+MODEL, METRICS = "model", "metrics"  # all other groups are optimizers
+
+BLOCK_BYTES = 64 * 2**20
+
+Variable: TypeAlias = keras.Variable | tf.Variable
+
+_NUMBERED = re.compile(r"(.*?)(?:_(\d+))?", re.S)
+_TEXT = 2000  # bytes of an error message that the other workers get
+
+_Part = TypeVar("_Part")
+_Result = TypeVar("_Result")
+
+
+def state_of(model: keras.Model) -> dict[str, keras.Variable]:
+    """Returns `group/name` -> variable, of the model, the metrics, and each optimizer.
+
+    A model has weights, moving statistics, counters and states of seed generators. An optimizer
+    has slots, its counter of steps, a learning rate that is not a schedule, and a loss scale.
+    The group of an optimizer has the attribute and the class, such as `optimizer.Adam`.
+    """
+    named = [
+        (f"{METRICS}/{metric_name}/{name}", variable)
+        for metric_name, metric in _renumbered((each.name, each) for each in model.metrics)
+        for name, variable in _renumbered((each.name, each) for each in metric.variables)
+    ]
+    named += _variables_in(model, f"{MODEL}/")
+    # Metrics are parts of the model, too, and a shared layer counts where it comes first.
+    by_id = {id(variable): (name, variable) for name, variable in reversed(named)}
+    state = dict(reversed(by_id.values()))
+    slots = {  # an optimizer names its slots after the variables it trains
+        variable.path.replace("/", "_"): name.partition("/")[2].replace("/", "_")
+        for name, variable in state.items()
+    }
+    for attribute, optimizer in optimizers_of(model).items():
+        if optimizer.built:
+            kinds = [type(each).__name__ for each in with_inner_optimizers(optimizer)]
+            group = ".".join([attribute.replace("/", "_"), *kinds])
+            named = [(_slot_name(each.name, slots), each) for each in optimizer.variables]
+            state |= {f"{group}/{name}": variable for name, variable in _renumbered(named)}
+    return {name: each for name, each in state.items() if kp.raw_value(each) is not None}
+
+
+def group_of(name: str) -> str:
+    """Returns the group of a name of `state_of`."""
+    return name.partition("/")[0]
+
+
+def check_has_variables(model: keras.Model, call: str) -> None:
+    """Raises TrainingError if the model has no variables yet."""
+    if not model.built:
+        raise TrainingError(
+            f"the model must have variables before {call}(), got {model.name!r} without. Begin it"
+            " with keras.Input(shape), or call build(), fit() or predict() first."
+        )
+
+
+def _variables_in(layer: keras.Layer, parent: str) -> Iterator[tuple[str, keras.Variable]]:
+    """Yields (path, variable); the path is the variable's place in the model.
+
+    The variable's own path says where its layer was built, and may differ in a copy.
+    """
+    inner = kp.flat_layers(layer, recursive=False, include_self=False)
+    of_inner = {id(variable) for part in inner for variable in part.variables}
+    own = [(each.name, each) for each in layer.variables if id(each) not in of_inner]
+    for name, variable in _renumbered(own):
+        yield parent + name, variable
+    for name, part in _renumbered((each.name, each) for each in inner):
+        yield from _variables_in(part, f"{parent}{name}/")
+
+
+def _renumbered(parts: Iterable[tuple[str, _Part]]) -> Iterator[tuple[str, _Part]]:
+    """Yields (new name, part): `dense_7` and `dense_9` become `dense` and `dense#1`."""
+    split = []
+    for name, part in parts:
+        match = _NUMBERED.fullmatch(name)
+        assert match is not None  # it matches anything
+        split.append((match[1], int(match[2] or 0), part))
+    seen: Counter[str] = Counter()
+    for word, _, part in sorted(split, key=lambda each: each[:2]):
+        yield f"{word}#{seen[word]}" if seen[word] else word, part
+        seen[word] += 1
+
+
+def _slot_name(name: str, slots: dict[str, str]) -> str:
+    path = max((each for each in slots if name.startswith(f"{each}_")), key=len, default="")
+    return slots.get(path, "") + name.removeprefix(path)
+
+
+def whole_value(variable: keras.Variable, buffer: np.ndarray | None = None) -> np.ndarray:
+    """Returns the value of a variable: its first copy, its pieces joined.
+
+    Args:
+        buffer: memory for the value, if it fits; new memory costs time.
+    """
+    shape, dtype = tuple(variable.shape), kp.raw_value(variable).dtype.as_numpy_dtype
+    if buffer is None or (buffer.shape, buffer.dtype) != (shape, dtype):
+        buffer = np.empty(shape, dtype)
+    for start, stop in blocks(variable):
+        np.atleast_1d(buffer)[start:stop] = read_rows(variable, start, stop)
+    return buffer
+
+
+def assign_whole(variable: keras.Variable, value: npt.ArrayLike) -> None:
+    """Assigns a value to every copy and every piece of a variable."""
+    rows = np.broadcast_to(value, tuple(variable.shape))
+    for start, stop in blocks(variable):
+        assign_rows(variable, start, np.atleast_1d(rows)[start:stop])
+
+
+def snapshot(variables: Iterable[keras.Variable]) -> Callable[[], None]:
+    """Returns a function that gives variables the values that they have now."""
+    values = [(variable, whole_value(variable)) for variable in variables]
+
+    def restore() -> None:
+        for variable, value in values:
+            assign_whole(variable, value)
+
+    return restore
+
+
+def blocks(value: Variable | np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yields (first row, row after the last) of blocks of at most BLOCK_BYTES.
+
+    A scalar is one row. A block has at least one row, however big that is.
+    """
+    rows, *rest = tuple(value.shape) or (1,)
+    item = value.itemsize if isinstance(value, np.ndarray) else kp.raw_value(value).dtype.size
+    row_bytes = int(np.prod(rest, dtype=np.int64)) * item
+    step = max(1, BLOCK_BYTES // max(1, row_bytes))
+    for start in range(0, rows, step):
+        yield start, min(rows, start + step)
+
+
+def read_rows(value: Variable | np.ndarray, start: int, stop: int) -> np.ndarray:
+    """Returns the rows from `start` up to `stop`; of a scalar, an array of one value.
+
+    The rows may be a view of the memory of a tensor. TensorFlow never changes that memory.
+    """
+    if isinstance(value, np.ndarray):
+        return np.atleast_1d(value)[start:stop]
+    variable = kp.raw_value(value)
+    strategy = getattr(variable, "distribute_strategy", None)
+    if isinstance(strategy, StrategyTemplate) and strategy.has_own_reading:
+        return np.atleast_1d(variable.numpy())[start:stop]
+    parts = []
+    for piece, first, end in pieces_of(variable):
+        low, high = max(start, first) - first, min(stop, end) - first
+        if low >= high:
+            continue
+        copy = _copies(piece)[0]
+        is_local = "CPU" in copy.device and "/job:ps" not in copy.device
+        if is_local or high - low == end - first:
+            read = copy.read_value()
+            rows = np.asarray(read) if read.shape.rank else np.atleast_1d(read.numpy())
+            parts.append(rows[low:high])
+        else:  # a gather runs where the variable is, and only these rows are moved
+            parts.append(copy.sparse_read(tf.range(low, high)).numpy())
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def assign_rows(variable: Variable, start: int, values: np.ndarray) -> None:
+    """Assigns the rows from `start` on, in every copy and every piece."""
+    for piece, first, end in pieces_of(kp.raw_value(variable)):
+        low, high = max(start, first), min(start + len(values), end)
+        if low >= high:
+            continue
+        part = tf.constant(values[low - start : high - start], piece.dtype)
+        for copy in _copies(piece):
+            if high - low == end - first:
+                copy.assign(tf.reshape(part, copy.shape))
+            else:
+                copy.scatter_update(tf.IndexedSlices(part, tf.range(low - first, high - first)))
+
+
+def _copies(piece: tf.Variable) -> list[tf.Variable]:
+    """Returns the plain variables that are the local copies of a piece."""
+    strategy = getattr(piece, "distribute_strategy", None)
+    copies = [piece] if strategy is None else strategy.experimental_local_results(piece)
+    return [_unwrapped(copy) for copy in copies]
+
+
+def _unwrapped(variable: tf.Variable) -> tf.Variable:
+    # Central storage and parameter servers wrap their variables to aggregate, or to cache.
+    while hasattr(variable, "get"):
+        variable = variable.get()
+    return variable
+
+
+def run_on_chief(reduction: Reduction, action: Callable[[], _Result], what: str) -> _Result | None:
+    """Runs `action` on the chief; every worker must call, and returns when it is done.
+
+    Returns:
+        On the chief the result of the action, elsewhere None.
+
+    Raises:
+        Exception: what the action raises, on the chief.
+        TrainingError: on the others, with the chief's message.
+    """
+    failure, result = None, None
+    if reduction.is_chief:
+        try:
+            result = action()
+        except Exception as error:  # the others must not wait for a chief that has failed
+            failure = error
+    if not reduction.any_worker(failure is not None):
+        return result
+    words = broadcast_bytes(reduction, f"{type(failure).__name__}: {failure}".encode()[:_TEXT])
+    if failure is not None:
+        raise failure
+    time.sleep(1)  # the chief's own error is shown first
+    raise TrainingError(f"the chief could not {what}. It says: {words.decode(errors='replace')}")
+
+
+def broadcast_variables(reduction: Reduction, variables: Iterable[Variable]) -> None:
+    """Gives every worker the chief's values, to the bit; every worker must call.
+
+    Small variables are sent together, and large ones in blocks, so that a big model needs little
+    more memory than it has.
+    """
+    if not reduction.multi_worker:
+        return
+    different = {id(kp.raw_value(variable)): variable for variable in variables}
+    messages: dict[int, list[tuple[Variable, int, int]]] = {}
+    size = 0
+    for variable in different.values():
+        row_bytes = int(np.prod(tuple(variable.shape)[1:])) * kp.raw_value(variable).dtype.size
+        for start, stop in blocks(variable):
+            messages.setdefault(size // BLOCK_BYTES, []).append((variable, start, stop))
+            size += (stop - start) * row_bytes
+    for parts in messages.values():
+        before = [read_rows(*part) for part in parts]
+        received = io.BytesIO(_from_chief(reduction, b"".join(rows.tobytes() for rows in before)))
+        for (variable, start, _), rows in zip(parts, before, strict=True):
+            values = np.frombuffer(received.read(rows.nbytes), rows.dtype)
+            assign_rows(variable, start, values.reshape(rows.shape))
+
+
+def broadcast_bytes(reduction: Reduction, data: bytes) -> bytes:
+    """Returns the chief's bytes; every worker must call."""
+    size = int(reduction.from_chief(len(data)))
+    data = data if reduction.is_chief else bytes(size)
+    parts = [data[start : start + BLOCK_BYTES] for start in range(0, size, BLOCK_BYTES)]
+    return b"".join(_from_chief(reduction, part) for part in parts)
+
+
+def _from_chief(reduction: Reduction, data: bytes) -> bytes:
+    if not data:
+        return data
+    words = np.frombuffer(data + bytes(-len(data) % 4), np.int32)  # any collective can sum int32
+    return reduction.from_chief(words).tobytes()[: len(data)]
