@@ -17,14 +17,13 @@ from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.ordered import OrderedDataset
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.training.agreement.single_task import Reduction
-from tfdist_ext.training.inputs import (
-    GlobalBatches,
+from tfdist_ext.training.inputs import Epoch, GlobalBatches, read
+from tfdist_ext.training.protocols import Execution, StepFunction, Structure
+from tfdist_ext.training.sharded_inputs import (
     batches_of_function,
     batches_of_ordered,
     check_says_nothing_else,
-    read,
 )
-from tfdist_ext.training.protocols import Epoch, Execution, StepFunction, Structure
 from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.variables import check_built
 
@@ -32,7 +31,6 @@ __all__ = [
     "Engine",
     "PredictProgram",
     "StepProgram",
-    "StepsPerExecutionTuner",
     "compiled_parts",
     "step_of",
 ]
@@ -48,45 +46,6 @@ def step_of(model: keras.Model, kind: str) -> StepFunction:
 def compiled_parts(model: keras.Model) -> tuple[object, ...]:
     """The objects that `compile` has set. They change when the model is compiled again."""
     return model.optimizer, model.loss, model.metrics
-
-
-_TARGET = 0.8  # seconds of an execution: short enough to show progress
-_GROWTH = 4  # times the longest execution before
-
-
-class StepsPerExecutionTuner:
-    """Grows the steps of an execution until one takes about 0.8 seconds.
-
-    Only the chief's times count, so every task of a cluster chooses the same number.
-    """
-
-    def __init__(self, *, fixed: int | None = None):
-        """Runs `fixed` steps each time, or without `fixed` as many as take 0.8 seconds."""
-        self._is_fixed = fixed is not None
-        self._steps = fixed or 1
-        self._largest = 0
-        self._before = 0  # steps of the last execution; 0 if it was shorter than planned
-        self._compiled = False
-
-    def next(self, remaining: int | None) -> int:
-        """Steps for the next execution, at most `remaining`."""
-        return self._steps if remaining is None else min(self._steps, remaining)
-
-    def record(self, steps: int, seconds_before: float) -> None:
-        """Learn from an execution.
-
-        Args:
-            steps: of this execution.
-            seconds_before: how long the execution before this one took. A time travels to the
-                other tasks with the next execution. The first time does not count, because that
-                execution also compiled the steps.
-        """
-        before, self._before = self._before, steps if steps == self._steps else 0
-        self._largest = max(self._largest, steps)
-        if self._compiled and before and not self._is_fixed:
-            fitting = int(_TARGET * before / seconds_before)
-            self._steps = max(1, min(fitting, _GROWTH * self._largest))
-        self._compiled = self._compiled or seconds_before > 0
 
 
 class StepProgram(ABC):

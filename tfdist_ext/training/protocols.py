@@ -66,26 +66,3 @@ class TrainedModel(Protocol):
     def load_weights(self, *args: Any, **kwargs: Any) -> None: ...
 
     def restore_checkpoint(self, path: str) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """One epoch: its iterator and its number of global batches.
-
-    Attributes:
-        iterator: over the parts of this task's replicas.
-        steps: global batches of the epoch; None: until the data ends.
-        known_length: whether the data is known to have these steps.
-        needs_row_count: whether the tasks have to agree in each step on what the global batch is.
-        completed: global batches of the same epoch that are in the metrics already.
-        advance: called with the number of batches that an execution used.
-        batch_size: examples of a global batch; None if only reading tells.
-    """
-
-    iterator: BatchIterator
-    steps: int | None
-    known_length: bool
-    needs_row_count: bool
-    completed: int
-    advance: Callable[[int], None]
-    batch_size: int | None = None

@@ -34,7 +34,7 @@ from tfdist_ext.training.checkpoints.folder import (
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.paths import checkpoint_folder
 from tfdist_ext.training.checkpoints.saving import arrays_of, at_step, restore_checkpoint
-from tfdist_ext.training.epochs import Epochs
+from tfdist_ext.training.inputs import Epochs
 from tfdist_ext.training.protocols import Callbacks, Logs
 from tfdist_ext.training.state.chief import run_on_chief
 from tfdist_ext.training.state.values import snapshot

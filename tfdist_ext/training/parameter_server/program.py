@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.inputs import Epoch
 from tfdist_ext.training.parameter_server.calls import (
     BATCHES_IN_A_CALL,
     Calls,
@@ -26,7 +27,7 @@ from tfdist_ext.training.parameter_server.worker_data import (
     WorkerLoop,
 )
 from tfdist_ext.training.programs import StepProgram, step_of
-from tfdist_ext.training.protocols import Epoch, Execution, Logs, Structure
+from tfdist_ext.training.protocols import Execution, Logs, Structure
 from tfdist_ext.training.steps.logs import OwnOutputs, results
 from tfdist_ext.training.steps.scope import metrics_and_others
 from tfdist_ext.training.variables import optimizers_of

@@ -17,9 +17,9 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.strategies._tf_private import per_replica
-from tfdist_ext.training.inputs import Parts
+from tfdist_ext.training.inputs import Epoch, Parts
 from tfdist_ext.training.programs import StepProgram
-from tfdist_ext.training.protocols import BatchIterator, Epoch, Execution, Structure
+from tfdist_ext.training.protocols import BatchIterator, Execution, Structure
 from tfdist_ext.training.steps.logs import results, results_of
 from tfdist_ext.training.steps.scope import ReplicaScope, assign_each
 from tfdist_ext.training.synchronous.model_step import ModelStep
