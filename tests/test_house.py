@@ -71,7 +71,7 @@ TRAINING_FLOORS = [
     {"checkpoints"},
     {"building"},
     {"programs"},
-    {"epochs"},
+    {"sharded_inputs"},
     {"inputs"},
     {"steps"},
     {"state"},

@@ -10,7 +10,8 @@ from check_results import run_checks
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies import StrategyTemplate
-from tfdist_ext.testing import StrategyConformance
+from tfdist_ext.testing import StrategyConformance, conformance
+from tfdist_ext.training.verification.result import Verification
 
 
 class FirstValue(StrategyTemplate):
@@ -110,6 +111,19 @@ def test_planted(planted: Any, checks: list[str], message: str) -> None:
     failed = failures(planted, names)
     assert list(failed) == names
     assert any(message in reason for reason in failed.values()), failed
+
+
+def test_rounding_does_not_excuse_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Template(StrategyConformance):
+        def strategy(self) -> tf.distribute.Strategy:
+            return StrategyTemplate(3)
+
+    found = Verification("Title.", {"weight a": 2e-6}, {"weight a": 1e-6}, Template.tolerance)
+    assert found.equal
+    monkeypatch.setattr(conformance, "verify", lambda *_, **__: found)
+    (outcome,) = run_checks(Template, ["test_trains_like_one_device"])
+    assert outcome.failed
+    assert "1 of 1 compared values differ, most of all weight a" in outcome.reason
 
 
 def test_what_is_no_strategy() -> None:

@@ -1,12 +1,15 @@
-"""How many steps an execution has; a Ctrl-C that Python drops is raised later."""
+"""A Ctrl-C that Python drops is raised later; and how many steps an execution has."""
 
 from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import pytest
+from training_cases import X, Y, classifier, mirrored
 
+import tfdist_ext as tfd
 from tfdist_ext.training.loop import StepsPerExecutionTuner, preserve_sigint
 
 
@@ -59,3 +62,20 @@ def test_a_short_rest_of_an_epoch_does_not_slow_the_next() -> None:
         tuner.record(steps[-1], before)
         before = 0.004 * steps[-1] + (0.01 if steps[-1] == 3 else 0)
     assert steps[6:] == [200, 3, 200, 200]
+
+
+def test_a_second_fit_begins_with_the_steps_that_the_first_one_learned() -> None:
+    model = tfd.distribute(classifier(), mirrored())
+    model.fit(X, Y, batch_size=1, shuffle=False, verbose=0)
+    program: Any = model._loop("train").program
+    run, steps = program.run, []
+
+    def counted(data: Any, n: int, *args: Any, **options: Any) -> Any:
+        steps.append(n)
+        return run(data, n, *args, **options)
+
+    program.run = counted
+    model.fit(X, Y, batch_size=1, shuffle=False, verbose=0)
+    assert steps[0] > 1
+    model.fit(X, Y, batch_size=32, shuffle=False, verbose=0)
+    assert steps[-2:] == [1, 1]  # other data is learned anew

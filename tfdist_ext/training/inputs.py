@@ -1,28 +1,28 @@
-"""All kinds of data that Keras accepts, as global batches that every task splits the same way.
+"""All kinds of data that Keras accepts: as global batches, split for replicas, in epochs.
 
 Every task of a cluster gets the data that one device would get. A global batch is split into one
 contiguous part for each replica of the cluster, in replica order. A task reads only the parts of
 its own replicas (`GlobalBatches`).
 
-The data of `tfd.data` begins at its own position. If a function of the shard makes the data of
-each task, the tasks agree in each step on whether there is a batch.
+Epochs follow the rules of Keras's EpochIterator. A seeded `shuffle` draws a new order whenever an
+iterator over it is made, so `Epochs` makes iterators over a dataset exactly when Keras makes them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.function import FunctionDataset
-from tfdist_ext.data.ordered import Order, OrderedDataset, sorted_at_random
-from tfdist_ext.data.pipelines import in_parallel, takes_elements
+from tfdist_ext.data.ordered import Order, sorted_at_random
+from tfdist_ext.data.pipelines import in_parallel, takes_elements, without_autotune
 from tfdist_ext.data.rows import (
     SHARED_TENSOR,
     batch_size_of,
@@ -30,24 +30,24 @@ from tfdist_ext.data.rows import (
     named_parts,
     rows_between,
 )
-from tfdist_ext.data.sharded import ShardedDataset
-from tfdist_ext.data.shards import Shard, bounds
+from tfdist_ext.data.shards import bounds
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.agreement.equality import from_each_worker
-from tfdist_ext.training.agreement.single_task import Reduction
-from tfdist_ext.training.protocols import Specs, Structure
+from tfdist_ext.training.protocols import BatchIterator, Specs, Structure
+from tfdist_ext.user_frames import warn
 
 __all__ = [
+    "EMPTY",
+    "Epoch",
+    "Epochs",
     "GlobalBatches",
     "Part",
     "Parts",
-    "batches_of_function",
-    "batches_of_ordered",
-    "check_says_nothing_else",
     "parts_of_dataset",
     "read",
 ]
+
+EMPTY = "the data must hold a batch, got none."  # the message of an error
 
 # One replica's part of a global batch: the number of its rows, the number of rows of the global
 # batch, and the rows. A part of 0 rows still holds one row; see `_spans`.
@@ -124,11 +124,19 @@ def _batches_of_dataset(
     return GlobalBatches(
         parts_of=parts_of_dataset(dataset),
         steps=adapter.num_batches,
+        batch_size=_batch_size_of(dataset),
         is_infinite=isinstance(x, tf.data.Dataset) and bool(is_infinite),
         dataset=dataset,
         on_epoch_begin=hooks.on_epoch_begin,
         on_epoch_end=hooks.on_epoch_end,
     )
+
+
+def _batch_size_of(dataset: tf.data.Dataset) -> int | None:
+    """The rows of the batches that a dataset makes; None if only reading tells."""
+    variant = tf.data.experimental.to_variant(dataset)
+    size = int(tf.raw_ops.ComputeBatchSize(input_dataset=variant))
+    return size if size > 0 else None
 
 
 def _batches_of_arrays(
@@ -372,115 +380,259 @@ class _Permuted(keras.utils.PyDataset):
         return self._source[self._order[index]]
 
 
-def batches_of_ordered(data: OrderedDataset) -> GlobalBatches:
-    """The global batches, beginning at the data's position.
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch: its iterator and its number of global batches.
 
-    Raises:
-        TrainingError: a position between two batches.
+    Attributes:
+        iterator: over the parts of this task's replicas.
+        steps: global batches of the epoch; None: until the data ends.
+        known_length: whether the data is known to have these steps.
+        needs_row_count: whether the tasks have to agree in each step on what the global batch is.
+        completed: global batches of the same epoch that are in the metrics already.
+        advance: called with the number of batches that an execution used.
+        batch_size: examples of a global batch; None if only reading tells.
     """
 
-    def begin() -> int:
-        epoch, examples = data.position
-        if examples % data.global_batch_size:
+    iterator: BatchIterator
+    steps: int | None
+    known_length: bool
+    needs_row_count: bool
+    completed: int
+    advance: Callable[[int], None]
+    batch_size: int | None = None
+
+
+class Epochs:
+    """The epochs of one `fit`, `evaluate` or `predict`: where each begins and ends in the data.
+
+    Args:
+        feed: returns what the steps iterate over, from global batches.
+        requested: steps of an epoch, if the caller gave a number.
+        inspect: called with the first batch of a dataset (None if there is no batch) before the
+            first step gets it. Nothing else is read for this.
+
+    Raises:
+        TrainingError: infinite data without a number of steps, or no data.
+    """
+
+    def __init__(
+        self,
+        batches: GlobalBatches,
+        feed: Callable[[Any], Any],
+        requested: int | None,
+        inspect: Callable[[Structure], None] | None = None,
+    ) -> None:
+        requested = requested or None  # as in Keras, 0 means all steps of the data
+        if batches.steps is None and batches.is_infinite and requested is None:
             raise TrainingError(
-                "the position of the data must be between two global batches of"
-                f" {data.global_batch_size}, got {examples} examples of an epoch. Resume with the"
-                " global batch size of the earlier training."
+                "steps_per_epoch (in evaluate and predict: steps) must be given for infinite data,"
+                " got None: such data has no end of an epoch."
             )
-        return epoch * data.steps + data.steps_done
+        if batches.steps == 0:
+            raise TrainingError(EMPTY)
+        self._batches = batches
+        self._feed = feed
+        self._requested = requested
+        self._inspect = inspect
+        self._source: Any = None  # a tf.data.Iterator over the dataset of the running pass
+        self._input: Any = None  # what steps iterate over
+        self._input_of: object = None  # the source and the steps of an input for one epoch
+        self._iterator: BatchIterator | None = None  # over an input for several epochs
+        self._position = batches.begin()  # in the running pass
+        self._is_empty = self._position == 0  # as far as it was read
+        self._completed = 0  # steps of the next epoch that are done
 
-    def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
-        return data.parts(first, local, replicas, begin(), counted=not data.loses_examples)
+    @property
+    def steps(self) -> int | None:
+        """Global batches in an epoch; None if only reading tells."""
+        return self._requested or self._batches.steps
 
-    return GlobalBatches(
-        parts_of=parts_of,
-        steps=data.steps,
-        batch_size=data.global_batch_size,
-        is_infinite=True,
-        begin=lambda: begin() % data.steps,
-        needs_row_count=data.loses_examples,
-        advance=data.advance,
-    )
+    @property
+    def batch_size(self) -> int | None:
+        """Examples in a global batch; None if only reading tells."""
+        return self._batches.batch_size
 
+    @property
+    def can_begin_anywhere(self) -> bool:
+        """Whether `begin_after` reads nothing of what it passes over."""
+        return self._batches.from_step is not None and self._batches.steps is not None
 
-def check_says_nothing_else(data: ShardedDataset, **given: Any) -> None:
-    """
-    Raises:
-        TrainingError: an argument of `fit` that a ShardedDataset already determines.
-    """
-    if given["batch_size"] == data.global_batch_size:
-        del given["batch_size"]
-    extra = [name for name, value in given.items() if value is not None]
-    if extra:
-        raise TrainingError(
-            f"{' and '.join(extra)} must be left out with a ShardedDataset, which determines them:"
-            " from_arrays((x, y, sample_weight), global_batch_size=64)."
+    def reset(self) -> None:
+        """Call the data's `on_epoch_end`, as Keras does before `fit` and before each `evaluate`."""
+        self._batches.on_epoch_end()
+
+    def rewind(self) -> None:
+        """Begin the next epoch at the start of the data, so that validations see the same steps."""
+        self.reset()
+        if self._position != 0 or self._batches.steps is None:
+            self._iterator = None
+        self._position, self._source = 0, None
+
+    @contextlib.contextmanager
+    def next(self) -> Iterator[Epoch]:
+        """The next epoch. Calls the data's `on_epoch_begin`; `is_done` calls `on_epoch_end`."""
+        batches, requested = self._batches, self._requested
+        known = batches.steps is not None or batches.is_infinite
+        completed, self._completed = self._completed, 0
+        steps = requested = None if requested is None else max(requested - completed, 0)
+        if batches.steps is not None:
+            steps = self._move_on(batches.steps, requested)
+            if requested is not None and steps < requested:
+                self._warn_of_end(steps)
+        batches.on_epoch_begin()
+        try:
+            yield Epoch(
+                self._begin(steps),
+                steps,
+                known,
+                batches.needs_row_count,
+                completed,
+                batches.advance,
+                batches.batch_size,
+            )
+        except BaseException:
+            batches.on_epoch_end()  # stops workers that read ahead
+            raise
+
+    def is_done(self, epoch: Epoch, steps: int, *, stopped: bool) -> bool:
+        """Note the end of an epoch; returns whether all of its steps, or of the data, are done.
+
+        Args:
+            steps: steps that were done.
+            stopped: a callback stopped the training in this epoch. Then the data's `on_epoch_end`
+                is not called, as in Keras.
+
+        Raises:
+            TrainingError: the data is empty.
+        """
+        batches = self._batches
+        self._is_empty = self._is_empty and steps == 0
+        if not stopped:
+            batches.on_epoch_end()
+        if epoch.steps is None or steps < epoch.steps:
+            self._iterator = None
+            if stopped:
+                return False
+            if self._is_empty:
+                raise TrainingError(EMPTY)
+            if self._requested is not None and steps < self._requested:
+                self._warn_of_end(steps)
+            self._source = None
+            batches.ended()
+            return True
+        if batches.steps is not None and self._position == 0:
+            batches.ended()
+            if not batches.is_infinite:
+                self._iterator = None
+            if batches.dataset is not None and not stopped:
+                # Keras makes an iterator here. If the epochs have no number of steps, Keras makes
+                # another one when the next epoch begins.
+                self._source = _without_prefetch(batches.dataset)
+        return True
+
+    def _warn_of_end(self, steps: int) -> None:
+        warn(
+            f"the data ended after {steps} of the {self._requested} steps requested in this epoch."
+            " Request fewer steps, or repeat the data with .repeat()."
         )
 
+    def _move_on(self, in_pass: int, requested: int | None) -> int:
+        """Set the position after the next epoch; returns the steps of the epoch.
 
-def batches_of_function(
-    data: FunctionDataset, reduction: Reduction, *, from_position: bool
-) -> GlobalBatches:
-    """This task's batches, from the data's position or of epoch 0; every worker must call."""
-    shard = Shard(reduction.worker, reduction.workers)
+        An epoch of `requested` steps continues where the last one ended. The epoch in which a pass
+        ends is short, and the next epoch starts a new pass.
+        """
+        left = in_pass - self._position
+        steps = left if requested is None else min(requested, left)
+        self._position = (self._position + steps) % in_pass
+        return steps
 
-    def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
-        dataset = data.dataset(shard) if from_position else data.whole_epoch(shard)
-        if shard.count == 1:
-            return parts_of_dataset(dataset)(first, local, replicas)
-        return _then_nothing(dataset, local, shard.count)
+    def _begin(self, steps: int | None) -> BatchIterator:
+        """The iterator of an epoch: a new one, or that of the epoch before."""
+        batches, inspect = self._batches, self._inspect
+        if batches.dataset is None:
+            self._iterator = self._iterator or iter(self._feed(batches))
+            return self._iterator
+        if self._requested is None and inspect is None:
+            if self._input is None or self._input_of is not None:
+                self._input, self._input_of = self._feed(batches), None
+            return iter(self._input)
+        if self._requested is None or self._source is None:
+            self._source = _without_prefetch(batches.dataset)
+        # Iterating over the same input again reads on.
+        if inspect is not None or self._input_of != (self._source, steps):
+            of_epoch = parts_of_dataset(self._dataset_of_epoch(steps))
+            self._input = self._feed(replace(batches, parts_of=of_epoch))
+            self._input_of = (self._source, steps) if inspect is None else object()
+        return iter(self._input)
 
-    epoch = data.position[0] if from_position else 0
-    steps, is_infinite = _agreed_length(data.whole_epoch(shard, epoch), reduction)
-    if data.takes_epoch and from_position:  # other epochs may have more batches, or fewer
-        steps = None
-    return GlobalBatches(
-        parts_of=parts_of,
-        steps=steps,
-        batch_size=data.global_batch_size,
-        is_infinite=is_infinite,
-        begin=lambda: data.steps_done if from_position else 0,
-        needs_row_count=shard.count > 1,
-        advance=data.advance if from_position else lambda steps: None,
-        ended=data.end_epoch if from_position else lambda: None,
-    )
+    def _dataset_of_epoch(self, steps: int | None) -> tf.data.Dataset:
+        """The next global batches of the source; the first batch of a training is inspected.
+
+        Reading ahead stops at the end of the epoch. Reading ahead into another repetition of the
+        data would make iterators at unknown times.
+        """
+        inspect, self._inspect = self._inspect, None
+        first = None if inspect is None else next(self._source, None)
+        if inspect is not None:
+            inspect(first)
+        if first is None:
+            return _rest_of(self._source, steps)
+        rest = _rest_of(self._source, None if steps is None else steps - 1)
+        return tf.data.Dataset.from_tensors(first).concatenate(rest)
+
+    def begin_after(self, epochs: int, *, completed: int = 0) -> None:
+        """Pass over epochs. Data that cannot begin anywhere is read.
+
+        Args:
+            completed: steps of the epoch after them, which are passed over, too. There may be
+                some only if the data `can_begin_anywhere`.
+        """
+        batches = self._batches
+        if batches.from_step is None or batches.steps is None:
+            self._read_past(epochs)
+            return
+        passed = completed + sum(
+            self._move_on(batches.steps, self._requested) for _ in range(epochs)
+        )
+        self._position = (self._position + completed) % batches.steps
+        self._completed = completed
+        self._batches = replace(batches, parts_of=batches.from_step(passed))
+
+    def begin_at_position(self, *, completed: int) -> None:
+        """Begin where the data's own position is, `completed` steps of an epoch being done."""
+        self._position = self._batches.begin()
+        self._is_empty = self._position == 0
+        self._completed = completed
+
+    def _read_past(self, epochs: int) -> None:
+        """Read epochs as a training reads them: the order of examples may depend on it."""
+        for _ in range(epochs):
+            with self.next() as epoch:
+                if not isinstance(epoch.iterator, Iterator):
+                    return  # workers that read for themselves keep no common order
+                steps = 0
+                with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
+                    while epoch.steps is None or steps < epoch.steps:
+                        next(epoch.iterator)
+                        steps += 1
+            self.is_done(epoch, steps, stopped=False)
 
 
-def _agreed_length(dataset: tf.data.Dataset, reduction: Reduction) -> tuple[int | None, bool]:
-    """(steps of an epoch on the worker with most steps, whether one worker has endless data)."""
-    lengths = from_each_worker(reduction, dataset.cardinality().numpy())
-    if (lengths == tf.data.INFINITE_CARDINALITY).any():
-        return None, True
-    return None if lengths.min() < 0 else int(lengths.max()), False
+def _without_prefetch(dataset: tf.data.Dataset) -> tf.data.Iterator:
+    """An iterator that reads nothing ahead."""
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    with tf.device("CPU:0"):
+        # Deleting the iterator would wait for its tuner; see `without_autotune`.
+        return iter(without_autotune(dataset).with_options(options))
 
 
-def _then_nothing(dataset: tf.data.Dataset, local: int, readers: int) -> tf.data.Dataset:
-    """Parts for the local replicas, followed by an endless sequence of parts without rows.
-
-    The tasks agree in each step on whether a task has rows; see `GlobalBatches`.
-    """
-
-    def marked(batches: tf.data.Dataset, is_real: int) -> tf.data.Dataset:
-        def of_parts(*parts: Part) -> tuple[Part, ...]:
-            flag = tf.constant(is_real, tf.int64)
-            return tuple((rows * flag, flag, batch) for rows, _, batch in parts)
-
-        return parts_of_dataset(batches, readers)(0, local, local).map(of_parts)
-
-    one_row = tf.nest.map_structure(_one_row, dataset.element_spec)
-    nothing = marked(tf.data.Dataset.from_tensors(one_row), 0)
-    return marked(dataset, 1).concatenate(nothing.repeat())
-
-
-def _one_row(spec: tf.TypeSpec) -> tf.Tensor:
-    """A batch of one row of zeros, for a replica without rows."""
-    if isinstance(spec, tf.RaggedTensorSpec):
-        inner = [size or 0 for size in spec.shape[spec.ragged_rank + 1 :]]
-        splits = [tf.zeros([2], spec.row_splits_dtype)]
-        splits += [tf.zeros([1], spec.row_splits_dtype)] * (spec.ragged_rank - 1)
-        return tf.RaggedTensor.from_nested_row_splits(tf.zeros([0, *inner], spec.dtype), splits)
-    rest = [size or 1 for size in spec.shape[1:]]
-    if isinstance(spec, tf.SparseTensorSpec):
-        indices = tf.zeros([0, 1 + len(rest)], tf.int64)
-        return tf.SparseTensor(indices, tf.zeros([0], spec.dtype), [1, *rest])
-    return tf.zeros([1, *rest], spec.dtype)
+@tf.autograph.experimental.do_not_convert
+def _rest_of(iterator: tf.data.Iterator, steps: int | None) -> tf.data.Dataset:
+    """The rest of an iterator, at most `steps` elements."""
+    turns = tf.data.Dataset.range(2**62 if steps is None else steps)
+    options = turns.map(lambda _: iterator.get_next_as_optional())
+    there = options.take_while(lambda option: option.has_value())
+    return there.map(lambda option: option.get_value())

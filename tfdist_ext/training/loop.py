@@ -1,4 +1,4 @@
-"""The loop of `fit`, `evaluate` and `predict`: executions, steps per execution, Ctrl-C.
+"""The loop of `fit`, `evaluate` and `predict`: epochs, executions, steps per execution, Ctrl-C.
 
 Every execution is a collective, so all tasks of a cluster must run the same executions. The tasks
 agree where one may decide differently: only the chief runs callbacks that write, and a callback
@@ -17,125 +17,255 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import keras
+import numpy as np
 
 from tfdist_ext.data.pipelines import data_errors_as_raised
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.launch.exit_codes import PREEMPTED
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks
+from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
-from tfdist_ext.training.epochs import Epoch, Epochs
-from tfdist_ext.training.programs import Engine, StepProgram
+from tfdist_ext.training.inputs import EMPTY, Epoch, Epochs
+from tfdist_ext.training.programs import Engine, Execution, StepProgram
 from tfdist_ext.training.protocols import Logs, Structure
 
-__all__ = ["Loop", "StepsPerExecutionTuner", "predict", "preserve_sigint", "validates"]
+__all__ = [
+    "EndOfJob",
+    "Evaluation",
+    "Loop",
+    "StepsPerExecutionTuner",
+    "Validation",
+    "end_training",
+    "predict",
+    "preserve_sigint",
+    "train",
+]
+
+# Ends the job in a validation, at a signal.
+EndOfJob: TypeAlias = Callable[[], NoReturn]
+
+# From an epoch of `fit` to what evaluates after the epoch; None after the others.
+Evaluation: TypeAlias = Callable[[keras.callbacks.CallbackList, EndOfJob | None], Logs]
+Validation: TypeAlias = Callable[[int], Evaluation | None]
+
+
+def train(
+    loop: Loop,
+    epochs: range,
+    data: Epochs,
+    hooks: keras.callbacks.CallbackList,
+    saved: CheckpointManager,
+    validation: Validation,
+) -> Iterator[tuple[Logs, Progress]]:
+    """Trains; yields the logs of each epoch, and the progress of the training after it."""
+    model, reduction = loop.model, loop.reduction
+    peers = reduction.peers
+    for epoch in epochs:
+        peers.enters("callbacks")
+        hooks.on_epoch_begin(epoch)
+        logs, complete = saved.epoch_has_begun(), True
+        if logs is None:
+            with data.next() as batches:
+                logs, steps = loop.run(batches, hooks, f"epoch {epoch + 1}, ", saved=saved)
+            complete = data.is_done(batches, steps, stopped=bool(model.stop_training))
+        if (evaluate := validation(epoch)) is not None:
+            val_logs = evaluate(hooks, saved.end_of_validation(epoch, logs, complete=complete))
+            logs = {**logs, **{f"val_{name}": value for name, value in val_logs.items()}}
+        peers.enters("callbacks")
+        hooks.on_epoch_end(epoch, logs)
+        peers.enters("checkpoint")
+        with peers.barrier(f"epoch {epoch + 1}, its end"):
+            flags = np.array([model.stop_training, peers.stop_requested], np.int32)
+            stop, stop_requested = (reduction.sum_over_workers(flags) > 0).tolist()
+            progress = saved.epoch_is_done(epoch, logs, complete=complete, stopped=stop)
+        yield logs, progress
+        peers.enters("callbacks")
+        saved.announce()
+        if stop:
+            break
+        if stop_requested and epoch + 1 < epochs.stop:
+            raise SystemExit(PREEMPTED)
+
+
+def end_training(
+    reduction: Reduction,
+    logs: Logs,
+    hooks: keras.callbacks.CallbackList,
+    saved: CheckpointManager,
+) -> None:
+    """Everything after the last step, when callbacks may compile the model again."""
+    peers = reduction.peers
+    peers.enters("callbacks")
+    hooks.on_train_end(logs)
+    peers.enters("checkpoint")
+    with peers.barrier("its end"):
+        # Wait: the chief's callbacks may still write.
+        stop_requested = reduction.any_worker(peers.stop_requested)
+    saved.training_is_done()
+    if stop_requested:
+        raise SystemExit(PREEMPTED)
 
 
 class Loop:
-    """Runs the epochs of one `fit` or `evaluate`."""
+    """Runs epochs of the compiled "train" or "test" steps of a model.
 
-    def __init__(
+    Args:
+        kind: "train" or "test".
+
+    Attributes:
+        is_running: an epoch is running; its callbacks may evaluate meanwhile.
+    """
+
+    def __init__(self, model: keras.Model, reduction: Reduction, kind: str, program: StepProgram):
+        self.model = model
+        self.reduction = reduction
+        self.program = program
+        self.is_running = False
+        self._kind = kind
+        self._stop_flag = "stop_training" if kind == "train" else "stop_evaluating"
+        self._tuner = StepsPerExecutionTuner()
+        self._tuned_for: object = None  # the kind of data
+
+    def run(
         self,
-        model: keras.Model,
-        engine: Engine,
+        data: Epoch,
         hooks: keras.callbacks.CallbackList,
-        kind: str,
+        where: str = "",
+        *,
         saved: CheckpointManager | None = None,
-        end: Callable[[], NoReturn] | None = None,
-    ):
-        """
+        end: EndOfJob | None = None,
+    ) -> tuple[Logs, int]:
+        """Run one epoch.
+
         Args:
-            kind: "train" or "test".
+            where: names the epoch in messages, as "epoch 2, ".
             saved: gets the steps that are done.
             end: called at a signal to end, unless the epoch is done.
+
+        Returns:
+            The logs, and the number of steps that were done.
         """
-        self._saved = saved
-        self._end_job = end
-        self._model = model
-        self._reduction = engine.reduction
-        self._begin = getattr(hooks, f"on_{kind}_batch_begin")
-        self._end = getattr(hooks, f"on_{kind}_batch_end")
-        self._stop_flag = "stop_training" if kind == "train" else "stop_evaluating"
-        self._by_batch = self._reduction.any_worker(uses_batch_hooks(hooks.callbacks, kind))
-        requested = model.steps_per_execution
-        fixed = requested if requested > 1 else 1 if self._by_batch else None
-        self._tuner = StepsPerExecutionTuner(fixed=fixed)
-        self._seconds = 0.0  # of this task's last execution
-
-    @property
-    def _stopped(self) -> bool:
-        return bool(getattr(self._model, self._stop_flag))
-
-    def run(self, program: StepProgram, data: Epoch, where: str = "") -> tuple[Logs, int]:
-        """(logs, steps done) of one epoch; `where` names it in messages, as "epoch 2, "."""
-        with preserve_sigint() as raise_if_interrupted, data_errors_as_raised():
-            peers = self._reduction.peers
-            logs: Logs = {}
-            done = 0
+        peers = self.reduction.peers
+        logs: Logs = {}
+        done = 0
+        with self._running() as raise_if_interrupted:
             with peers.barrier(f"{where}before its first step"):
+                uses_batches = uses_batch_hooks(hooks.callbacks, self._kind)
                 # If a callback stops before the first batch, Keras still runs that batch.
-                one_only = self._reduction.any_worker(self._stopped)
-                program.reset(resume=data.completed > 0)
+                flags = np.array([uses_batches, self._stopped], np.int32)
+                by_batch, one_only = (self.reduction.sum_over_workers(flags) > 0).tolist()
+                self.program.reset(resume=data.completed > 0)
+            tuner = self._tuner_for(data, by_batch=by_batch)
             while data.steps is None or done < data.steps:
-                left = None if data.steps is None else data.steps - done
-                if self._saved is not None and (most := self._saved.max_steps()) is not None:
-                    left = most if left is None else min(left, most)
-                n = self._tuner.next(1 if one_only else left)
+                limits = [None if saved is None else saved.max_steps(), 1 if one_only else None]
+                limits += [None if data.steps is None else data.steps - done]
+                n = tuner.next(min(filter(None, limits), default=None))
                 peers.enters("callbacks")
-                self._begin(data.completed + done)
-                peers.enters("steps")
-                started = time.perf_counter()
-                with peers.barrier(f"{where}steps after {done}"):
-                    result = program.run(
-                        data, n, self._seconds, stop_requested=peers.stop_requested
-                    )
-                self._seconds = time.perf_counter() - started
+                getattr(hooks, f"on_{self._kind}_batch_begin")(data.completed + done)
+                result = self._execute(data, n, tuner, f"{where}steps after {done}")
                 raise_if_interrupted()
-                self._tuner.record(result.steps, result.chief_seconds)
                 if result.steps == 0:
                     logs = result.logs if data.completed else logs
                     break
                 done += result.steps
-                peers.reached(f"{where}step {done}")
                 logs = result.logs
+                peers.reached(f"{where}step {done}")
                 data.advance(result.steps)
                 peers.enters("callbacks")
-                self._end(data.completed + done - 1, logs)
+                getattr(hooks, f"on_{self._kind}_batch_end")(data.completed + done - 1, logs)
                 stop = self._stopped or one_only
-                if self._by_batch:
+                if by_batch:
                     with peers.barrier(f"{where}stop after {done}?"):
-                        stop = self._reduction.any_worker(stop)
+                        stop = self.reduction.any_worker(stop)
                 peers.enters("checkpoint")
-                epoch_ends = done == data.steps
-                if self._saved is not None:  # after callbacks: a checkpoint has their state
-                    self._saved.steps_done(result, epoch_ends=epoch_ends, stopped=stop)
-                if (
-                    self._end_job is not None
-                    and result.stop_requested
-                    and not epoch_ends
-                    and not stop
-                ):
-                    self._end_job()
+                status = {"epoch_ends": done == data.steps, "stopped": stop}
+                if saved is not None:  # after callbacks: a checkpoint has their state
+                    saved.steps_done(result, **status)
+                if end is not None and result.stop_requested and not any(status.values()):
+                    end()
                 if stop:
-                    setattr(self._model, self._stop_flag, True)
-                    break
-                if result.steps < n:
+                    setattr(self.model, self._stop_flag, True)
+                if stop or result.steps < n:
                     break
             return logs, done
 
+    def _execute(self, data: Epoch, n: int, tuner: StepsPerExecutionTuner, where: str) -> Execution:
+        peers = self.reduction.peers
+        peers.enters("steps")
+        started = time.perf_counter()
+        with peers.barrier(where):
+            result = self.program.run(data, n, tuner.seconds, stop_requested=peers.stop_requested)
+        tuner.seconds = time.perf_counter() - started
+        tuner.record(result.steps, result.chief_seconds)
+        return result
 
-def validates(epoch: int, frequency: int | list[int]) -> bool:
-    """Whether an epoch, counted from 0, is followed by validation."""
-    if isinstance(frequency, int):
-        return (epoch + 1) % frequency == 0
-    if isinstance(frequency, list | tuple | set):
-        return epoch + 1 in frequency
-    raise TrainingError(
-        "validation_freq must be a number of epochs, or a list of epochs counted from 1, got"
-        f" {frequency!r}."
-    )
+    def _tuner_for(self, data: Epoch, *, by_batch: bool) -> StepsPerExecutionTuner:
+        """The tuner of data of this kind, which remembers what it has learned."""
+        if (requested := self.model.steps_per_execution) > 1 or by_batch:
+            return StepsPerExecutionTuner(fixed=requested)
+        spec = getattr(data.iterator, "element_spec", None)
+        kind = spec, data.batch_size, data.known_length, data.needs_row_count
+        if kind != self._tuned_for:
+            self._tuner, self._tuned_for = StepsPerExecutionTuner(), kind
+        return self._tuner
+
+    @property
+    def _stopped(self) -> bool:
+        return bool(getattr(self.model, self._stop_flag))
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[Callable[[], None]]:
+        self.is_running = True
+        try:
+            with preserve_sigint() as raise_if_interrupted, data_errors_as_raised():
+                yield raise_if_interrupted
+        finally:
+            self.is_running = False
+
+
+_TARGET = 0.8  # seconds of an execution: short enough to show progress
+_GROWTH = 4  # times the longest execution before
+
+
+class StepsPerExecutionTuner:
+    """Grows the steps of an execution until one takes about 0.8 seconds.
+
+    Only the chief's times count, so every task of a cluster chooses the same number.
+    """
+
+    def __init__(self, *, fixed: int | None = None):
+        """Runs `fixed` steps each time, or without `fixed` as many as take 0.8 seconds."""
+        self.seconds = 0.0  # that the last execution took on this task
+        self._is_fixed = fixed is not None
+        self._steps = fixed or 1
+        self._largest = 0
+        self._before = 0  # steps of the last execution; 0 if it was shorter than planned
+        self._compiled = False
+
+    def next(self, remaining: int | None) -> int:
+        """Steps for the next execution, at most `remaining`."""
+        return self._steps if remaining is None else min(self._steps, remaining)
+
+    def record(self, steps: int, seconds_before: float) -> None:
+        """Learn from an execution.
+
+        Args:
+            steps: of this execution.
+            seconds_before: how long the execution before this one took. A time travels to the
+                other tasks with the next execution. The first time does not count, because that
+                execution also compiled the steps.
+        """
+        before, self._before = self._before, steps if steps == self._steps else 0
+        self._largest = max(self._largest, steps)
+        if self._compiled and before and not self._is_fixed:
+            fitting = int(_TARGET * before / seconds_before)
+            self._steps = max(1, min(fitting, _GROWTH * self._largest))
+        self._compiled = self._compiled or seconds_before > 0
 
 
 def predict(
@@ -167,7 +297,7 @@ def predict(
             if model.stop_predicting:
                 break
     if not collected:
-        epochs.ended_after(0)
+        raise TrainingError(EMPTY)
     epochs.is_done(data, done, stopped=bool(model.stop_predicting))
     hooks.on_predict_end()
     return keras.tree.map_structure(kp.in_one_array, *collected)
@@ -198,42 +328,3 @@ def preserve_sigint() -> Iterator[Callable[[], None]]:
     finally:
         if replaces:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-_TARGET = 0.8  # seconds of an execution: short enough to show progress
-_GROWTH = 4  # times the longest execution before
-
-
-class StepsPerExecutionTuner:
-    """Grows the steps of an execution until one takes about 0.8 seconds.
-
-    Only the chief's times count, so every task of a cluster chooses the same number.
-    """
-
-    def __init__(self, *, fixed: int | None = None):
-        """Runs `fixed` steps each time, or without `fixed` as many as take 0.8 seconds."""
-        self._is_fixed = fixed is not None
-        self._steps = fixed or 1
-        self._largest = 0
-        self._before = 0  # steps of the last execution; 0 if it was shorter than planned
-        self._compiled = False
-
-    def next(self, remaining: int | None) -> int:
-        """Steps for the next execution, at most `remaining`."""
-        return self._steps if remaining is None else min(self._steps, remaining)
-
-    def record(self, steps: int, seconds_before: float) -> None:
-        """Learn from an execution.
-
-        Args:
-            steps: of this execution.
-            seconds_before: how long the execution before this one took. A time travels to the
-                other tasks with the next execution. The first time does not count, because that
-                execution also compiled the steps.
-        """
-        before, self._before = self._before, steps if steps == self._steps else 0
-        self._largest = max(self._largest, steps)
-        if self._compiled and before and not self._is_fixed:
-            fitting = int(_TARGET * before / seconds_before)
-            self._steps = max(1, min(fitting, _GROWTH * self._largest))
-        self._compiled = self._compiled or seconds_before > 0

@@ -10,15 +10,13 @@ import functools
 import numbers
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.launch.exit_codes import PREEMPTED
 from tfdist_ext.messages import counted, shown
 from tfdist_ext.strategies import create_strategy
 from tfdist_ext.strategies.explanation import evaluates
@@ -55,11 +53,18 @@ from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
 from tfdist_ext.training.checkpoints.saving import SavingMixin
-from tfdist_ext.training.epochs import Epochs
-from tfdist_ext.training.inputs import GlobalBatches
-from tfdist_ext.training.loop import Loop, predict, validates
+from tfdist_ext.training.inputs import Epochs, GlobalBatches
+from tfdist_ext.training.loop import (
+    EndOfJob,
+    Evaluation,
+    Loop,
+    Validation,
+    end_training,
+    predict,
+    train,
+)
 from tfdist_ext.training.parameter_server.engine import ParameterServerEngine
-from tfdist_ext.training.programs import Engine, StepProgram, compiled_parts
+from tfdist_ext.training.programs import Engine, compiled_parts
 from tfdist_ext.training.protocols import Callbacks, Logs
 from tfdist_ext.training.state import broadcast_variables, run_on_chief, snapshot, state_of
 from tfdist_ext.training.synchronous.engine import SynchronousEngine
@@ -67,8 +72,6 @@ from tfdist_ext.training.synchronous.model_step import OneTrace
 from tfdist_ext.user_frames import filter_traceback, warn
 
 __all__ = ["DistributedModel", "check_counts", "distribute"]
-
-EndOfJob: TypeAlias = Callable[[], NoReturn]
 
 
 @filter_traceback
@@ -95,9 +98,7 @@ class DistributedModel(SavingMixin):
         self._synchronize_batch_norm = synchronize_batch_norm
         self._built_for = None
         self._progress = Progress()
-        self._in_epoch = False  # of a fit; callbacks may evaluate meanwhile
-        # Data of a validation by the model's own `evaluate`, and what ends the job in it.
-        self._validation: tuple[Epochs, EndOfJob | None] | None = None
+        self._loops: dict[str, Loop] = {}  # the last one of a kind
         self._engine: Engine
         if isinstance(strategy, tf.distribute.ParameterServerStrategy):
             self._engine = ParameterServerEngine(strategy)
@@ -105,7 +106,7 @@ class DistributedModel(SavingMixin):
             self._engine = SynchronousEngine(strategy, one_trace)
         self._reduction = self._engine.reduction
         self._check_batch_normalization()
-        self._compared: dict[str, tuple[object, ...]] = {}  # kind of step -> what was compared
+        self._compared: tuple[object, ...] | None = None  # what `compile` had set
         self._unify()
 
     @property
@@ -218,17 +219,15 @@ class DistributedModel(SavingMixin):
             in_background=checkpoint_async and self._engine.state_is_here,
         )
         how = {"batch_size": batch_size, "shuffle": shuffle, "class_weight": class_weight}
-        data = x, y, sample_weight
-        train = self._read("fit", "train", *data, steps=steps_per_epoch, seed=saved.seed, **how)
-        train.reset()
-        validate = None
-        if validation_data is not None:
-            validate = self._validation_by(validation_data, sizes)
+        arrays = x, y, sample_weight
+        data = self._read("train", *arrays, steps=steps_per_epoch, seed=saved.seed, **how)
+        data.reset()
+        validation = self._validation(validation_data, sizes, validation_freq)
         hooks = self._callbacks(
-            callbacks, verbose, epochs=epochs, steps=train.steps, add_history=True
+            callbacks, verbose, epochs=epochs, steps=data.steps, add_history=True
         )
         self._model.stop_training = False
-        initial_epoch = saved.resume(train, initial_epoch, hooks.callbacks)
+        initial_epoch = saved.resume(data, initial_epoch, hooks.callbacks)
         is_chief = self._reduction.is_chief
         with (
             saved.training(),
@@ -238,86 +237,36 @@ class DistributedModel(SavingMixin):
                 hooks.on_train_begin()
                 restored = restored_epoch(self._model, self._reduction) if backup else None
                 saved.training_has_begun()
-                first = restored or initial_epoch
-                logs = self._train(
-                    range(first, epochs), train, validate, validation_freq, hooks, saved
+                remaining = range(restored or initial_epoch, epochs)
+                logs: Logs = {}
+                each_epoch = train(
+                    self._train_loop(hooks), remaining, data, hooks, saved, validation
                 )
-            self._end_training(logs, hooks, saved)
+                for logs, self._progress in each_epoch:  # noqa: B007
+                    pass
+                if isinstance(self._model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
+                    self._engine.finalize(self._model)
+            end_training(self._reduction, logs, hooks, saved)
         return self._model.history
 
-    def _train(
-        self,
-        epochs: range,
-        train: Epochs,
-        validate: Callable[[keras.callbacks.CallbackList, EndOfJob | None], Logs] | None,
-        validation_freq: int | list[int],
-        hooks: keras.callbacks.CallbackList,
-        saved: CheckpointManager,
-    ) -> Logs:
-        """The epochs of a `fit`; returns the logs of the last one."""
-        model, peers = self._model, self._reduction.peers
-        loop = Loop(model, self._engine, hooks, "train", saved)
-        program = self._train_program(hooks)
-        logs: Logs = {}
-        for epoch in epochs:
-            peers.enters("callbacks")
-            hooks.on_epoch_begin(epoch)
-            trained, complete = saved.epoch_has_begun(), True
-            if trained is None:
-                self._in_epoch = True
-                try:
-                    with train.next() as data:
-                        trained, steps = loop.run(program, data, f"epoch {epoch + 1}, ")
-                finally:
-                    self._in_epoch = False
-                complete = train.is_done(data, steps, stopped=bool(model.stop_training))
-            logs = trained
-            if validate is not None and validates(epoch, validation_freq):
-                val_logs = validate(hooks, saved.end_of_validation(epoch, logs, complete=complete))
-                logs = {**logs, **{f"val_{name}": value for name, value in val_logs.items()}}
-            peers.enters("callbacks")
-            hooks.on_epoch_end(epoch, logs)
-            peers.enters("checkpoint")
-            with peers.barrier(f"epoch {epoch + 1}, its end"):
-                flags = np.array([model.stop_training, peers.stop_requested], np.int32)
-                stop, stop_requested = (self._reduction.sum_over_workers(flags) > 0).tolist()
-                self._progress = saved.epoch_is_done(epoch, logs, complete=complete, stopped=stop)
-            peers.enters("callbacks")
-            saved.announce()
-            if stop:
-                break
-            if stop_requested and epoch + 1 < epochs.stop:
-                raise SystemExit(PREEMPTED)
-        if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.stop > 0:
-            self._engine.finalize(model)
-        return logs
-
-    def _train_program(self, hooks: keras.callbacks.CallbackList) -> StepProgram:
-        """The compiled training steps, which a WorkerTensorBoard times."""
+    def _train_loop(self, hooks: keras.callbacks.CallbackList) -> Loop:
+        """The training steps, which a WorkerTensorBoard times."""
         boards = [each for each in hooks.callbacks if isinstance(each, WorkerTensorBoard)]
         if len(boards) > 1:  # the times of a step can only be read once
             raise TrainingError(
                 f"a fit must have one WorkerTensorBoard, got {len(boards)} among its callbacks."
             )
-        program = self._engine.program(self._model, "train", timed=bool(boards))
+        loop = self._loop("train", timed=bool(boards))
         for board in boards:
-            board.follow(program, self._reduction)
-        return program
+            board.follow(loop.program, self._reduction)
+        return loop
 
-    def _end_training(
-        self, logs: Logs, hooks: keras.callbacks.CallbackList, saved: CheckpointManager
-    ) -> None:
-        """Everything after the last step, when callbacks may compile the model again."""
-        peers = self._reduction.peers
-        peers.enters("callbacks")
-        hooks.on_train_end(logs)
-        peers.enters("checkpoint")
-        with peers.barrier("its end"):
-            # Wait: the chief's callbacks may still write.
-            stop_requested = self._reduction.any_worker(peers.stop_requested)
-        saved.training_is_done()
-        if stop_requested:
-            raise SystemExit(PREEMPTED)
+    def _loop(self, kind: str, *, timed: bool = False) -> Loop:
+        """The loop over "train" or "test" steps, a new one if the model was compiled again."""
+        program = self._engine.program(self._model, kind, timed=timed)
+        if kind not in self._loops or self._loops[kind].program is not program:
+            self._loops[kind] = Loop(self._model, self._reduction, kind, program)
+        return self._loops[kind]
 
     @overridable
     @on_every_worker
@@ -332,20 +281,15 @@ class DistributedModel(SavingMixin):
         callbacks: Callbacks = None,
         return_dict: bool = False,
         *,
-        _use_cached_eval_dataset: bool = False,
+        _use_cached_eval_dataset: bool = False,  # Keras's fit gives it to a model's own evaluate
     ) -> Any:
         """Loss and metrics over all examples, as `keras.Model.evaluate` returns them.
 
         The same numbers come back on every task. `batch_size` is that of the global batch.
         """
-        if _use_cached_eval_dataset and self._validation is not None:
-            # Keras's argument, with which `fit` calls the model's own `evaluate`.
-            epochs, end = self._validation
-            logs = self._evaluate(epochs, callbacks, end)
-            return logs if return_dict else kp.metrics_in_order(self._model, logs)
         self._check_call("evaluate", {"batch_size": batch_size, "steps": steps}, x=x)
         data = x, y, sample_weight
-        epochs = self._read("evaluate", "test", *data, batch_size=batch_size, steps=steps)
+        epochs = self._read("test", *data, batch_size=batch_size, steps=steps)
         hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
         logs = self._evaluate(epochs, hooks)
         return logs if return_dict else kp.metrics_in_order(self._model, logs)
@@ -365,14 +309,15 @@ class DistributedModel(SavingMixin):
         `batch_size` is that of the global batch.
         """
         self._check_call("predict", {"batch_size": batch_size, "steps": steps}, x=x)
-        each_reads = self._reduction.multi_worker or not self._engine.keeps_position(x)
-        if isinstance(x, FunctionDataset) and each_reads:
+        if isinstance(x, FunctionDataset) and (
+            self._reduction.multi_worker or not self._engine.keeps_position(x)
+        ):
             raise TrainingError(
                 "the data of predict() must have an order, got from_dataset_fn, whose examples have"
                 " no order over several workers. Use from_arrays, from_tfrecords, arrays, or a"
                 " tf.data.Dataset."
             )
-        epochs = self._read("predict", "predict", x, batch_size=batch_size, steps=steps)
+        epochs = self._read("predict", x, batch_size=batch_size, steps=steps)
         hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
         return predict(self._model, self._engine, epochs, hooks)
 
@@ -403,7 +348,7 @@ class DistributedModel(SavingMixin):
     @on_every_worker
     def predict_on_batch(self, x: Any) -> Any:
         """The model's outputs for one global batch, as NumPy arrays, on every task."""
-        epochs = self._read("predict_on_batch", "predict", x, batch_size=_rows(x))
+        epochs = self._read("predict", x, batch_size=_rows(x))
         return predict(self._model, self._engine, epochs, keras.callbacks.CallbackList())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -457,41 +402,42 @@ class DistributedModel(SavingMixin):
 
     def _on_batch(self, kind: str, data: tuple[Any, ...], **options: Any) -> Logs:
         self._check_call(f"{kind}_on_batch", {})
-        epochs = self._read(f"{kind}_on_batch", kind, *data, batch_size=_rows(data[0]), **options)
-        loop = Loop(self._model, self._engine, keras.callbacks.CallbackList(), kind)
+        epochs = self._read(kind, *data, batch_size=_rows(data[0]), **options)
         setattr(self._model, "stop_training" if kind == "train" else "stop_evaluating", False)
         with epochs.next() as batch:
-            return loop.run(self._engine.program(self._model, kind), batch)[0]
+            return self._loop(kind).run(batch, keras.callbacks.CallbackList())[0]
 
-    def _validation_by(
-        self, data: Any, sizes: dict[str, Any]
-    ) -> Callable[[keras.callbacks.CallbackList, EndOfJob | None], Logs]:
-        """Reads the validation data of a `fit`; returns a function that evaluates on it."""
-        arrays = keras.utils.unpack_x_y_sample_weight(data)
-        batches = self._engine.read(*arrays, **sizes)
-        epochs = self._epochs(batches, sizes["steps"], "fit", "validation ")
-        # What Keras's fit passes to the model's own evaluate().
-        given = {**dict(zip(("x", "y", "sample_weight"), arrays, strict=True)), **sizes}
-        return functools.partial(self._validate, epochs, given)
-
-    def _validate(
-        self,
-        epochs: Epochs,
-        given: dict[str, Any],
-        hooks: keras.callbacks.CallbackList,
-        end: EndOfJob | None,
-    ) -> Logs:
-        """Evaluate in `fit`, by the model's own `evaluate` if it has one."""
-        if not overrides(self._model, "evaluate"):
-            return self._evaluate(epochs, hooks, end)
-        self._validation = epochs, end
-        try:
-            logs: Logs = self.evaluate(
-                **given, callbacks=hooks, return_dict=True, _use_cached_eval_dataset=True
+    def _validation(
+        self, data: Any, sizes: dict[str, Any], frequency: int | list[int]
+    ) -> Validation:
+        """Reads the validation data of a `fit`, and says when to evaluate on it."""
+        if data is None:
+            return lambda epoch: None
+        if not isinstance(frequency, int | list | tuple | set):
+            raise TrainingError(
+                "validation_freq must be a number of epochs, or a list of epochs counted from 1,"
+                f" got {frequency!r}."
             )
-        finally:
-            self._validation = None
-        return logs
+        arrays = keras.utils.unpack_x_y_sample_weight(data)
+        if overrides(self._model, "evaluate"):  # called as Keras's fit calls it
+            given = {**dict(zip(("x", "y", "sample_weight"), arrays, strict=True)), **sizes}
+
+            def evaluate(hooks: keras.callbacks.CallbackList, end: EndOfJob | None) -> Logs:
+                options = {"return_dict": True, "_use_cached_eval_dataset": True}
+                return dict(self.evaluate(**given, callbacks=hooks, **options))
+
+        else:
+            batches = self._engine.read(*arrays, **sizes)
+            evaluate = functools.partial(
+                self._evaluate, self._epochs(batches, sizes["steps"], "validation ")
+            )
+
+        def evaluation_after(epoch: int) -> Evaluation | None:
+            if isinstance(frequency, int):
+                return None if (epoch + 1) % frequency else evaluate
+            return evaluate if epoch + 1 in frequency else None
+
+        return evaluation_after
 
     def _evaluate(
         self,
@@ -500,13 +446,14 @@ class DistributedModel(SavingMixin):
         end: EndOfJob | None = None,
     ) -> Logs:
         self._model.stop_evaluating = False
-        restore_metrics = snapshot(self._model.metrics_variables if self._in_epoch else ())
+        # A callback may evaluate in the middle of an epoch of a fit.
+        is_training = any(loop.is_running for loop in self._loops.values())
+        restore_metrics = snapshot(self._model.metrics_variables if is_training else ())
         with refusing_compile(self._model, "evaluate"):
             epochs.rewind()
             hooks.on_test_begin()
             with epochs.next() as data:
-                loop = Loop(self._model, self._engine, hooks, "test", end=end)
-                logs, steps = loop.run(self._engine.program(self._model, "test"), data)
+                logs, steps = self._loop("test").run(data, hooks, end=end)
         epochs.is_done(data, steps, stopped=bool(self._model.stop_evaluating))
         hooks.on_test_end(logs)
         restore_metrics()
@@ -535,29 +482,29 @@ class DistributedModel(SavingMixin):
                 f"the model must be compiled for {call}(). Call compile(optimizer, loss) in the"
                 " function given to distribute(), or on the model before it is distributed."
             )
-        check_equal_across_workers(self._reduction, {**counts, **arguments}, SAME_ARGUMENTS)
+        if self._reduction.multi_worker:
+            check_equal_across_workers(self._reduction, {**counts, **arguments}, SAME_ARGUMENTS)
 
-    def _read(
-        self, call: str, kind: str, *data: Any, steps: int | None = None, **options: Any
-    ) -> Epochs:
+    def _read(self, kind: str, *data: Any, steps: int | None = None, **options: Any) -> Epochs:
         """Reads the data of a call, and builds the model for its kind of step."""
         batches = self._engine.read(*data, steps=steps, **options)
-        epochs = self._epochs(batches, steps, call)
+        epochs = self._epochs(batches, steps)
         self._build(batches, kind)
         return epochs
 
-    def _epochs(self, batches: GlobalBatches, asked: int | None, call: str, of: str = "") -> Epochs:
+    def _epochs(self, batches: GlobalBatches, steps: int | None, of: str = "") -> Epochs:
         """The epochs of a call; compares the workers' data. `of` names the data in messages."""
-        sizes = {f"{of}batch_size": batches.batch_size, f"{of}batches in the data": batches.steps}
-        check_equal_across_workers(self._reduction, sizes, SAME_ARGUMENTS)
         inspect = None
         if self._reduction.multi_worker:
+            sizes = {"batch_size": batches.batch_size, "batches in the data": batches.steps}
+            sizes = {f"{of}{name}": size for name, size in sizes.items()}
+            check_equal_across_workers(self._reduction, sizes, SAME_ARGUMENTS)
             check = functools.partial(check_equal_data, self._reduction, names=of)
             if batches.arrays is not None:
                 check(batches.arrays)
             if batches.dataset is not None:
                 inspect = functools.partial(check, dataset=batches.dataset)
-        return Epochs(batches, self._engine.feed, asked, inspect)
+        return Epochs(batches, self._engine.feed, steps, inspect)
 
     def _build(self, batches: GlobalBatches, kind: str) -> None:
         """Create variables, metrics and optimizer slots, before a step is traced."""
@@ -566,7 +513,7 @@ class DistributedModel(SavingMixin):
             recompile(self._model, self._strategy, self._created)
         build(self._model, self._built_for, self._strategy, self._created, kind=kind)
         self._check_batch_normalization()  # of layers that are made in the first call, too
-        self._unify(kind)
+        self._unify()
 
     def _unsynchronized(self) -> str:
         """A sentence about layers that normalize the rows of each replica alone; "" if none do."""
@@ -593,23 +540,24 @@ class DistributedModel(SavingMixin):
                     " batch, or synchronize_batch_norm=False to keep this and silence the warning."
                 )
 
-    def _unify(self, kind: str = "") -> None:
+    def _unify(self) -> None:
         """Compare the workers' models, and give new variables the chief's values.
 
-        Models are compared once for each kind of step and each `compile`. Every worker must call.
+        Models are compared when they have new variables, and after `compile`. Every worker must
+        call.
         """
         created = list({id(variable): variable for variable in self._created}.values())
         self._created.clear()
         if not self._reduction.multi_worker:
             return
         compiled = compiled_parts(self._model) if self._model.compiled else ()
-        if self._reduction.any_worker(bool(created) or self._compared.get(kind) != compiled):
+        if self._reduction.any_worker(bool(created) or self._compared != compiled):
             described = describe_model(self._model, created)
             check_equal_across_workers(self._reduction, described, SAME_MODEL)
             # Weights that came along are each worker's own.
-            others = () if self._compared else state_of(self._model).values()
+            others = state_of(self._model).values() if self._compared is None else ()
             broadcast_variables(self._reduction, [*others, *created])
-            self._compared[kind] = compiled
+            self._compared = compiled
 
 
 # Methods of Keras's models that create variables.

@@ -19,15 +19,13 @@ from tfdist_ext.data.ordered import OrderedDataset
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.training.agreement.equality import check_equal_positions
 from tfdist_ext.training.agreement.single_task import Reduction
-from tfdist_ext.training.epochs import Epoch
-from tfdist_ext.training.inputs import (
-    GlobalBatches,
+from tfdist_ext.training.inputs import Epoch, GlobalBatches, read
+from tfdist_ext.training.protocols import Logs, Structure
+from tfdist_ext.training.sharded_inputs import (
     batches_of_function,
     batches_of_ordered,
     check_says_nothing_else,
-    read,
 )
-from tfdist_ext.training.protocols import Logs, Structure
 from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.variables import check_built
 

@@ -197,11 +197,6 @@ def test_a_queue_is_an_error_that_says_what_to_do() -> None:
     assert "tfd.all_rows" in str(result)
 
 
-def test_arrays_that_fit_shuffles() -> None:
-    result = verify(equal_model, shuffle=True)
-    assert ["shuffle=False" in cause for cause in result.causes] == [True]
-
-
 def test_settings_that_make_a_model_equal() -> None:
     assert verify(batch_norm_model, synchronize_batch_norm=True).equal
     assert verify(equal_model, rows().batch(12), validation_data=(X, Y), epochs=2).equal

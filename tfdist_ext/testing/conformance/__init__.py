@@ -11,15 +11,17 @@ belongs to each part of the interface of a strategy. Training is checked here.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.testing.assertions import assert_same_on_all_replicas, assert_trains_like_one_device
+from tfdist_ext.testing.assertions import assert_same_on_all_replicas
 from tfdist_ext.testing.conformance.replica_checks import ReplicaChecks
 from tfdist_ext.testing.conformance.variable_checks import VariableChecks
+from tfdist_ext.training.verification.verify import verify
 
 __all__ = ["StrategyConformance"]
 
@@ -42,7 +44,8 @@ def _build() -> keras.Model:
     rows = layers.Flatten()(layers.Embedding(12, 4)(ids))
     regularizer = keras.regularizers.L2(0.05)
     hidden = layers.Concatenate()([numbers, rows])
-    hidden = layers.Dense(8, "tanh", kernel_regularizer=regularizer)(hidden)
+    # BatchNormalization would leave a bias hardly any gradient but rounding.
+    hidden = layers.Dense(8, "tanh", use_bias=False, kernel_regularizer=regularizer)(hidden)
     hidden = layers.BatchNormalization(synchronized=True, momentum=0.8)(hidden)
     model = keras.Model([numbers, ids], layers.Dense(CLASSES)(hidden))
     optimizer = keras.optimizers.AdamW(
@@ -83,5 +86,9 @@ class StrategyConformance(VariableChecks, ReplicaChecks):
         data, strategy = ([NUMBERS, IDS], LABELS, WEIGHTS), self.under_test()
         fit: dict[str, Any] = {"batch_size": BATCH, "epochs": 2, "steps": -(-ROWS // BATCH)}
         fit |= {"validation_data": data, "validation_batch_size": BATCH}
-        assert_trains_like_one_device(build, data, strategy, tolerance=self.tolerance, **fit)
+        found = verify(build, data, strategy, tolerance=self.tolerance, **fit)
+        # The tolerance is the only limit: rounding does not explain a larger difference.
+        found = replace(found, rounding={})
+        if not found.equal:
+            raise AssertionError(str(found))
         assert_same_on_all_replicas([each.value for each in models[-1].weights], strategy=strategy)

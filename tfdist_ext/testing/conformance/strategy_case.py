@@ -79,7 +79,7 @@ class StrategyCase:
 
     Attributes:
         tolerance: the largest difference of trained weights, losses and metrics from those of one
-            device; relative to the largest number of a variable where that is above 1.
+            device, relative to the largest number of each variable or log.
     """
 
     tolerance: float = 1e-6

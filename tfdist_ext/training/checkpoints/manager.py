@@ -31,8 +31,9 @@ from tfdist_ext.training.checkpoints.callback_state import (
 from tfdist_ext.training.checkpoints.folder import CheckpointFolder, FolderTakenError
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.saving import arrays_of, at_step, restore_checkpoint
-from tfdist_ext.training.epochs import Epochs
-from tfdist_ext.training.protocols import Execution, Logs
+from tfdist_ext.training.inputs import Epochs
+from tfdist_ext.training.programs import Execution
+from tfdist_ext.training.protocols import Logs
 from tfdist_ext.training.state import run_on_chief, snapshot
 from tfdist_ext.training.variables import optimizers_of
 from tfdist_ext.user_frames import warn

@@ -22,8 +22,7 @@ from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.single_task import Reduction, TaskStatus, watched_phases
-from tfdist_ext.training.epochs import Epoch
-from tfdist_ext.training.inputs import GlobalBatches
+from tfdist_ext.training.inputs import Epoch, GlobalBatches
 from tfdist_ext.training.parameter_server import worker_data
 from tfdist_ext.training.parameter_server.calls import (
     BATCHES_IN_A_CALL,

@@ -17,8 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.strategies._tf_private import per_replica
-from tfdist_ext.training.epochs import Epoch
-from tfdist_ext.training.inputs import GlobalBatches, Parts
+from tfdist_ext.training.inputs import Epoch, GlobalBatches, Parts
 from tfdist_ext.training.programs import Engine, Execution, StepProgram
 from tfdist_ext.training.protocols import BatchIterator, Structure
 from tfdist_ext.training.steps.logs import results, results_of

@@ -36,7 +36,6 @@ class Trainings:
     Attributes:
         batches: the global batches of one epoch; the last one is smaller.
         rows: the number of rows of each batch.
-        shuffles: whether `fit` shuffles arrays.
         order_changes: whether a dataset begins with another batch when it is read again.
     """
 
@@ -63,8 +62,6 @@ class Trainings:
         if self.rows[-1] == self.rows[0]:  # parts of different sizes show more
             self.rows[-1] -= self.rows[0] // 2
             self.batches[-1] = rows_between(self.batches[-1], 0, self.rows[-1])
-        self._arrays = rows_between(data, 0, sum(self.rows)) if isinstance(data, tuple) else None
-        self.shuffles = bool(self._fit["shuffle"]) and self._arrays is not None
 
     def new_model(self) -> keras.Model:
         """Returns a new model of plain Keras, from the seeds of all trainings."""
@@ -96,18 +93,15 @@ class Trainings:
         keras.utils.set_random_seed(SEED)
         model = build()
         inner = getattr(model, "keras_model", model)
-        arrays, batches = self._arrays, self.batches
+        batches = self.batches
         if last_bit:
-            flat = tf.nest.flatten(batches, expand_composites=True)
-            data = tf.nest.map_structure(_next_number, (arrays, batches), expand_composites=True)
-            arrays, batches = data
-            if not any(map(_is_float, flat)):
+            batches = tf.nest.map_structure(_next_number, batches, expand_composites=True)
+            if not any(map(_is_float, tf.nest.flatten(batches, expand_composites=True))):
                 for weight in inner.trainable_weights:
                     weight.assign(_next_number(weight.numpy()))
-        x, y, weights = (*(arrays or (dataset_of(batches),)), None, None)[:3]
         keras.utils.set_random_seed(SEED)
         np.random.seed(numpy_seed)
-        logs = model.fit(x, y, sample_weight=weights, **{**self._fit, **changed}).history
+        logs = model.fit(dataset_of(batches), **{**self._fit, **changed}).history
         return {
             **_values_of(inner),
             **{f"log {name}": np.asarray(values) for name, values in logs.items()},

@@ -1,0 +1,136 @@
+"""Global batches of a ShardedDataset of `tfd.data`, from its own position.
+
+If a function of the shard makes the data of each task, the tasks agree in each step on whether
+there is a batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.data.function import FunctionDataset
+from tfdist_ext.data.ordered import OrderedDataset
+from tfdist_ext.data.sharded import ShardedDataset
+from tfdist_ext.data.shards import Shard
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.training.agreement.equality import from_each_worker
+from tfdist_ext.training.agreement.single_task import Reduction
+from tfdist_ext.training.inputs import GlobalBatches, Part, parts_of_dataset
+
+__all__ = ["batches_of_function", "batches_of_ordered", "check_says_nothing_else"]
+
+
+def check_says_nothing_else(data: ShardedDataset, **given: Any) -> None:
+    """
+    Raises:
+        TrainingError: an argument of `fit` that a ShardedDataset already determines.
+    """
+    if given["batch_size"] == data.global_batch_size:
+        del given["batch_size"]
+    extra = [name for name, value in given.items() if value is not None]
+    if extra:
+        raise TrainingError(
+            f"{' and '.join(extra)} must be left out with a ShardedDataset, which determines them:"
+            " from_arrays((x, y, sample_weight), global_batch_size=64)."
+        )
+
+
+def batches_of_ordered(data: OrderedDataset) -> GlobalBatches:
+    """The global batches, beginning at the data's position.
+
+    Raises:
+        TrainingError: a position between two batches.
+    """
+
+    def begin() -> int:
+        epoch, examples = data.position
+        if examples % data.global_batch_size:
+            raise TrainingError(
+                "the position of the data must be between two global batches of"
+                f" {data.global_batch_size}, got {examples} examples of an epoch. Resume with the"
+                " global batch size of the earlier training."
+            )
+        return epoch * data.steps + data.steps_done
+
+    def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
+        return data.parts(first, local, replicas, begin(), counted=not data.loses_examples)
+
+    return GlobalBatches(
+        parts_of=parts_of,
+        steps=data.steps,
+        batch_size=data.global_batch_size,
+        is_infinite=True,
+        begin=lambda: begin() % data.steps,
+        needs_row_count=data.loses_examples,
+        advance=data.advance,
+    )
+
+
+def batches_of_function(
+    data: FunctionDataset, reduction: Reduction, *, from_position: bool
+) -> GlobalBatches:
+    """This task's batches, from the data's position or of epoch 0; every worker must call."""
+    shard = Shard(reduction.worker, reduction.workers)
+
+    def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
+        dataset = data.dataset(shard) if from_position else data.whole_epoch(shard)
+        if shard.count == 1:
+            return parts_of_dataset(dataset)(first, local, replicas)
+        return _then_nothing(dataset, local, shard.count)
+
+    epoch = data.position[0] if from_position else 0
+    steps, is_infinite = _agreed_length(data.whole_epoch(shard, epoch), reduction)
+    if data.takes_epoch and from_position:  # other epochs may have more batches, or fewer
+        steps = None
+    return GlobalBatches(
+        parts_of=parts_of,
+        steps=steps,
+        batch_size=data.global_batch_size,
+        is_infinite=is_infinite,
+        begin=lambda: data.steps_done if from_position else 0,
+        needs_row_count=shard.count > 1,
+        advance=data.advance if from_position else lambda steps: None,
+        ended=data.end_epoch if from_position else lambda: None,
+    )
+
+
+def _agreed_length(dataset: tf.data.Dataset, reduction: Reduction) -> tuple[int | None, bool]:
+    """(steps of an epoch on the worker with most steps, whether one worker has endless data)."""
+    lengths = from_each_worker(reduction, dataset.cardinality().numpy())
+    if (lengths == tf.data.INFINITE_CARDINALITY).any():
+        return None, True
+    return None if lengths.min() < 0 else int(lengths.max()), False
+
+
+def _then_nothing(dataset: tf.data.Dataset, local: int, readers: int) -> tf.data.Dataset:
+    """Parts for the local replicas, followed by an endless sequence of parts without rows.
+
+    The tasks agree in each step on whether a task has rows; see `GlobalBatches`.
+    """
+
+    def marked(batches: tf.data.Dataset, is_real: int) -> tf.data.Dataset:
+        def of_parts(*parts: Part) -> tuple[Part, ...]:
+            flag = tf.constant(is_real, tf.int64)
+            return tuple((rows * flag, flag, batch) for rows, _, batch in parts)
+
+        return parts_of_dataset(batches, readers)(0, local, local).map(of_parts)
+
+    one_row = tf.nest.map_structure(_one_row, dataset.element_spec)
+    nothing = marked(tf.data.Dataset.from_tensors(one_row), 0)
+    return marked(dataset, 1).concatenate(nothing.repeat())
+
+
+def _one_row(spec: tf.TypeSpec) -> tf.Tensor:
+    """A batch of one row of zeros, for a replica without rows."""
+    if isinstance(spec, tf.RaggedTensorSpec):
+        inner = [size or 0 for size in spec.shape[spec.ragged_rank + 1 :]]
+        splits = [tf.zeros([2], spec.row_splits_dtype)]
+        splits += [tf.zeros([1], spec.row_splits_dtype)] * (spec.ragged_rank - 1)
+        return tf.RaggedTensor.from_nested_row_splits(tf.zeros([0, *inner], spec.dtype), splits)
+    rest = [size or 1 for size in spec.shape[1:]]
+    if isinstance(spec, tf.SparseTensorSpec):
+        indices = tf.zeros([0, 1 + len(rest)], tf.int64)
+        return tf.SparseTensor(indices, tf.zeros([0], spec.dtype), [1, *rest])
+    return tf.zeros([1, *rest], spec.dtype)
