@@ -69,11 +69,11 @@ def substitutes_of(context: StepContext) -> Mapping[str, Callable[..., Any]]:
         "update_mean": _update_mean,
         "moments": _moments,
         "moments_of_layer": _moments_of_layer,
-        "take": _take,
         **RANDOM,
     }
     if context.replicas > 1 and not context.on_tpu:
-        functions.update(write_variable=_write_variable, update_variable=_update_variable)
+        functions |= {"write_variable": _write_variable, "update_variable": _update_variable}
+        functions["take"] = _take
     bound = {key: functools.partial(function, context) for key, function in functions.items()}
     return {**bound, "replicas": lambda original, strategy: 1}
 

@@ -57,13 +57,11 @@ class StepScope(keras.StatelessScope):
 
     Attributes:
         results: the calls of metrics' `result()` in this step.
-        resetting: True while a metric's `reset_state()` runs.
     """
 
     def __init__(self, values: Iterable[tuple[keras.Variable, tf.Tensor]]):
         super().__init__(values, collect_losses=True, initialize_variables=False)
         self.results: list[_Result] = []
-        self.resetting = False
 
     def rows(self, variable: keras.Variable, ids: tf.Tensor) -> tf.Tensor | None:
         """Rows of a table, moved without its other rows; None if that is not possible."""
@@ -76,11 +74,10 @@ class StepScope(keras.StatelessScope):
 
 @contextlib.contextmanager
 def observed_metrics(metrics: Iterable[keras.metrics.Metric]) -> Iterator[None]:
-    """Scope in which a StepScope learns of the calls of metrics' `result` and `reset_state`."""
+    """Scope in which a StepScope records the calls of metrics' `result`."""
     with contextlib.ExitStack() as stack:
         for metric in metrics:
-            methods = {"result": _recording(metric), "reset_state": _resetting(metric.reset_state)}
-            stack.enter_context(redirect_methods(metric, **methods))
+            stack.enter_context(redirect_methods(metric, result=_recording(metric)))
         yield
 
 
@@ -95,20 +92,6 @@ def _recording(metric: keras.metrics.Metric) -> Callable[..., Structure]:
         return value
 
     return result
-
-
-def _resetting(original: Callable[..., None]) -> Callable[..., None]:
-    def reset_state(*args: Any, **kwargs: Any) -> None:
-        scope = kp.stateless_scope()
-        if not isinstance(scope, StepScope):
-            return original(*args, **kwargs)
-        before, scope.resetting = scope.resetting, True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            scope.resetting = before
-
-    return reset_state
 
 
 class OwnOutputs:

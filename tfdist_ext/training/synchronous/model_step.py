@@ -270,7 +270,7 @@ class ModelStep:
         if context is not None:
             self._check(scope, context)
         scope.forget_losses(self.model)
-        self.updated |= scope.updated
+        self.updated |= scope.updated_metrics
         new = self._stacked.stack(scope.states())
         ready = None if timer is None else timer.ready(new)
         return new, scope.written(context), outputs, ready
@@ -321,7 +321,7 @@ class ModelStep:
         if self._checked and tf.executing_eagerly():
             return
         if self._kind != "predict":
-            check_called(self.model, self._kind, context.called, scope.state_mapping)
+            check_called(self.model, self._kind, context.called, scope.updated)
             if context.replicas > 1:
                 check_activity_regularizers(self.model)
         self._checked = True
