@@ -6,11 +6,10 @@ whole batch. docs/exactness.md states the rules; each function here is a part of
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy.typing as npt
@@ -24,7 +23,7 @@ from tfdist_ext.training._tf_private import is_recording
 from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.context import StepContext, all_rows, running_step
 from tfdist_ext.training.steps.random_numbers import RANDOM, rows_at
-from tfdist_ext.training.steps.replaced import Original, Target, substitutes
+from tfdist_ext.training.steps.replaced import Original, Target
 from tfdist_ext.training.steps.rows import Gradient, compared_rows, merged, with_slots
 from tfdist_ext.training.steps.scope import (
     ReplicaScope,
@@ -52,10 +51,6 @@ from tfdist_ext.user_frames import warn
 __all__ = ["own_applies", "substitutes_of"]
 
 
-# Mean and variance of each channel.
-Moments: TypeAlias = tuple[tf.Tensor, tf.Tensor]
-
-
 def substitutes_of(context: StepContext) -> Mapping[str, Callable[..., Any]]:
     """Returns the functions that replace those of Keras and TensorFlow in a step, by key."""
     functions: dict[str, Callable[..., Any]] = {
@@ -68,7 +63,6 @@ def substitutes_of(context: StepContext) -> Mapping[str, Callable[..., Any]]:
         "gradient": _gradient,
         "update_mean": _update_mean,
         "moments": _moments,
-        "moments_of_layer": _moments_of_layer,
         **RANDOM,
     }
     if context.replicas > 1 and not context.on_tpu:
@@ -272,32 +266,28 @@ def _update_mean(
 
 
 def _moments(
-    context: StepContext, original: Original, x: tf.Tensor, axes: Sequence[int], keepdims: bool
-) -> Moments:
-    """Returns mean and variance over the rows of all replicas, by Keras's formula."""
-    del original
-    present = context.is_nonempty(x.dtype)
-    sums = [tf.reduce_sum(v, axes, keepdims=True) for v in (x, tf.square(x), tf.ones_like(x))]
-    total, squares, count = context.differentiable_sum([value * present for value in sums])
-    mean = tf.math.divide_no_nan(total, count)
-    variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
-    if not keepdims:
-        mean, variance = tf.squeeze(mean, axes), tf.squeeze(variance, axes)
-    return mean, variance
-
-
-def _moments_of_layer(
     context: StepContext,
     original: Original,
     layer: keras.layers.BatchNormalization,
     inputs: tf.Tensor,
     mask: tf.Tensor | None,
-) -> Moments:
-    """Returns mean and variance of a BatchNormalization; a mask is used on all replicas."""
-    if mask is not None and layer.synchronized:
-        context.called.add("moments")
-        inputs, mask = all_rows((inputs, mask))
-    return original(layer, inputs, mask)
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns mean and variance of each channel, of a synchronized layer over all replicas."""
+    if not layer.synchronized:
+        return original(layer, inputs, mask)
+    counted = tf.ones_like(inputs)
+    if mask is not None:
+        counted *= tf.cast(tf.cast(mask, tf.bool), inputs.dtype)[..., tf.newaxis]
+        inputs = tf.math.multiply_no_nan(inputs, counted)
+    rank = len(inputs.shape)
+    axes = [axis for axis in range(rank) if axis != layer.axis % rank]
+    present = context.is_nonempty(inputs.dtype)
+    sums = [tf.reduce_sum(v, axes) * present for v in (inputs, tf.square(inputs), counted)]
+    total, squares, count = context.differentiable_sum(sums)
+    mean = tf.math.divide_no_nan(total, count)
+    # Keras's formula of a synchronized layer
+    variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
+    return mean, variance
 
 
 _RATIOS = (keras.losses.dice, keras.losses.tversky)
@@ -358,25 +348,21 @@ def _loss_of_batch(
     return original(loss, y_true, y_pred, *more, **named)
 
 
-@contextlib.contextmanager
-def _average_loss(context: StepContext, original: Original, losses: tf.Tensor) -> Iterator[None]:
-    """Scope of `tf.nn.compute_average_loss`, which makes its result a mean over the part.
+def _average_loss(
+    context: StepContext,
+    original: Original,
+    per_example_loss: tf.Tensor,
+    sample_weight: tf.Tensor | None = None,
+    global_batch_size: tf.Tensor | int | None = None,
+) -> tf.Tensor:
+    """Calls `tf.nn.compute_average_loss`, and makes its result a mean over the part.
 
     With a `global_batch_size`, TensorFlow divides the sum over the part by the rows of all parts.
     """
-    is_mean = context.rows_in(losses) == "batch"
-
-    def replicas(*_: Any) -> int:
-        nonlocal is_mean
-        is_mean = True  # without a size, TensorFlow divides by the rows of the part
-        return 1
-
-    def divide(original: Original, total: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
-        loss = original(total, size)
-        return loss if is_mean else original(loss, context.batch_fraction(loss.dtype))
-
-    with original(losses), substitutes({"replicas": replicas, "divide_average_loss": divide}):
-        yield
+    loss = original(per_example_loss, sample_weight, global_batch_size)
+    if global_batch_size is None or context.rows_in(per_example_loss) == "batch":
+        return loss
+    return tf.math.divide_no_nan(loss, context.batch_fraction(loss.dtype))
 
 
 def _clear_losses(context: StepContext, original: Original, layer: keras.Layer) -> None:
