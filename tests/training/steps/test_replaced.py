@@ -272,5 +272,5 @@ def test_collectives_past_their_keys() -> None:
     context = StepContext(*part, between_workers=True)
     said = pytest.raises(tfd.TfDistError, match=r"must call \S+_next_instance_key")
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    with strategy.scope(), said, context.sums.keys_of_size(tf.constant(4)):
+    with strategy.scope(), said, context.keys_of_size(tf.constant(4)):
         pass

@@ -27,7 +27,7 @@ from tfdist_ext.training.parameter_server.worker_data import (
 )
 from tfdist_ext.training.programs import StepProgram, step_of
 from tfdist_ext.training.protocols import Epoch, Execution, Logs, Structure
-from tfdist_ext.training.steps.logs import OwnOutputs, results
+from tfdist_ext.training.steps.logs import OwnOutputs
 from tfdist_ext.training.steps.scope import metrics_and_others
 from tfdist_ext.training.variables import optimizers_of
 
@@ -171,7 +171,7 @@ class ParameterServerProgram(StepProgram):
             for name, spec in self._output_specs.items()
         }
         with keras.StatelessScope(zip(self._metrics, values, strict=True)):
-            found = results(self._model, carried, self._own.of_metrics, self._updated)
+            found = self._own.results(carried, self._updated)
         logs = {name: value.numpy() for name, value in sorted(found.items())}
         return {name: float(v) if v.ndim == 0 else v for name, v in logs.items()}
 

@@ -6,8 +6,9 @@ some strategies wrong. So `ReplicaScope` decides what a write does:
 - The state of a metric travels through the loop of steps as a value.
 - Any other variable is written at once, each replica its own copy (`OwnCopies`). When the step
   ends, each copy gets the mean over all rows.
-- If replicas share one copy, the values are collected, and the mean is written after the step. A
-  value cannot leave a `cond` or a loop, so a write in there is an error.
+- If replicas share one copy, or the strategy has an `update_variable` of its own, the values are
+  collected, and the mean is written after the step. A value cannot leave a `cond` or a loop, so a
+  write in there is an error.
 - A weight gets its mean at once, because some layers read a weight in the call that assigns it.
 """
 
@@ -23,12 +24,16 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies.traced_replica import copy_number, replica_number
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.steps.context import StepContext, current_step
+from tfdist_ext.training.steps.context import (
+    StepContext,
+    current_graph,
+    current_step,
+    outside_of_inner_graphs,
+)
 from tfdist_ext.training.steps.logs import StepScope, metric_variables, metrics_of
 from tfdist_ext.training.steps.replaced import substitutes
 from tfdist_ext.training.steps.rows import places_rows
-from tfdist_ext.training.steps.sums import current_graph, outside_of_inner_graphs
-from tfdist_ext.training.variables import local_copies
+from tfdist_ext.training.variables import is_updated_once, local_copies
 
 __all__ = [
     "OwnCopies",
@@ -82,7 +87,9 @@ class ReplicaScope(StepScope):
         if key not in self._watched:
             _check_is_no_metric(variable)
         elif not variable.trainable or self._in_inner_graph():
-            if self.own.is_shared(variable) and not self._in_inner_graph():
+            if self.own.is_collected(variable):
+                if self._in_inner_graph():
+                    raise shared_by_replicas(kp.raw_value(variable), self.own.local_replicas)
                 super().add_update(update)
                 return
             self.own.add(variable)
@@ -182,7 +189,7 @@ class OwnCopies:
 
     def __init__(self, strategy: tf.distribute.Strategy, local_replicas: int):
         self._strategy = strategy
-        self._local_replicas = local_replicas
+        self.local_replicas = local_replicas
         # TensorFlow does not give out the copies on TPUs one by one.
         self._on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
         self._written: dict[int, keras.Variable | tf.Variable] = {}  # by id of the container
@@ -200,7 +207,7 @@ class OwnCopies:
         if getattr(container, "synchronization", None) == tf.VariableSynchronization.ON_READ:
             return
         if self.is_shared(container):
-            raise shared_by_replicas(container, self._local_replicas)
+            raise shared_by_replicas(container, self.local_replicas)
         is_copy = isinstance(variable, tf.Variable)
         self._written[id(container)] = container if is_copy else variable
 
@@ -212,8 +219,15 @@ class OwnCopies:
         return copies[copy_number() % len(copies)] if len(copies) > 1 else copies[0]
 
     def is_shared(self, variable: keras.Variable | tf.Variable) -> bool:
-        """Whether the replicas of this worker share one copy, or a copy cannot be reached."""
-        return self._on_tpu or len(local_copies(variable, self._strategy)) < self._local_replicas
+        """Whether the replicas of this worker share one copy."""
+        copies = (
+            self.local_replicas if self._on_tpu else len(local_copies(variable, self._strategy))
+        )
+        return copies < self.local_replicas
+
+    def is_collected(self, variable: keras.Variable) -> bool:
+        """Whether what the replicas write is collected, and written once after the step."""
+        return self._on_tpu or is_updated_once([variable], self._strategy, self.local_replicas)
 
     def written(self) -> list[keras.Variable | tf.Variable]:
         """The floating variables that were written."""
@@ -266,7 +280,8 @@ def shared_by_replicas(variable: tf.Variable, replicas: int) -> TrainingError:
     """The error of a tf.Variable that replicas share, or would sum up when they write it."""
     return TrainingError(
         f"The variable {variable.name!r} of shape {variable.shape} is assigned in a step, and the"
-        f" {replicas} replicas of this process share one copy of it, or its aggregation is SUM."
+        f" {replicas} replicas of this process share one copy of it, or its aggregation is SUM, or"
+        " the strategy has an update_variable of its own."
         " Create it with self.add_weight(..., trainable=False) in a layer or model, and assign it"
         " in the body of train_step or call, not in a tf.function, a cond or a loop. What is"
         " assigned there is averaged over all rows. For sums, use a keras.metrics.Metric."

@@ -289,7 +289,7 @@ class ModelStep:
         outputs = self.own.others(returned, scope, before, warns=several)
         if context is None:
             return outputs
-        return {name: context.contribution(value) for name, value in outputs.items()}
+        return {name: context.weighted(value) for name, value in outputs.items()}
 
     def _context(
         self, part: Part, rows_of_all: tf.Tensor | None, timer: ReplicaTimer | None

@@ -20,7 +20,6 @@ from tfdist_ext.strategies._tf_private import per_replica
 from tfdist_ext.training.inputs import Parts
 from tfdist_ext.training.programs import StepProgram
 from tfdist_ext.training.protocols import BatchIterator, Epoch, Execution, Structure
-from tfdist_ext.training.steps.logs import results, results_of
 from tfdist_ext.training.steps.scope import ReplicaScope, assign_each
 from tfdist_ext.training.synchronous.model_step import ModelStep
 from tfdist_ext.training.synchronous.reduction import States
@@ -100,8 +99,7 @@ class SynchronousProgram(StepProgram):
             for variable, *of_replicas in zip(self._step.metrics, *states, strict=True)
         ]
         with ReplicaScope(zip(self._step.metrics, values, strict=True)):
-            own = self._step.own
-            logs = results_of(own.of_metrics) if own.exist else results(self._model, {}, {}, set())
+            logs = self._step.own.results({}, set())
         return {name: float(value) for name, value in logs.items() if value.shape.rank == 0}
 
     def _run(
@@ -197,8 +195,7 @@ class SynchronousProgram(StepProgram):
             self.timer.execution_is_done(steps)
         assign_each(self._reduction.strategy, metrics, values)
         with ReplicaScope(zip(metrics, values, strict=True)):
-            of_metrics, updated = self._step.own.of_metrics, self._step.updated
-            logs = results(self._model, outputs, of_metrics, updated)
+            logs = self._step.own.results(outputs, self._step.updated)
         return logs, last[0], steps, report
 
 
