@@ -24,9 +24,7 @@ import tfdist_ext as tfd
 from tfdist_ext.training._keras_private import REPLACED, Replaced
 from tfdist_ext.training.callbacks.in_cluster import TRAINER_METHODS
 from tfdist_ext.training.steps.context import StepContext
-from tfdist_ext.training.steps.replaced import (
-    step_targets,
-)
+from tfdist_ext.training.steps.replaced import step_targets
 
 FIT = {"batch_size": 16, "verbose": 0}
 
