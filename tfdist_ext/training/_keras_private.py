@@ -127,10 +127,10 @@ _REPLACED = {
         "keras.src.losses.loss:reduce_weighted_values",
     ),
     "average_loss": (
-        "marks a call of `tf.nn.compute_average_loss`, which must divide by the rows of all parts",
-        f"{_OPS}.losses.util:check_per_example_loss_rank",
+        "divides by the rows of all parts, and the gradient is weighted by the part's share",
+        "tensorflow:nn.compute_average_loss",
+        "tensorflow:compat.v1.nn.compute_average_loss",
     ),
-    "divide_average_loss": ("the same: the division itself", f"{_OPS}.math_ops:div_no_nan"),
     "added_loss": (
         "sums what a layer gives to add_loss, and a sum over a part's rows is no mean",
         "keras:Model._aggregate_additional_loss",
@@ -144,11 +144,7 @@ _REPLACED = {
         "keras:metrics.Mean.update_state",
     ),
     "moments": (
-        "weighs the replicas; the gradient of Keras's function does not",
-        "keras.src.backend.tensorflow.nn:_compute_moments_sync",
-    ),
-    "moments_of_layer": (
-        "the same with a mask, where Keras ignores `synchronized`",
+        "weighs the replicas, which the gradient of Keras's function does not, and knows a mask",
         "keras:layers.BatchNormalization._moments",
     ),
     "replicas": (
@@ -167,19 +163,16 @@ _REPLACED = {
         f"{_STATELESS}_v2:stateless_random_normal_v2",
         f"{_STATELESS}_v2:stateless_truncated_normal_v2",
     ),
-    "draw_with_state": (
-        "draws a seed, and each replica its rows: replicas that share a trace would draw the same",
-        f"{_STATEFUL}:random_uniform",
-        f"{_STATEFUL}:random_uniform_int",
-        f"{_STATEFUL}:random_standard_normal",
-        f"{_STATEFUL}:truncated_normal",
-    ),
     "draw_whole": (
-        "the same as draw, for distributions that draw in another order than that of the rows",
+        "the same for generators whose numbers are not in the order of the rows, or keep a state",
         f"{_STATELESS}_v2:stateless_random_gamma_v3",
         f"{_STATELESS}:stateless_random_binomial",
         f"{_STATELESS}:stateless_random_poisson",
         f"{_STATELESS}:stateless_multinomial",
+        f"{_STATEFUL}:random_uniform",
+        f"{_STATEFUL}:random_uniform_int",
+        f"{_STATEFUL}:random_standard_normal",
+        f"{_STATEFUL}:truncated_normal",
     ),
     "seed_generator": (
         "returns the replica's own, which is made outside of the step",

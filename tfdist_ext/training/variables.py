@@ -39,7 +39,6 @@ from tfdist_ext.training import _keras_private as kp
 __all__ = [
     "LocalCopies",
     "UpdatesInPlace",
-    "all_built",
     "broadcast_from_owner",
     "check_built",
     "copies_of_model",
@@ -77,14 +76,9 @@ class LocalCopies(keras.StatelessScope):
         super().__init__(initialize_variables=False)
         self._copy_of = copy_of
         self._used: dict[int, keras.Variable] = {}
-        # id of a variable -> graph -> its value. A cond or a loop has a graph of its own, whose
-        # tensors cannot be used outside of it.
-        self._read_once: dict[int, dict[tf.Graph, tf.Tensor]] = {
-            id(variable): {}
-            for optimizer in optimizers
-            for variable in kp.step_variables(optimizer)
-            if variable is not None
-        }
+        self._of_steps = {id(v) for each in optimizers for v in kp.step_variables(each)}
+        # By variable and graph: the tensors of a cond or a loop cannot be used outside of it.
+        self._read: dict[tuple[int, tf.Graph], tf.Tensor] = {}
 
     @property
     def used(self) -> list[keras.Variable]:
@@ -92,19 +86,19 @@ class LocalCopies(keras.StatelessScope):
         return list(self._used.values())
 
     def get_current_value(self, variable: keras.Variable) -> tf.Variable | tf.Tensor:
-        values = self._read_once.get(id(variable))
-        if values is None:
+        if id(variable) not in self._of_steps:
             return self._copy(variable)
-        graph = tf.compat.v1.get_default_graph()
-        if graph not in values:
-            values[graph] = self._copy(variable).read_value()
-        return values[graph]
+        key = id(variable), tf.compat.v1.get_default_graph()
+        if key not in self._read:
+            self._read[key] = self._copy(variable).read_value()
+        return self._read[key]
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         variable, value = update
         copy = self._copy(variable)
         copy.assign(tf.cast(value, copy.dtype))
-        self._read_once.get(id(variable), {}).clear()
+        if id(variable) in self._of_steps:
+            self._read.clear()
 
     def _copy(self, variable: keras.Variable) -> tf.Variable:
         self._used[id(variable)] = variable
@@ -205,19 +199,18 @@ def broadcast_from_owner(
     variables: Sequence[keras.Variable], strategy: tf.distribute.Strategy
 ) -> None:
     """Copies the owner's value to all other copies. Call it in cross-replica context."""
-    for variable in variables:
-        if len(local_copies(variable, strategy)) > 1:
-            _broadcast(kp.raw_value(variable), owner_copy(variable, strategy), strategy)
 
-
-def _broadcast(raw: tf.Variable, source: tf.Variable, strategy: tf.distribute.Strategy) -> None:
-    def take(copy: tf.Variable, value: tf.Tensor) -> None:
+    def take(copy: tf.Variable, source: tf.Variable, value: tf.Tensor) -> None:
         if copy is not source:
             copy.assign(value)
 
-    with tf.device(source.device):
-        value = source.read_value()
-    strategy.extended.update(raw, take, args=(value,), group=False)
+    for variable in variables:
+        if len(local_copies(variable, strategy)) > 1:
+            source = owner_copy(variable, strategy)
+            with tf.device(source.device):
+                value = source.read_value()
+            take_value = functools.partial(take, source=source, value=value)
+            strategy.extended.update(kp.raw_value(variable), take_value, group=False)
 
 
 @contextlib.contextmanager
@@ -313,11 +306,6 @@ def with_inner_optimizers(
     return list({id(each): each for each in (optimizer, *inner)}.values())
 
 
-def all_built(model: keras.Model) -> bool:
-    """Whether every optimizer of the model has its variables."""
-    return all(optimizer.built for optimizer in optimizers_of(model).values())
-
-
 def check_built(model: keras.Model) -> None:
     """Raise a TrainingError if an optimizer of the model has no variables."""
     for name, optimizer in optimizers_of(model).items():
@@ -329,11 +317,12 @@ def check_built(model: keras.Model) -> None:
 
 
 def _optimizers_in(name: str, value: object) -> Iterator[tuple[str, keras.optimizers.Optimizer]]:
+    inside: Iterable[tuple[object, object]] = ()
     if isinstance(value, keras.optimizers.Optimizer):
         yield name, value
     elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _optimizers_in(f"{name}.{key}", inner)
+        inside = value.items()
     elif isinstance(value, list | tuple):
-        for number, inner in enumerate(value):
-            yield from _optimizers_in(f"{name}.{number}", inner)
+        inside = enumerate(value)
+    for key, each in inside:
+        yield from _optimizers_in(f"{name}.{key}", each)

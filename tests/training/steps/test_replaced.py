@@ -24,9 +24,7 @@ import tfdist_ext as tfd
 from tfdist_ext.training._keras_private import REPLACED, Replaced
 from tfdist_ext.training.callbacks.in_cluster import TRAINER_METHODS
 from tfdist_ext.training.steps.context import StepContext
-from tfdist_ext.training.steps.replaced import (
-    step_targets,
-)
+from tfdist_ext.training.steps.replaced import step_targets
 
 FIT = {"batch_size": 16, "verbose": 0}
 
@@ -162,7 +160,6 @@ def test_fits_in_two_threads_do_not_see_each_other() -> None:
 
 _apply = keras.optimizers.Optimizer.apply
 _loss = keras.losses.Loss.__call__
-_moments = next(getattr(*each.place()) for each in REPLACED if each.key == "moments")
 
 
 def step_past_apply(self: keras.Model, data: Any) -> Any:
@@ -181,8 +178,10 @@ def compute_loss_past_the_call(self: Any, x: Any, y: Any, y_pred: Any, *more: An
     return loss / tf.distribute.get_strategy().num_replicas_in_sync
 
 
-def moments_of_the_part(self: Any, inputs: Any, mask: Any) -> Any:
-    return _moments(inputs, self._reduction_axes, False)
+def normalized_by_the_part(self: Any, inputs: Any, training: bool = False, mask: Any = None) -> Any:
+    mean, variance = keras.ops.moments(inputs, 0)
+    self.moving_mean.assign(mean)
+    return self.gamma * (inputs - mean) / keras.ops.sqrt(variance + 0.1) + self.beta
 
 
 def dropout_by_a_hash(layer: Any, inputs: Any, training: bool = False) -> Any:
@@ -197,7 +196,7 @@ def dropout_by_a_hash(layer: Any, inputs: Any, training: bool = False) -> Any:
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "apply": (keras.Model, "train_step", step_past_apply),
     "loss": (keras.Model, "compute_loss", compute_loss_past_the_call),
-    "moments": (keras.layers.BatchNormalization, "_moments", moments_of_the_part),
+    "moments": (keras.layers.BatchNormalization, "call", normalized_by_the_part),
     "draw": (keras.layers.Dropout, "call", dropout_by_a_hash),
 }
 
@@ -228,7 +227,7 @@ def test_a_step_calls_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tfdist_ext.training.synchronous.model_step.check_called", check)
     tfd.distribute(with_all, mirrored()).fit(X, Y, **FIT)
     expected = {"added_loss", "apply", "clear_losses", "draw", "gradient", "loss"}
-    expected |= {"moments", "moments_of_layer", "reduce_loss", "replicas", "update_mean"}
+    expected |= {"moments", "reduce_loss", "replicas", "update_mean"}
     assert not expected - seen
 
 
@@ -253,9 +252,8 @@ def test_a_function_that_is_gone_is_missed_by_those_who_need_it(
 ) -> None:
     """A model without a synchronized BatchNormalization trains without what that needs."""
     moved = [
-        Replaced("moments", "keras.src.backend.tensorflow.moved:moments_sync", "sums"),
-        Replaced("moments_of_layer", "keras:layers.BatchNormalization._moved", "sums"),
-        *(replaced for replaced in REPLACED if not replaced.key.startswith("moments")),
+        Replaced("moments", "keras:layers.BatchNormalization._moved", "sums"),
+        *(replaced for replaced in REPLACED if replaced.key != "moments"),
     ]
     monkeypatch.setattr("tfdist_ext.training._keras_private.REPLACED", tuple(moved))
     step_targets.cache_clear()
@@ -272,5 +270,5 @@ def test_collectives_past_their_keys() -> None:
     context = StepContext(*part, between_workers=True)
     said = pytest.raises(tfd.TfDistError, match=r"must call \S+_next_instance_key")
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    with strategy.scope(), said, context.sums.keys_of_size(tf.constant(4)):
+    with strategy.scope(), said, context.keys_of_size(tf.constant(4)):
         pass

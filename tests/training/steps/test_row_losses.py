@@ -6,7 +6,6 @@ have one row and one has none.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -150,13 +149,14 @@ def test_losses_of_rows_that_a_layer_adds() -> None:
     )
 
 
-def averaged_by(average: Callable[..., tf.Tensor]) -> Callable[[], keras.Model]:
+def averaged(**settings: Any) -> Callable[[], keras.Model]:
     """A step of TensorFlow's tutorial: weighted rows, and a regularizer divided by replicas."""
 
     class Averages(Net):
         def train_step(self, data: Any) -> Any:
             with tf.GradientTape() as tape:
-                loss = average(self.errors(data), sample_weight=data[0][:, 0] ** 2)
+                weights = data[0][:, 0] ** 2
+                loss = tf.nn.compute_average_loss(self.errors(data), weights, **settings)
                 kernel = self.dense.kernel
                 loss += tf.nn.scale_regularization_loss(0.1 * tf.nn.l2_loss(kernel))
             weights = self.trainable_weights
@@ -167,12 +167,12 @@ def averaged_by(average: Callable[..., tf.Tensor]) -> Callable[[], keras.Model]:
 
 
 def test_a_sum_over_the_rows_of_the_global_batch() -> None:
-    same(averaged_by(tf.nn.compute_average_loss), strategy=strategy_of("central_storage", 3))
+    same(averaged(), strategy=strategy_of("central_storage", 3))
 
 
 def test_a_sum_over_the_global_batch_size() -> None:
     """The last batch has 2 rows, and its sum is divided by 16 on one device, too."""
-    same(averaged_by(functools.partial(tf.nn.compute_average_loss, global_batch_size=16)))
+    same(averaged(global_batch_size=16))
 
 
 def test_a_compiled_loss_over_the_global_batch_size() -> None:

@@ -32,7 +32,6 @@ from tfdist_ext.training.steps.replaced import (
     uses_keras_step,
 )
 from tfdist_ext.training.variables import (
-    all_built,
     copies_of_one_name,
     default_strategy_scope,
     optimizers_of,
@@ -246,7 +245,8 @@ def build(
             if not own_step:
                 raise
             _build_from_step(model, kind, batch)
-        if kind != "predict" and not uses_keras_step(model, "train") and not all_built(model):
+        all_built = all(optimizer.built for optimizer in optimizers_of(model).values())
+        if kind != "predict" and not uses_keras_step(model, "train") and not all_built:
             _build_from_step(model, "train", batch)
     if isinstance(strategy, PlacedStrategy):
         strategy.check_model([variable.path for variable in model.variables])

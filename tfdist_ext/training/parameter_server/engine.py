@@ -36,7 +36,7 @@ from tfdist_ext.training.parameter_server.scope import WorkerScope, step_on_work
 from tfdist_ext.training.parameter_server.worker_data import Answer, ShardIterators, WorkerBatches
 from tfdist_ext.training.programs import Engine, Execution, StepProgram, step_of
 from tfdist_ext.training.protocols import Logs, Specs, Structure
-from tfdist_ext.training.steps.logs import OwnOutputs, results
+from tfdist_ext.training.steps.logs import OwnOutputs
 from tfdist_ext.training.steps.scope import metrics_and_others
 from tfdist_ext.training.variables import default_strategy_scope, optimizers_of
 from tfdist_ext.user_frames import warn
@@ -301,7 +301,7 @@ class ParameterServerProgram(StepProgram):
     def _logs(self, outputs: dict[str, np.ndarray]) -> Logs:
         values = zip(self._metrics, self._unpacked(self._totals), strict=True)
         with keras.StatelessScope(values):  # without reading them from servers
-            found = results(self._model, outputs, self._own.of_metrics, self._updated)
+            found = self._own.results(outputs, self._updated)
         logs = {name: value.numpy() for name, value in sorted(found.items())}
         return {name: float(v) if v.ndim == 0 else v for name, v in logs.items()}
 

@@ -15,10 +15,10 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.steps.context import current_graph
 from tfdist_ext.training.steps.logs import StepScope, metrics_of, observed_metrics
 from tfdist_ext.training.steps.replaced import functions_in_place, step_targets, substitutes
 from tfdist_ext.training.steps.scope import metric_in_inner_graph, take_rows
-from tfdist_ext.training.steps.sums import current_graph
 from tfdist_ext.training.variables import (
     UpdatesInPlace,
     optimizers_of,

@@ -1,8 +1,12 @@
-"""The context of a replica's step: which part of the global batch the replica holds.
+"""The context of a replica's step: its part of the global batch, and sums over all replicas.
 
 A replica's step computes on its part what one device would compute on the whole batch. The result
 counts with the fraction of the global batch's rows that the part has. `tfd.all_rows` gives the rows
 of all parts.
+
+Slices of sparse gradients (`tf.IndexedSlices`) may be summed; see `rows.with_slots`. Between
+workers, a value whose size may differ from step to step is padded; see
+`strategies/reductions.py`.
 """
 
 from __future__ import annotations
@@ -11,28 +15,53 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import keras
 import tensorflow as tf
 
 from tfdist_ext.data.shards import bounds
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.strategies.reductions import OTHER, STATISTIC, Reduced
-from tfdist_ext.strategies.traced_replica import replica_number
-from tfdist_ext.training.protocols import Structure
-from tfdist_ext.training.steps.replaced import substitutes
-from tfdist_ext.training.steps.rows import EqualTensors, Gradient, with_unknown_rows
-from tfdist_ext.training.steps.step_timer import ReplicaTimer
-from tfdist_ext.training.steps.sums import (
-    ReplicaSums,
-    current_graph,
-    outside_of_inner_graphs,
-    reduced_for,
+from tfdist_ext.strategies.reductions import (
+    OTHER,
+    STATISTIC,
+    Kind,
+    Reduced,
+    from_vectors,
+    in_one_vector,
+    key_of_size,
+    padded,
+    padded_to_size,
 )
+from tfdist_ext.strategies.traced_replica import replica_number, sum_up
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._tf_private import gathered_values
+from tfdist_ext.training.protocols import Structure
+from tfdist_ext.training.steps.replaced import not_called, substitutes
+from tfdist_ext.training.steps.rows import (
+    EqualTensors,
+    Gradient,
+    merged,
+    with_slots,
+    with_unknown_rows,
+)
+from tfdist_ext.training.steps.step_timer import ReplicaTimer
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["StepContext", "all_rows", "current_step", "gather_rows", "running_step"]
+__all__ = [
+    "StepContext",
+    "all_rows",
+    "current_graph",
+    "current_step",
+    "gather_rows",
+    "outside_of_inner_graphs",
+    "reduced_for",
+    "running_step",
+]
+
+
+_Values = TypeVar("_Values")
+_Result = TypeVar("_Result")
 
 
 @dataclass(eq=False)
@@ -58,7 +87,7 @@ class StepContext:
         rows_read: rows that the part's tensors have: one row where the part has none of its own.
         size: rows of the part's tensors, where they are known as a number.
         equal: knows which tensors are equal on all replicas.
-        sums: sums values over all replicas.
+        graph: the graph of the step; None in eager code.
         on_tpu: whether the replica runs on a TPU, where copies of variables cannot be reached one
             by one.
         substitutes: the functions that replace Keras's functions in this step, by key.
@@ -97,9 +126,6 @@ class StepContext:
         self.equal.add(self.global_rows)
         self.substitutes: Mapping[str, Callable[..., Any]] = {}
         self.called: set[str] = set()
-        self.sums = ReplicaSums(
-            self.replicas, self.graph, self.equal, self.between_workers, self.called, self.timer
-        )
         self.has_all_rows_tensors = False
         self.computes_gradients = False
         self.gradients_are_weighted = False
@@ -110,11 +136,7 @@ class StepContext:
         """Returns the rows of this part divided by the rows of the global batch."""
         return tf.cast(self._batch_fraction, dtype)
 
-    def is_nonempty(self, dtype: tf.DType | str) -> tf.Tensor:
-        """Returns 1, or 0 where this replica has no row of its own."""
-        return tf.cast(self.rows > 0, dtype)
-
-    def where_nonempty(self, value: tf.Tensor, otherwise: tf.Tensor | float) -> tf.Tensor:
+    def where_nonempty(self, value: tf.Tensor, otherwise: tf.Tensor | float = 0) -> tf.Tensor:
         """Returns `value`, or `otherwise` where this replica has no row of its own."""
         return tf.where(self.rows > 0, value, otherwise)
 
@@ -128,7 +150,7 @@ class StepContext:
                     first, _ = bounds(rows, tf.cast(number, tf.int64), self.replicas)
                     self._position = first, rows
                 else:
-                    counts = self.sums.of_replicas(self.rows[tf.newaxis])[:, 0]
+                    counts = self.of_replicas(self.rows[tf.newaxis])[:, 0]
                     before = tf.where(tf.range(self.replicas) < number, counts, 0)
                     self._position = tf.reduce_sum(before), tf.reduce_sum(counts)
         return self._position
@@ -154,13 +176,17 @@ class StepContext:
             return "part"
         return "unclear" if sizes[0] and sizes[0] % self.size == 0 else None
 
-    def weighted(self, values: Sequence[Gradient]) -> list[Gradient]:
-        """Returns values times `batch_fraction`; a part of 0 rows gives 0, never NaN."""
-        return list(values) if self.replicas == 1 else list(map(self._weighted, values))
+    def weighted(self, value: Gradient) -> Gradient:
+        """Returns this replica's part of the mean over all rows, of a float; else the value.
 
-    def contribution(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns this replica's part of the mean over all rows, of a float; else the value."""
-        return self._weighted(value) if value.dtype.is_floating else value
+        A part of 0 rows gives 0, never NaN.
+        """
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(self.weighted(value.values), value.indices, value.dense_shape)
+        value = tf.convert_to_tensor(value)
+        if self.replicas == 1 or not value.dtype.is_floating:
+            return value
+        return tf.math.multiply_no_nan(value, self.batch_fraction(value.dtype))
 
     def mean(
         self, values: Sequence[tf.Tensor], variables: Sequence[keras.Variable | tf.Variable]
@@ -174,7 +200,7 @@ class StepContext:
         """
         floats = [i for i, value in enumerate(values) if value.dtype.is_floating]
         what = [reduced_for("statistic", variables[i]) for i in floats]
-        means = self.sums.all_reduce(self.weighted([values[i] for i in floats]), what)
+        means = self.all_reduce([self.weighted(values[i]) for i in floats], what)
         by_index = dict(zip(floats, means, strict=True))
         return [by_index.get(i, value) for i, value in enumerate(values)]
 
@@ -189,18 +215,18 @@ class StepContext:
         """
 
         def sum_up(parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            return self.sums.all_reduce(parts, [what] * len(parts))
+            return self.all_reduce(parts, [what] * len(parts))
 
         @tf.custom_gradient
         def summed(*parts: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
             def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
-                upstream = tuple(tf.convert_to_tensor(value) for value in upstream)
+                upstream = tuple(map(tf.convert_to_tensor, upstream))
                 if self.computes_gradients and self.gradients_are_weighted:
                     # A part without rows may have NaN, which would be NaN on all replicas.
-                    return sum_up([self.where_nonempty(value, 0) for value in upstream])
+                    return sum_up([self.where_nonempty(value) for value in upstream])
                 return [
                     tf.math.divide_no_nan(value, self.batch_fraction(value.dtype))
-                    for value in sum_up(self.weighted(upstream))
+                    for value in sum_up(list(map(self.weighted, upstream)))
                 ]
 
             return sum_up([tf.identity(value) for value in parts]), gradient
@@ -209,12 +235,105 @@ class StepContext:
         self.equal.add(totals)
         return totals
 
-    def _weighted(self, value: Gradient) -> Gradient:
-        if isinstance(value, tf.IndexedSlices):
-            values = self._weighted(value.values)
-            return tf.IndexedSlices(values, value.indices, value.dense_shape)
-        value = tf.convert_to_tensor(value)
-        return tf.math.multiply_no_nan(value, self.batch_fraction(value.dtype))
+    def check_graph(self) -> None:
+        """Raise TrainingError in a graph inside the step's graph, where replicas cannot wait."""
+        if current_graph() is not self.graph:
+            raise TrainingError(
+                "a sum over replicas must be directly in the body of train_step or call, got one"
+                " inside a tf.function, a cond or a loop of the step's own: an optimizer's apply, a"
+                " masked loss, a synchronized BatchNormalization or tfd.all_rows. The step is"
+                " compiled as a whole already."
+            )
+
+    def synchronize(self, function: Callable[[_Values], _Result], values: _Values) -> _Result:
+        """Returns `function(values)`, in which this replica waits for the others."""
+        if self.timer is None:
+            return function(values)
+        return self.timer.synchronize(function, values)
+
+    def all_reduce(
+        self, values: Sequence[Gradient], what: Sequence[Reduced] | None = None
+    ) -> list[Gradient]:
+        """Returns the sum of each value over all replicas. It has no gradient.
+
+        Args:
+            what: what each value is, for a StrategyTemplate. The default is statistics.
+        """
+        if not values or self.replicas == 1:
+            return list(values)
+        self.check_graph()
+        what = [STATISTIC] * len(values) if what is None else what
+        for value, each in zip(values, what, strict=True):
+            _set_shape(value, each)
+        parts, numbers = with_slots(values, self.equal)
+        what = [*what, *[OTHER] * len(numbers)]
+        summed = merged(self.synchronize(lambda mine: self._sums(mine, what), parts), numbers)
+        self.equal.add(summed)
+        return summed
+
+    def of_replicas(self, numbers: tf.Tensor) -> tf.Tensor:
+        """Returns the numbers (int64, a vector) of each replica, one row per replica."""
+        mine = tf.one_hot(replica_number(), self.replicas, dtype=tf.int64)[:, tf.newaxis] * numbers
+        return self.all_reduce([mine], [OTHER])[0]
+
+    def _sums(self, values: Sequence[Gradient], what: Sequence[Reduced]) -> list[Gradient]:
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for number, value in enumerate(values):
+            groups.setdefault(self._group(value), []).append(number)
+        summed: list[Gradient] = [None] * len(values)
+        for (sum_of, *_), numbers in groups.items():
+            totals = sum_of([values[i] for i in numbers], [what[i] for i in numbers])
+            for number, total in zip(numbers, totals, strict=True):
+                summed[number] = total
+        return summed
+
+    def _group(self, value: Gradient) -> tuple[Any, ...]:
+        """Returns the function that sums a value, and what is alike in its arguments."""
+        is_sparse = isinstance(value, tf.IndexedSlices)
+        has_known_shape = is_sparse or value.shape.is_fully_defined()
+        if self.between_workers and self.graph is not None:
+            if is_sparse:
+                return self._sum_of_slices, value.dtype.name
+            if not has_known_shape:
+                return self._sum_of_elements, value.dtype.name
+        return sum_up, is_sparse, has_known_shape
+
+    def _sum_of_elements(
+        self, values: Sequence[tf.Tensor], what: Sequence[Reduced]
+    ) -> list[tf.Tensor]:
+        """Sums dense tensors of one dtype; each has one shape on all workers."""
+        sizes = [tf.size(value) for value in values]
+        flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
+        (total,) = sum_up([padded_to_size(flat)], what[:1], self.keys_of_size)
+        pieces = tf.split(total[: tf.size(flat)], tf.stack(sizes), num=len(values))
+        return [
+            tf.ensure_shape(tf.reshape(piece, tf.shape(value)), value.shape)
+            for piece, value in zip(pieces, values, strict=True)
+        ]
+
+    def _sum_of_slices(
+        self, values: Sequence[tf.IndexedSlices], what: Sequence[Reduced]
+    ) -> list[tf.IndexedSlices]:
+        """Gathers the slices of all replicas, for all tables of one dtype in one collective."""
+        counts = tf.stack([tf.size(value.indices, tf.int64) for value in values])
+        most = tf.unstack(tf.reduce_max(self.of_replicas(counts), axis=0), len(values))
+        alike = [padded(slices, number) for slices, number in zip(values, most, strict=True)]
+        # `keys_of_size` makes a gathering of the reduction of slices.
+        vector = tf.IndexedSlices(padded_to_size(in_one_vector(alike)), tf.zeros([1], tf.int64))
+        (gathered,) = sum_up([vector], what[:1], self.keys_of_size)
+        return from_vectors(gathered.values, self.replicas, alike)
+
+    @contextlib.contextmanager
+    def keys_of_size(self, size: tf.Tensor) -> Iterator[None]:
+        """Scope in which collectives have the keys of a size, and slices are gathered."""
+
+        def key(original: Callable[..., int], launcher: object) -> tf.Tensor:
+            return key_of_size(original(launcher), size)
+
+        with substitutes({"collective_key": key, "reduce_slices": gathered_values}, self.called):
+            yield
+        if "collective_key" not in self.called:
+            raise not_called("collective_key")
 
 
 # Of this thread: TensorFlow runs each replica in a thread of its own.
@@ -282,7 +401,7 @@ def gather_rows(context: StepContext, values: Sequence[tf.Tensor]) -> list[tf.Te
     Each replica puts its rows in their places among zeros, and the results are summed. This works
     for parts of any size, on each strategy, and for each gradient.
     """
-    context.sums.check_graph()
+    context.check_graph()
     tensors = [_dense(value) for value in values]
     before, count = context.position()
     padded = []
@@ -310,7 +429,7 @@ def _totals(context: StepContext, values: Sequence[tf.Tensor]) -> list[tf.Tensor
     floats = [value for value in values if value.dtype.is_floating]
     others = [value for value in values if not value.dtype.is_floating]
     float_sums = iter(context.differentiable_sum(floats, OTHER) if floats else ())
-    other_sums = iter(context.sums.all_reduce(others, [OTHER] * len(others)))
+    other_sums = iter(context.all_reduce(others, [OTHER] * len(others)))
     return [next(float_sums if value.dtype.is_floating else other_sums) for value in values]
 
 
@@ -335,3 +454,33 @@ def _dense(value: Any) -> tf.Tensor:
         "tfd.all_rows must get dense tensors of numbers or booleans, whose axis 0 is the batch, got"
         f" {what}. RaggedTensor.to_tensor and tf.sparse.to_dense make dense ones."
     )
+
+
+def _set_shape(value: Gradient, what: Reduced) -> None:
+    """Set the shape of a dense gradient, which TensorFlow loses where rows are summed.
+
+    Tensors of known shapes are summed together, in one collective.
+    """
+    if what.kind != "gradient" or what.variable is None or isinstance(value, tf.IndexedSlices):
+        return
+    if value.shape.is_compatible_with(what.variable.shape):
+        value.set_shape(what.variable.shape)
+
+
+def reduced_for(kind: Kind, variable: keras.Variable | tf.Variable) -> Reduced:
+    """Returns what a value of this kind for a variable is."""
+    path = getattr(variable, "path", "")
+    raw = kp.raw_value(variable) if isinstance(variable, keras.Variable) else variable
+    return Reduced(kind=kind, variable=raw, path=path or raw.name.removesuffix(":0"))
+
+
+def current_graph() -> tf.Graph | None:
+    """Returns the graph that is being built, None in eager code."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def outside_of_inner_graphs(graph: tf.Graph | None) -> contextlib.AbstractContextManager[Any]:
+    """Scope in which operations go to the given outer graph, or run at once where it is None."""
+    if current_graph() is graph:
+        return contextlib.nullcontext()
+    return tf.init_scope() if graph is None else graph.as_default()

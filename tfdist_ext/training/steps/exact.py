@@ -6,11 +6,10 @@ whole batch. docs/exactness.md states the rules; each function here is a part of
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy.typing as npt
@@ -22,9 +21,15 @@ from tfdist_ext.strategies.traced_replica import copy_number, once_for_all
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import is_recording
 from tfdist_ext.training.protocols import Structure
-from tfdist_ext.training.steps.context import StepContext, all_rows, running_step
+from tfdist_ext.training.steps.context import (
+    StepContext,
+    all_rows,
+    current_graph,
+    reduced_for,
+    running_step,
+)
 from tfdist_ext.training.steps.random_numbers import RANDOM, rows_at
-from tfdist_ext.training.steps.replaced import Original, Target, substitutes
+from tfdist_ext.training.steps.replaced import Original, Target
 from tfdist_ext.training.steps.rows import Gradient, compared_rows, merged, with_slots
 from tfdist_ext.training.steps.scope import (
     ReplicaScope,
@@ -34,7 +39,6 @@ from tfdist_ext.training.steps.scope import (
     take_rows,
 )
 from tfdist_ext.training.steps.step_timer import timestamp_after
-from tfdist_ext.training.steps.sums import current_graph, reduced_for
 from tfdist_ext.training.variables import (
     LocalCopies,
     UpdatesInPlace,
@@ -52,10 +56,6 @@ from tfdist_ext.user_frames import warn
 __all__ = ["own_applies", "substitutes_of"]
 
 
-# Mean and variance of each channel.
-Moments: TypeAlias = tuple[tf.Tensor, tf.Tensor]
-
-
 def substitutes_of(context: StepContext) -> Mapping[str, Callable[..., Any]]:
     """Returns the functions that replace those of Keras and TensorFlow in a step, by key."""
     functions: dict[str, Callable[..., Any]] = {
@@ -68,12 +68,11 @@ def substitutes_of(context: StepContext) -> Mapping[str, Callable[..., Any]]:
         "gradient": _gradient,
         "update_mean": _update_mean,
         "moments": _moments,
-        "moments_of_layer": _moments_of_layer,
-        "take": _take,
         **RANDOM,
     }
     if context.replicas > 1 and not context.on_tpu:
-        functions.update(write_variable=_write_variable, update_variable=_update_variable)
+        functions |= {"write_variable": _write_variable, "update_variable": _update_variable}
+        functions["take"] = _take
     bound = {key: functools.partial(function, context) for key, function in functions.items()}
     return {**bound, "replicas": lambda original, strategy: 1}
 
@@ -145,9 +144,10 @@ def _apply(
     *more: Any,
     **named: Any,
 ) -> Any:
-    """`optimizer.apply(grads, variables)` or `optimizer.apply_gradients(zip(grads, variables))`.
+    """Calls an `apply` with the gradients of the global batch. Nothing in it sums them again.
 
-    `grads` are the replica's gradients, or pairs of gradients and variables.
+    It is `optimizer.apply(grads, variables)`, or `apply_gradients(zip(grads, variables))` of an
+    optimizer of the user's. It may be a method that is not linear, or has a state of its own.
     """
     grads = list(grads)
     has_pairs = bool(grads) and isinstance(grads[0], tuple | list)
@@ -157,80 +157,61 @@ def _apply(
         given = [each for each in [*more, *named.values()] if isinstance(each, list | tuple)]
         variables = list(given[0]) if given else kp.trained_by(optimizer)
 
-    def apply(new: list[Gradient | None]) -> Any:
+    def apply(sums: Mapping[int, Gradient]) -> Any:
+        new = [sums.get(i, gradient) for i, gradient in enumerate(grads)]
         if not has_pairs:
             return original(optimizer, new, *more, **named)
         result = original(optimizer, list(zip(new, variables, strict=True)), *more, **named)
         return optimizer.iterations if result is None else result
 
-    return _with_global_gradients(context, optimizer, grads, variables, apply)
-
-
-def _with_global_gradients(
-    context: StepContext,
-    optimizer: keras.optimizers.Optimizer,
-    grads: list[Gradient | None],
-    variables: list[keras.Variable],
-    apply: Callable[[list[Gradient | None]], Any],
-) -> Any:
-    """Call `apply` with the gradients of the global batch; nothing in it sums them again.
-
-    It may be a method of the optimizer's own, which is not linear, or has a state of its own.
-    """
     # If the numbers of gradients and variables differ, Keras raises an error.
-    present = [i for i, g in enumerate(grads[: len(variables)]) if g is not None]
+    local = {i: g for i, g in enumerate(grads[: len(variables)]) if g is not None}
     # Gradients that the step has summed are equal on all replicas, whatever the step did to them.
-    summed = [i for i in present if context.replicas > 1 and context.equal.has(grads[i])]
-    local = [i for i in present if i not in summed]
-    weighted, known = [grads[i] for i in local], [grads[i] for i in summed]
-    if context.gradients_are_weighted:
-        # Keras's own step applies them at once. The next gradients are those of user code.
-        context.gradients_are_weighted = False
-    else:
-        weighted = context.weighted(weighted)
-
-    def apply_to(sums: list[Gradient]) -> Any:
-        by_index = dict(zip([*local, *summed], sums, strict=True))
-        return apply([by_index.get(i, g) for i, g in enumerate(grads)])
-
+    summed = {i: g for i, g in local.items() if context.replicas > 1 and context.equal.has(g)}
+    for i in summed:
+        del local[i]
+    if not context.gradients_are_weighted:
+        local = {i: context.weighted(gradient) for i, gradient in local.items()}
+    # Keras's own step applies them at once. The next gradients are those of user code.
+    context.gradients_are_weighted = False
     if context.on_tpu:  # Keras sums, after it has clipped
         with running_step(None):
-            return apply_to([*weighted, *known])
+            return apply({**summed, **local})
     strategy = tf.distribute.get_strategy()
     optimizers = with_inner_optimizers(optimizer)
     touched = [*variables, *(v for each in optimizers for v in each.variables)]
-    owned = [variables[i] for i in local]
     if context.local_replicas > 1 and is_updated_once(touched, strategy, context.local_replicas):
-        return _update_once(context, optimizer, weighted, known, owned, touched, apply_to)
-    what = [reduced_for("gradient", variable) for variable in owned]
-    sums = context.sums.all_reduce(weighted, what)
+        owned = [variables[i] for i in local]
+        return _update_once(context, optimizer, local, summed, owned, touched, apply)
+    what = [reduced_for("gradient", variables[i]) for i in local]
+    summed |= zip(local, context.all_reduce(list(local.values()), what), strict=True)
     number = copy_number()
     copies = LocalCopies(lambda variable: local_copy(variable, strategy, number), optimizers)
     with running_step(None), default_strategy_scope(optimizers), copies:
-        return apply_to([*sums, *known])
+        return apply(summed)
 
 
 def _update_once(
     context: StepContext,
     optimizer: keras.optimizers.Optimizer,
-    weighted: Sequence[Gradient],
-    known: Sequence[Gradient],
+    local: Mapping[int, Gradient],
+    summed: Mapping[int, Gradient],
     variables: Sequence[keras.Variable],
     touched: Sequence[keras.Variable],
-    apply: Callable[[list[Gradient]], Any],
+    apply: Callable[[Mapping[int, Gradient]], Any],
 ) -> Any:
     """Update each variable on its owner, for all replicas of this worker.
 
     Args:
-        weighted: this replica's weighted gradients.
-        known: gradients that are summed already.
-        variables: the variables of `weighted`.
+        local: this replica's weighted gradients, by index.
+        summed: gradients that are summed already.
+        variables: the variables of `local`.
         touched: the variables that the update may write.
-        apply: called with the global gradients, of `weighted` and then of `known`.
+        apply: called with the global gradients, by index.
     """
     strategy = tf.distribute.get_strategy()
     optimizers = with_inner_optimizers(optimizer)
-    parts, numbers = with_slots(weighted, context.equal)
+    parts, numbers = with_slots(list(local.values()), context.equal)
     owners = [*variables, *(variables[number] for number in numbers)]
     what = [reduced_for("gradient", variable) for variable in variables]
     what += [OTHER] * len(numbers)
@@ -239,18 +220,18 @@ def _update_once(
         devices = [device_of_update(owner_copy(variable, strategy)) for variable in owners]
         pairs = list(zip(values[0], devices, strict=True))
         sums = batch_reduce_to(strategy, tf.distribute.ReduceOp.SUM, pairs, what) if pairs else []
-        summed = merged(sums, numbers)
-        summed += [strategy.experimental_local_results(each)[0] for each in values[1]]
+        sums = merged(sums, numbers)
+        sums += [strategy.experimental_local_results(each)[0] for each in values[1]]
         copies = LocalCopies(lambda variable: owner_copy(variable, strategy), optimizers)
         scope = default_strategy_scope(optimizers, UpdatesInPlace(optimizer))
         with running_step(None), scope, copies:
-            apply(summed)
+            apply(dict(zip([*local, *summed], sums, strict=True)))
         broadcast_from_owner([*touched, *copies.used], strategy)
-        return timestamp_after(summed)
+        return timestamp_after(sums)
 
-    context.sums.check_graph()
-    mine = parts, list(known)
-    context.sums.synchronize(functools.partial(once_for_all, update), mine)
+    context.check_graph()
+    mine = parts, list(summed.values())
+    context.synchronize(functools.partial(once_for_all, update), mine)
     return optimizer.iterations
 
 
@@ -272,32 +253,27 @@ def _update_mean(
 
 
 def _moments(
-    context: StepContext, original: Original, x: tf.Tensor, axes: Sequence[int], keepdims: bool
-) -> Moments:
-    """Returns mean and variance over the rows of all replicas, by Keras's formula."""
-    del original
-    present = context.is_nonempty(x.dtype)
-    sums = [tf.reduce_sum(v, axes, keepdims=True) for v in (x, tf.square(x), tf.ones_like(x))]
-    total, squares, count = context.differentiable_sum([value * present for value in sums])
-    mean = tf.math.divide_no_nan(total, count)
-    variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
-    if not keepdims:
-        mean, variance = tf.squeeze(mean, axes), tf.squeeze(variance, axes)
-    return mean, variance
-
-
-def _moments_of_layer(
     context: StepContext,
     original: Original,
     layer: keras.layers.BatchNormalization,
     inputs: tf.Tensor,
     mask: tf.Tensor | None,
-) -> Moments:
-    """Returns mean and variance of a BatchNormalization; a mask is used on all replicas."""
-    if mask is not None and layer.synchronized:
-        context.called.add("moments")
-        inputs, mask = all_rows((inputs, mask))
-    return original(layer, inputs, mask)
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns mean and variance of each channel, of a synchronized layer over all replicas."""
+    if not layer.synchronized:
+        return original(layer, inputs, mask)
+    counted = tf.ones_like(inputs)
+    if mask is not None:
+        counted *= tf.cast(tf.cast(mask, tf.bool), inputs.dtype)[..., tf.newaxis]
+        inputs = tf.math.multiply_no_nan(inputs, counted)
+    rank = len(inputs.shape)
+    axes = [axis for axis in range(rank) if axis != layer.axis % rank]
+    sums = [tf.reduce_sum(value, axes) for value in (inputs, tf.square(inputs), counted)]
+    total, squares, count = context.differentiable_sum(list(map(context.where_nonempty, sums)))
+    mean = tf.math.divide_no_nan(total, count)
+    # Keras's formula of a synchronized layer
+    variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
+    return mean, variance
 
 
 _RATIOS = (keras.losses.dice, keras.losses.tversky)
@@ -322,11 +298,8 @@ def _reduce_loss(
             return loss
         # The mean over parts, times the weights of all rows.
         weights = reduce(tf.ones_like(values))
-        if reduction == "sum":
-            mine = tf.math.multiply_no_nan(weights, context.is_nonempty(weights.dtype))
-        else:
-            mine = context.contribution(weights)
-        return values * context.sums.all_reduce([mine])[0]
+        weigh = context.where_nonempty if reduction == "sum" else context.weighted
+        return values * context.all_reduce([weigh(weights)])[0]
     if reduction == "sum":
         if context.rows_in(values) == "batch":
             return loss
@@ -337,8 +310,8 @@ def _reduce_loss(
         return loss  # divided by the number of rows
     ones = tf.ones_like(values, loss.dtype)
     divisor = original(ones, sample_weight=sample_weight, mask=mask, reduction="sum")
-    mine = divisor * context.is_nonempty(loss.dtype)
-    (whole,) = context.sums.all_reduce([mine])
+    mine = context.where_nonempty(divisor)
+    (whole,) = context.all_reduce([mine])
     return loss * tf.math.divide_no_nan(mine, whole * context.batch_fraction(loss.dtype))
 
 
@@ -358,25 +331,21 @@ def _loss_of_batch(
     return original(loss, y_true, y_pred, *more, **named)
 
 
-@contextlib.contextmanager
-def _average_loss(context: StepContext, original: Original, losses: tf.Tensor) -> Iterator[None]:
-    """Scope of `tf.nn.compute_average_loss`, which makes its result a mean over the part.
+def _average_loss(
+    context: StepContext,
+    original: Original,
+    per_example_loss: tf.Tensor,
+    sample_weight: tf.Tensor | None = None,
+    global_batch_size: tf.Tensor | int | None = None,
+) -> tf.Tensor:
+    """Calls `tf.nn.compute_average_loss`, and makes its result a mean over the part.
 
     With a `global_batch_size`, TensorFlow divides the sum over the part by the rows of all parts.
     """
-    is_mean = context.rows_in(losses) == "batch"
-
-    def replicas(*_: Any) -> int:
-        nonlocal is_mean
-        is_mean = True  # without a size, TensorFlow divides by the rows of the part
-        return 1
-
-    def divide(original: Original, total: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
-        loss = original(total, size)
-        return loss if is_mean else original(loss, context.batch_fraction(loss.dtype))
-
-    with original(losses), substitutes({"replicas": replicas, "divide_average_loss": divide}):
-        yield
+    loss = original(per_example_loss, sample_weight, global_batch_size)
+    if global_batch_size is None or context.rows_in(per_example_loss) == "batch":
+        return loss
+    return tf.math.divide_no_nan(loss, context.batch_fraction(loss.dtype))
 
 
 def _clear_losses(context: StepContext, original: Original, layer: keras.Layer) -> None:
@@ -432,7 +401,7 @@ def _gradient(
     # What a model's own tape gives is taken while the step's tape still records.
     of_step = context.keras_step and not is_recording()
     if of_step:
-        upstream = context.weighted(upstream)
+        upstream = list(map(context.weighted, upstream))
     context.computes_gradients, context.gradients_are_weighted = True, of_step
     try:
         made = original(tape, target, sources, upstream, *options, **named_options)
@@ -449,10 +418,10 @@ def _gradient(
 def _summed(context: StepContext, gradients: Structure, variables: Structure) -> Structure:
     """Returns the gradients of the global batch, from those of the part."""
     flat = tf.nest.flatten(gradients)
-    weighted = context.weighted([each for each in flat if each is not None])
+    weighted = [context.weighted(each) for each in flat if each is not None]
     pairs = zip(flat, tf.nest.flatten(variables), strict=True)
     what = [reduced_for("gradient", v) for each, v in pairs if each is not None]
-    rest = iter(context.sums.all_reduce(weighted, what))
+    rest = iter(context.all_reduce(weighted, what))
     return tf.nest.pack_sequence_as(
         gradients, [None if each is None else next(rest) for each in flat]
     )

@@ -10,8 +10,8 @@ names a number that is computed from a metric and is not its `result()`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -26,17 +26,10 @@ from tfdist_ext.user_frames import warn
 __all__ = [
     "OwnOutputs",
     "StepScope",
-    "has_own_outputs",
     "metric_variables",
     "metrics_of",
     "observed_metrics",
-    "results",
-    "results_of",
 ]
-
-
-# Name of a log -> the metric whose result it is, and the index of the value in the flat result.
-MetricLogs: TypeAlias = dict[str, tuple[keras.metrics.Metric, int]]
 
 
 class _Result(NamedTuple):
@@ -53,34 +46,43 @@ class _Result(NamedTuple):
 
 
 class StepScope(keras.StatelessScope):
-    """The scope of a replica's or a worker's step.
-
-    Attributes:
-        results: the calls of metrics' `result()` in this step.
-        resetting: True while a metric's `reset_state()` runs.
-    """
+    """The scope of a replica's or a worker's step."""
 
     def __init__(self, values: Iterable[tuple[keras.Variable, tf.Tensor]]):
         super().__init__(values, collect_losses=True, initialize_variables=False)
-        self.results: list[_Result] = []
-        self.resetting = False
+        self._results: list[_Result] = []  # of this step
 
     def rows(self, variable: keras.Variable, ids: tf.Tensor) -> tf.Tensor | None:
         """Rows of a table, moved without its other rows; None if that is not possible."""
         raise NotImplementedError
 
-    def state_of(self, metric: keras.metrics.Metric) -> list[Any]:
-        """The current values of a metric's variables."""
+    def record(self, metric: keras.metrics.Metric, result: Structure) -> None:
+        """Record the result of a metric, with the state from which it is computed."""
+        self._results.append(_Result(metric, keras.tree.flatten(result), self._state_of(metric)))
+
+    def final_results(self) -> dict[int, tuple[keras.metrics.Metric, int]]:
+        """By id, the values that are results of metrics in the state that the step leaves.
+
+        Returns:
+            The metric, and the index of the value in its flat result.
+        """
+        return {
+            id(value): (metric, index)
+            for metric, values, state in self._results
+            if all(a is b for a, b in zip(state, self._state_of(metric), strict=True))
+            for index, value in enumerate(values)
+        }
+
+    def _state_of(self, metric: keras.metrics.Metric) -> list[Any]:
         return [self.get_current_value(variable) for variable in metric.variables]
 
 
 @contextlib.contextmanager
 def observed_metrics(metrics: Iterable[keras.metrics.Metric]) -> Iterator[None]:
-    """Scope in which a StepScope learns of the calls of metrics' `result` and `reset_state`."""
+    """Scope in which a StepScope records the calls of metrics' `result`."""
     with contextlib.ExitStack() as stack:
         for metric in metrics:
-            methods = {"result": _recording(metric), "reset_state": _resetting(metric.reset_state)}
-            stack.enter_context(redirect_methods(metric, **methods))
+            stack.enter_context(redirect_methods(metric, result=_recording(metric)))
         yield
 
 
@@ -90,38 +92,26 @@ def _recording(metric: keras.metrics.Metric) -> Callable[..., Structure]:
     def result(*args: Any, **kwargs: Any) -> Structure:
         value, scope = original(*args, **kwargs), kp.stateless_scope()
         if isinstance(scope, StepScope):
-            values = keras.tree.flatten(value)
-            scope.results.append(_Result(metric, values, scope.state_of(metric)))
+            scope.record(metric, value)
         return value
 
     return result
 
 
-def _resetting(original: Callable[..., None]) -> Callable[..., None]:
-    def reset_state(*args: Any, **kwargs: Any) -> None:
-        scope = kp.stateless_scope()
-        if not isinstance(scope, StepScope):
-            return original(*args, **kwargs)
-        before, scope.resetting = scope.resetting, True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            scope.resetting = before
-
-    return reset_state
-
-
 class OwnOutputs:
-    """What an overridden "train" or "test" step of a model returns.
+    """The logs of "train" or "test" steps of a model, and what an overridden step returns.
 
     Attributes:
-        exist: whether the step is overridden.
-        of_metrics: the logs that are a metric's result, after a step.
+        exist: whether steps return more than metrics, as Keras's own do not.
     """
 
     def __init__(self, model: keras.Model, kind: str):
-        self.exist = has_own_outputs(model, kind)
-        self.of_metrics: MetricLogs = {}
+        self.exist = any(
+            getattr(type(model), name) is not getattr(keras.Model, name)
+            for name in (f"{kind}_step", "compute_metrics")
+        )
+        # Name of a log -> the metric whose result it is, and the index in the flat result.
+        self._of_metrics: dict[str, tuple[keras.metrics.Metric, int]] = {}
         self._model = model
         self._kind = kind
         self._warned_of: set[str] = set()  # names of logs
@@ -136,12 +126,24 @@ class OwnOutputs:
         Args:
             before: the states of the metrics before the step.
             warns: a number that is computed from a metric gets a warning, in a compiled step.
+
+        Raises:
+            TrainingError: an overridden step returned something else than a dict.
         """
         if not self.exist:
             return {}
-        logs = _own_outputs(self._model, returned)
-        self.of_metrics = known = _metric_logs(logs, scope)
-        others = {n: tf.convert_to_tensor(value) for n, value in logs.items() if n not in known}
+        if not isinstance(returned, dict):
+            raise TrainingError(
+                f"{type(self._model).__name__}'s own step must return a dict of names and values,"
+                f" got {returned!r}."
+            )
+        logs, known = _flat(returned), scope.final_results()
+        self._of_metrics = {n: known[id(value)] for n, value in logs.items() if id(value) in known}
+        others = {
+            name: tf.convert_to_tensor(value)
+            for name, value in logs.items()
+            if name not in self._of_metrics
+        }
         if warns and not tf.executing_eagerly():
             self._warn_of([n for n, value in others.items() if follows_from(value, before)])
         return others
@@ -158,67 +160,26 @@ class OwnOutputs:
                 " this value from its own state."
             )
 
+    def results(self, outputs: dict[str, tf.Tensor], updated: set[int]) -> dict[str, tf.Tensor]:
+        """Logs, in a scope that holds the metrics' states of the whole epoch.
 
-def _metric_logs(logs: Mapping[str, Any], scope: StepScope) -> MetricLogs:
-    """The logs that are the `result()` of a metric in the state that the step leaves."""
-    found = {
-        id(value): (result.metric, index)
-        for result in scope.results
-        if all(a is b for a, b in zip(result.state, scope.state_of(result.metric), strict=True))
-        for index, value in enumerate(result.values)
-    }
-    return {name: found[id(value)] for name, value in logs.items() if id(value) in found}
-
-
-def has_own_outputs(model: keras.Model, kind: str) -> bool:
-    """Whether "train" or "test" steps return more than metrics, as Keras's own do not."""
-    return any(
-        getattr(type(model), name) is not getattr(keras.Model, name)
-        for name in (f"{kind}_step", "compute_metrics")
-    )
-
-
-def _own_outputs(model: keras.Model, outputs: Structure) -> dict[str, Any]:
-    """The outputs of an overridden step, by name.
-
-    Raises:
-        TrainingError: the outputs are not a dict.
-    """
-    if not isinstance(outputs, dict):
-        raise TrainingError(
-            f"{type(model).__name__}'s own step must return a dict of names and values, got"
-            f" {outputs!r}."
-        )
-    return _flat(outputs)
-
-
-def results(
-    model: keras.Model, outputs: dict[str, tf.Tensor], of_metrics: MetricLogs, updated: set[int]
-) -> dict[str, tf.Tensor]:
-    """Logs, in a scope that holds the metrics' states of the whole epoch.
-
-    Args:
-        outputs: the other values that an overridden step returned, over all replicas; empty
-            without one. An output has the value of the metric of its name, if the step updates
-            that metric.
-        of_metrics: what an overridden step returned that is a metric's result.
-        updated: ids of the metric variables that the step writes. A step of its own may return a
-            "loss" and leave the model's tracker of that name at zero.
-    """
-    found = _flat(model.get_metrics_result())
-    if outputs or of_metrics:
-        live = _names_of_updated(model, updated)
-        known = {name: found[name] for name in outputs if name in live and name in found}
-        found = {**outputs, **known, **results_of(of_metrics)}
-    return {name: tf.convert_to_tensor(value) for name, value in found.items()}
-
-
-def results_of(of_metrics: MetricLogs) -> dict[str, tf.Tensor]:
-    """The logs that are metrics' results, in a scope that holds the metrics' states."""
-    return {
-        name: keras.tree.flatten(metric.result())[index]
-        for name, (metric, index) in of_metrics.items()
-    }
+        Args:
+            outputs: the other values that an overridden step returned, over all replicas; empty
+                without one. An output has the value of the metric of its name, if the step updates
+                that metric.
+            updated: ids of the metric variables that the step writes. A step of its own may return
+                a "loss" and leave the model's tracker of that name at zero.
+        """
+        found = _flat(self._model.get_metrics_result())
+        if outputs or self._of_metrics:
+            live = _names_of_updated(self._model, updated)
+            known = {name: found[name] for name in outputs if name in live and name in found}
+            results = {
+                name: keras.tree.flatten(metric.result())[index]
+                for name, (metric, index) in self._of_metrics.items()
+            }
+            found = {**outputs, **known, **results}
+        return {name: tf.convert_to_tensor(value) for name, value in found.items()}
 
 
 def _names_of_updated(model: keras.Model, updated: set[int]) -> set[str]:

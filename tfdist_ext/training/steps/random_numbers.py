@@ -42,14 +42,6 @@ from tfdist_ext.training.variables import outside_of_scopes
 __all__ = ["RANDOM", "Seeds", "rows_at"]
 
 
-# Name of a function that keeps a state -> that of tf.random which keeps none.
-_STATELESS = {
-    "random_standard_normal": "stateless_normal",
-    "random_uniform": "stateless_uniform",
-    "random_uniform_int": "stateless_uniform",
-    "truncated_normal": "stateless_truncated_normal",
-}
-
 # Arguments of a distribution, which may have numbers for each row.
 _PARAMETERS = frozenset(["alpha", "counts", "lam", "logits", "probs"])
 
@@ -158,9 +150,10 @@ def _drawn(
 
 
 def _drawn_whole(context: StepContext, original: Original, *args: Any, **named: Any) -> tf.Tensor:
-    """The same for distributions that draw in another order than that of the entries.
+    """The same for generators that draw in another order than that of the entries, or keep a state.
 
-    Everything is drawn, with any parameters for the rows of other replicas.
+    Everything is drawn, with any parameters for the rows of other replicas. Without this, replicas
+    that share a trace would draw the same by `tf.random.normal` after `tf.random.set_seed`.
     """
     named = inspect.signature(original).bind(*args, **named).arguments
     whole = original(**named)
@@ -181,30 +174,6 @@ def _drawn_whole(context: StepContext, original: Original, *args: Any, **named: 
         named["shape"] = tf.concat([[of_all], sizes[1:]], 0)
     drawn = original(**named)[first : first + sizes[0]]
     return tf.ensure_shape(drawn, whole.shape)
-
-
-def _drawn_with_state(
-    context: StepContext,
-    original: Original,
-    shape: tf.Tensor,
-    *dtype_or_bounds: Any,
-    seed: int = 0,
-    seed2: int = 0,
-    **named: Any,
-) -> tf.Tensor:
-    """`tf.random.normal` and the like: other numbers for each row, but not those of one device.
-
-    With `tf.random.set_seed`, replicas that share a trace would all draw the same. So the operation
-    draws a seed, and each replica its rows of what follows from that.
-    """
-    if not _blocks_of_rows(context, shape, tf.broadcast_to(False, shape).shape):
-        return original(shape, *dtype_or_bounds, seed=seed, seed2=seed2, **named)
-    most = tf.int32.max
-    drawn = tf.raw_ops.RandomUniformInt(shape=[2], minval=0, maxval=most, seed=seed, seed2=seed2)
-    draw = getattr(tf.random, _STATELESS[original.__name__])
-    if len(dtype_or_bounds) == 1:
-        return draw(shape, drawn, dtype=dtype_or_bounds[0])
-    return draw(shape, drawn, *dtype_or_bounds, dtype=dtype_or_bounds[0].dtype)
 
 
 def _shuffled(
@@ -264,7 +233,6 @@ def _gather(
 RANDOM: dict[str, Callable[..., Any]] = {
     "draw": _drawn,
     "draw_whole": _drawn_whole,
-    "draw_with_state": _drawn_with_state,
     "gather": _gather,
     "shuffle": _shuffled,
 }

@@ -200,7 +200,7 @@ def check_called(model: keras.Model, kind: str, called: Set[str], written: Conta
     for layer in kp.flat_layers(model):
         if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
             is_written = id(layer.moving_mean) in written
-            expected += ["moments_of_layer", "moments"] if is_written else []
+            expected += ["moments"] if is_written else []
         if isinstance(layer, keras.layers.Dropout) and layer.rate:
             expected += ["draw"] if id(layer.seed_generator.state) in written else []
     for key in expected:

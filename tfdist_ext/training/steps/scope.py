@@ -1,12 +1,15 @@
 """What one replica's step writes to variables, and what it reads from them.
 
 Under a strategy, a write inside a replica's step is slow (a cross-replica operation each), and with
-some strategies wrong. So `ReplicaScope` collects writes as values of the step. Metrics stay in the
-loop until it ends. Moving averages become the mean over all rows, and are written once.
+some strategies wrong. So `ReplicaScope` decides what a write does:
 
-Two kinds of writes cannot be collected: writes inside a `cond` or a loop, because their values
-cannot leave its graph, and writes to the user's own `tf.Variable`s. They go to the replica's own
-copy at once (`OwnCopies`). When the step ends, the mean over all rows is written to every copy.
+- The state of a metric travels through the loop of steps as a value.
+- Any other variable is written at once, each replica its own copy (`OwnCopies`). When the step
+  ends, each copy gets the mean over all rows.
+- If replicas share one copy, or the strategy has an `update_variable` of its own, the values are
+  collected, and the mean is written after the step. A value cannot leave a `cond` or a loop, so a
+  write in there is an error.
+- A weight gets its mean at once, because some layers read a weight in the call that assigns it.
 """
 
 from __future__ import annotations
@@ -19,15 +22,18 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import is_partitioned
-from tfdist_ext.strategies.reductions import tells_what_it_reduces
 from tfdist_ext.strategies.traced_replica import copy_number, replica_number
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.steps.context import StepContext, current_step
+from tfdist_ext.training.steps.context import (
+    StepContext,
+    current_graph,
+    current_step,
+    outside_of_inner_graphs,
+)
 from tfdist_ext.training.steps.logs import StepScope, metric_variables, metrics_of
 from tfdist_ext.training.steps.replaced import substitutes
 from tfdist_ext.training.steps.rows import places_rows
-from tfdist_ext.training.steps.sums import current_graph, outside_of_inner_graphs
-from tfdist_ext.training.variables import local_copies
+from tfdist_ext.training.variables import is_updated_once, local_copies
 
 __all__ = [
     "OwnCopies",
@@ -48,12 +54,11 @@ class ReplicaScope(StepScope):
 
     Args:
         metrics: (variable, value) of each metric's variable.
-        watched: the model's other variables. What a replica writes to them becomes the mean over
-            all rows: when the step ends, or at once for those that an optimizer trains.
-        own: the variables that are written at once. Not needed to read metrics.
+        watched: the model's other variables.
+        own: knows the replicas' own copies. Not needed to read metrics.
 
     Attributes:
-        updated: ids of the metrics' variables that were written.
+        updated: ids of the variables that were written.
     """
 
     def __init__(
@@ -73,31 +78,29 @@ class ReplicaScope(StepScope):
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         variable, value = update
         key, context = id(variable), current_step()
+        self.updated.add(key)
         if context is not None:
             check_value(context, variable, value, is_metric=key in self._metrics)
-        is_watched = key in self._watched
         if key in self._metrics:
             self._update_metric(variable, value, context)
-        elif is_watched and (self._in_inner_graph() or variable in self.own):
-            self._write_collected(variable)
-            self._write_own(variable, value)
-        elif is_watched and not variable.trainable:
-            super().add_update(update)
-        else:
-            if not is_watched:
-                _check_is_no_metric(variable)
-            # Some layers read a weight in the call in which they assign it. Where replicas share
-            # the weight, all write the same value.
-            if context is not None and not self._in_inner_graph():
-                (value,) = context.mean([value], [variable])
-            _assign(self.own.copy_of(variable), value)
+            return
+        if key not in self._watched:
+            _check_is_no_metric(variable)
+        elif not variable.trainable or self._in_inner_graph():
+            if self.own.is_collected(variable):
+                if self._in_inner_graph():
+                    raise shared_by_replicas(kp.raw_value(variable), self.own.local_replicas)
+                super().add_update(update)
+                return
+            self.own.add(variable)
+        if context is not None and variable not in self.own and not self._in_inner_graph():
+            # Where replicas share the variable, all write the same value.
+            (value,) = context.mean([value], [variable])
+        _assign(self.own.copy_of(variable), value)
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | tf.Variable:
-        key = id(variable)
-        if key in self._watched and self._in_inner_graph() and not self.own.is_shared(variable):
-            self._write_collected(variable)  # the graph may be a loop that writes it later
-        if key in self.state_mapping:
-            return self.state_mapping[key]
+        if id(variable) in self.state_mapping:
+            return self.state_mapping[id(variable)]
         # Never None: Keras reads regularized weights through the scope.
         raw = kp.raw_value(variable)
         if not is_partitioned(raw):
@@ -107,6 +110,11 @@ class ReplicaScope(StepScope):
         # The gradient of a loop has the shape of the loop's inputs. So the loop gets one tensor.
         with outside_of_inner_graphs(self._graph):
             return tf.convert_to_tensor(self.own.copy_of(variable))
+
+    @property
+    def updated_metrics(self) -> set[int]:
+        """Ids of the metrics' variables that were written."""
+        return self.updated & self._metrics.keys()
 
     def forget_losses(self, layer: keras.Layer) -> None:
         """Drop the losses that a layer and its sublayers gave to add_loss in this step."""
@@ -143,47 +151,31 @@ class ReplicaScope(StepScope):
         """
         collected = [each for key, each in self._watched.items() if key in self.state_mapping]
         variables: list[Any] = [variable for _, variable in collected]
-        values = [self.state_mapping[id(variable)] for variable in variables]
+        means = [self.state_mapping[id(variable)] for variable in variables]
         if context is not None:
             own = self.own.written()
-            values += [copy.read_value() for copy in own]
-            values = context.mean(values, [*variables, *own])
-            for copy, value in zip(own, values[len(variables) :], strict=True):
-                copy.assign(value, read_value=False)
-        left = {}
-        for (number, variable), value in zip(collected, values, strict=False):
-            if self.own.take_means(variable):
-                copy = self.own.copy_of(variable)
-                copy.assign(tf.cast(value, copy.dtype), read_value=False)
-            else:
-                left[str(number)] = value
-        return left
+            values = [*means, *(self.own.copy_of(each).read_value() for each in own)]
+            means = context.mean(values, [*variables, *own])
+            for variable, mean in zip(own, means[len(variables) :], strict=True):
+                _assign(self.own.copy_of(variable), mean)
+        return {str(n): mean for (n, _), mean in zip(collected, means, strict=False)}
 
     def _update_metric(
         self, variable: keras.Variable, value: tf.Tensor, context: StepContext | None
     ) -> None:
         if self._in_inner_graph():
             raise metric_in_inner_graph(variable)
-        self.updated.add(id(variable))
-        if self.resetting:
-            value = _on_first_replica(variable, value)
-        elif context is not None and variable.aggregation == "sum":
-            # A replica without rows computes with another replica's row. It must not count twice.
-            value = context.where_nonempty(value, self.state_mapping[id(variable)])
+        if context is not None and context.replicas > 1 and variable.aggregation == "sum":
+            if context.equal.has(value):
+                # The metric is reset. The first replica gets the value, which is that of the sum.
+                value = tf.where(tf.equal(replica_number(), 0), value, tf.zeros_like(value))
+            else:
+                # A replica without rows computes with another replica's row, which counts once.
+                value = context.where_nonempty(value, self.state_mapping[id(variable)])
         super().add_update((variable, value))
 
     def _in_inner_graph(self) -> bool:
         return current_graph() is not self._graph
-
-    def _write_collected(self, variable: keras.Variable) -> None:
-        """Write a collected value to the replica's own copy, before the inner graph."""
-        if (value := self.state_mapping.pop(id(variable), None)) is not None:
-            with outside_of_inner_graphs(self._graph):
-                self._write_own(variable, value)
-
-    def _write_own(self, variable: keras.Variable, value: tf.Tensor) -> None:
-        self.own.add(kp.raw_value(variable))
-        _assign(self.own.copy_of(variable), value)
 
 
 class OwnCopies:
@@ -197,26 +189,27 @@ class OwnCopies:
 
     def __init__(self, strategy: tf.distribute.Strategy, local_replicas: int):
         self._strategy = strategy
-        self._local_replicas = local_replicas
+        self.local_replicas = local_replicas
         # TensorFlow does not give out the copies on TPUs one by one.
         self._on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
-        self._written: dict[int, tf.Variable] = {}  # by id
+        self._written: dict[int, keras.Variable | tf.Variable] = {}  # by id of the container
 
     def __contains__(self, variable: keras.Variable) -> bool:
         return id(kp.raw_value(variable)) in self._written
 
-    def add(self, variable: tf.Variable) -> None:
-        """Note that replicas write a variable, given as its container or as one of its copies.
+    def add(self, variable: keras.Variable | tf.Variable) -> None:
+        """Note that replicas write a variable, given as a container or as one of its copies.
 
         Raises:
             TrainingError: the replicas of this worker share one copy.
         """
-        container = self._strategy.extended.value_container(variable)
+        container = self._strategy.extended.value_container(kp.raw_value(variable))
         if getattr(container, "synchronization", None) == tf.VariableSynchronization.ON_READ:
             return
         if self.is_shared(container):
-            raise shared_by_replicas(variable, self._local_replicas)
-        self._written[id(container)] = container
+            raise shared_by_replicas(container, self.local_replicas)
+        is_copy = isinstance(variable, tf.Variable)
+        self._written[id(container)] = container if is_copy else variable
 
     def copy_of(self, variable: keras.Variable | tf.Variable) -> tf.Variable:
         """The running replica's copy of a variable, or the one copy that replicas share."""
@@ -227,18 +220,18 @@ class OwnCopies:
 
     def is_shared(self, variable: keras.Variable | tf.Variable) -> bool:
         """Whether the replicas of this worker share one copy."""
-        copies = 0 if self._on_tpu else len(local_copies(variable, self._strategy))
-        return 0 < copies < self._local_replicas
+        copies = (
+            self.local_replicas if self._on_tpu else len(local_copies(variable, self._strategy))
+        )
+        return copies < self.local_replicas
 
-    def take_means(self, variable: keras.Variable) -> bool:
-        """Whether each replica assigns to its own copy what all replicas have agreed on."""
-        # An update of a StrategyTemplate is one call of its hook.
-        has_hook = tells_what_it_reduces(self._strategy)
-        return not (self._on_tpu or has_hook or self.is_shared(variable))
+    def is_collected(self, variable: keras.Variable) -> bool:
+        """Whether what the replicas write is collected, and written once after the step."""
+        return self._on_tpu or is_updated_once([variable], self._strategy, self.local_replicas)
 
-    def written(self) -> list[tf.Variable]:
-        """The running replica's copies of the floating variables that were written."""
-        return [self.copy_of(each) for each in self._written.values() if each.dtype.is_floating]
+    def written(self) -> list[keras.Variable | tf.Variable]:
+        """The floating variables that were written."""
+        return [each for each in self._written.values() if tf.as_dtype(each.dtype).is_floating]
 
     def all_copies(self) -> list[list[tf.Variable]]:
         """Of each variable that was written, the copies of all local replicas."""
@@ -287,7 +280,8 @@ def shared_by_replicas(variable: tf.Variable, replicas: int) -> TrainingError:
     """The error of a tf.Variable that replicas share, or would sum up when they write it."""
     return TrainingError(
         f"The variable {variable.name!r} of shape {variable.shape} is assigned in a step, and the"
-        f" {replicas} replicas of this process share one copy of it, or its aggregation is SUM."
+        f" {replicas} replicas of this process share one copy of it, or its aggregation is SUM, or"
+        " the strategy has an update_variable of its own."
         " Create it with self.add_weight(..., trainable=False) in a layer or model, and assign it"
         " in the body of train_step or call, not in a tf.function, a cond or a loop. What is"
         " assigned there is averaged over all rows. For sums, use a keras.metrics.Metric."
@@ -360,14 +354,6 @@ def _check_is_no_metric(variable: keras.Variable) -> None:
             " Make the metric an attribute of the model or of one of its layers (self.tracker ="
             " ...), or return it from the model's metrics property."
         )
-
-
-def _on_first_replica(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
-    """A replica's contribution to a value that is the same on all of them."""
-    if variable.aggregation != "sum" or not tf.distribute.has_strategy():
-        return value
-    number = replica_number()
-    return tf.where(tf.equal(number, 0), value, tf.zeros_like(value))
 
 
 def take_rows(

@@ -20,7 +20,6 @@ from tfdist_ext.strategies._tf_private import per_replica
 from tfdist_ext.training.inputs import Epoch, GlobalBatches, Parts
 from tfdist_ext.training.programs import Engine, Execution, StepProgram
 from tfdist_ext.training.protocols import BatchIterator, Structure
-from tfdist_ext.training.steps.logs import results, results_of
 from tfdist_ext.training.steps.random_numbers import Seeds
 from tfdist_ext.training.steps.scope import ReplicaScope
 from tfdist_ext.training.steps.step_timer import StepTimer
@@ -89,8 +88,7 @@ class SynchronousProgram(StepProgram):
         metrics = self._step.states
         values = metrics.of_this_task(self._states)
         with ReplicaScope(zip(metrics.variables, values, strict=True)):
-            own = self._step.own
-            logs = results_of(own.of_metrics) if own.exist else results(self._model, {}, {}, set())
+            logs = self._step.own.results({}, set())
         return {name: float(value) for name, value in logs.items() if value.shape.rank == 0}
 
     def _run(
@@ -133,12 +131,12 @@ class SynchronousProgram(StepProgram):
             last = states, self._empty_outputs(batches, last)
             start = steps, more, last
             steps, _, last = tf.while_loop(lambda i, more, _: (i < n) & more, body, start)
-        metrics, own = self._step.states, self._step.own
+        metrics = self._step.states
         values, outputs, report = metrics.over_all(*last, report)
         if self.timer is not None:
             self.timer.execution_is_done(steps)
         with ReplicaScope(zip(metrics.variables, values, strict=True)):
-            logs = results(self._model, outputs, own.of_metrics, self._step.updated)
+            logs = self._step.own.results(outputs, self._step.updated)
         return logs, last[0], steps, report
 
     def _next_if_any(self, batches: BatchIterator, before: Carried) -> tuple[tf.Tensor, Carried]:

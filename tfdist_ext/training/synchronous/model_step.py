@@ -259,7 +259,7 @@ class ModelStep:
         if context is not None:
             self._check(scope, context)
         scope.forget_losses(self.model)
-        self.updated |= scope.updated
+        self.updated |= scope.updated_metrics
         new = self.states.stacked(scope.states())
         ready = None if timer is None else timer.ready(new)
         return new, scope.written(context), outputs, ready
@@ -278,7 +278,7 @@ class ModelStep:
         outputs = self.own.others(returned, scope, before, warns=several)
         if context is None:
             return outputs
-        return {name: context.contribution(value) for name, value in outputs.items()}
+        return {name: context.weighted(value) for name, value in outputs.items()}
 
     def _context(
         self, part: Part, rows_of_all: tf.Tensor | None, timer: ReplicaTimer | None
@@ -310,7 +310,7 @@ class ModelStep:
         if self._checked and tf.executing_eagerly():
             return
         if self._kind != "predict":
-            check_called(self.model, self._kind, context.called, scope.state_mapping)
+            check_called(self.model, self._kind, context.called, scope.updated)
             if context.replicas > 1:
                 check_activity_regularizers(self.model)
         self._checked = True
