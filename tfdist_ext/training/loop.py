@@ -98,7 +98,6 @@ class Loop:
                     logs = result.logs if data.completed else logs
                     break
                 done += result.steps
-                peers.reached(f"{where}step {done}")
                 logs = result.logs
                 data.advance(result.steps)
                 peers.enters("callbacks")
