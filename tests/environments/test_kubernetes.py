@@ -33,7 +33,6 @@ def manifests(
     command: list[str] | None = None,
     *,
     max_restarts: int | None = None,
-    grace: int = 90,
 ) -> list[Manifest]:
     """The manifests of a template, edited as its comments say.
 
@@ -41,7 +40,6 @@ def manifests(
         template: "job" or "jobset".
         command: what each pod runs.
         max_restarts: failures that count.
-        grace: seconds to save after SIGTERM.
     """
     documents = list(yaml.safe_load_all((TEMPLATES / f"{template}.yaml").read_text()))
     spec = documents[-1]["spec"]
@@ -51,8 +49,6 @@ def manifests(
             each["backoffLimitPerIndex"] = max_restarts
         (container,) = each["template"]["spec"]["containers"]
         container["command"] = command or container["command"]
-        env = {entry["name"]: entry for entry in container["env"]}
-        env["TFDIST_GRACE"]["value"] = str(grace)
     if max_restarts is not None and template == "jobset":
         spec["failurePolicy"]["maxRestarts"] = max_restarts
     return copy.deepcopy(documents)  # anchors of the file are one object in Python
@@ -223,7 +219,7 @@ def test_what_a_tfjob_writes_is_read() -> None:
 @on_hosts
 def test_workers_come_back(tmp_path: Path, undisturbed: Result) -> None:
     """A worker is killed, then another pod of it is preempted, which does not count."""
-    documents = manifests("job", training(tmp_path), max_restarts=1, grace=20)
+    documents = manifests("job", training(tmp_path), max_restarts=1)
     with played(documents, tmp_path, 6) as pods:
         pods.until("train-1", "STEP 5\n")
         pods.kill("train-1")

@@ -128,9 +128,7 @@ def adds_a_callback() -> keras.Model:
     return model
 
 
-def test_checkpoints_go_past_a_fit_that_does_not_know_them(tmp_path: Path) -> None:
-    """`checkpoint_dir` is not given to the model's fit, and counts for its super().fit()."""
-
+def test_a_fit_that_passes_its_arguments_on_saves_checkpoints(tmp_path: Path) -> None:
     def data() -> Any:
         return tfd.data.from_arrays((X, Y), global_batch_size=16, seed=1)
 
@@ -146,9 +144,3 @@ def test_checkpoints_go_past_a_fit_that_does_not_know_them(tmp_path: Path) -> No
     second.fit(data(), epochs=3, verbose=0, checkpoint_dir=tmp_path)
     assert second.keras_model.counter.epochs == 2
     assert_same_weights(whole, second)
-
-
-def test_checkpoints_of_two_trainings_in_one_fit_are_refused(tmp_path: Path) -> None:
-    model = tfd.distribute(scaled, mirrored())
-    with pytest.raises(tfd.TfDistError, match=r"checkpoint_dir must belong to one training"):
-        model.fit(X, Y, 1, 16, verbose=0, checkpoint_dir=tmp_path)

@@ -16,7 +16,6 @@ __all__ = [
     "COMMAND",
     "DONE",
     "FAILED",
-    "GRACE",
     "PREEMPTED",
     "PREEMPTION_SIGNAL",
     "RESTART",
@@ -35,7 +34,6 @@ PREEMPTED = 143  # 128 + SIGTERM: "start me again, and do not count it"
 
 # In the environment of tasks.
 PREEMPTION_SIGNAL = "TFDIST_PREEMPTION_SIGNAL"  # the name of a signal like SIGTERM
-GRACE = "TFDIST_GRACE"  # seconds from the signal until the task is killed
 STALL_TIMEOUT = "TFDIST_STALL_TIMEOUT"  # seconds without progress that end a task; 0: never
 USUAL_STALL_TIMEOUT = 60.0
 COMMAND = "TFDIST_COMMAND"  # the line that started the launcher

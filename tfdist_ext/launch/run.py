@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TextIO, TypeAlias
 
-from tfdist_ext.launch.exit_codes import FAILED, GRACE, PREEMPTED, PREEMPTION_SIGNAL, RESTART
+from tfdist_ext.launch.exit_codes import FAILED, PREEMPTED, PREEMPTION_SIGNAL, RESTART
 from tfdist_ext.launch.output import Blame, Printer
 from tfdist_ext.launch.plan import LaunchPlan
 from tfdist_ext.launch.processes import StartProcess, TaskProcess, Tasks, start_process
@@ -111,8 +111,7 @@ def run_plan(
             had started by then have been ended.
     """
     stop = stop or StopSignals()
-    env = {**(os.environ if env is None else env), GRACE: f"{limits.grace:g}"}
-    env[PREEMPTION_SIGNAL] = stop.preemption.name
+    env = {**(os.environ if env is None else env), PREEMPTION_SIGNAL: stop.preemption.name}
     reporter = Printer(report or sys.stderr)
     tasks = Tasks(plan, env, Printer(stream or sys.stdout), reporter, start)
     run = _Run(plan, tasks, reporter, limits, stop, replaces)

@@ -174,7 +174,6 @@ class Loop:
                     break
                 done += result.steps
                 logs = result.logs
-                peers.reached(f"{where}step {done}")
                 data.advance(result.steps)
                 peers.enters("callbacks")
                 getattr(hooks, f"on_{self._kind}_batch_end")(data.completed + done - 1, logs)

@@ -7,14 +7,13 @@ a sentence that names the task. A slow worker is no error: the workers that wait
 
 - Every worker publishes its position.
 - The first worker (the leader) looks at the addresses and the positions of all others, and decides
-  that a barrier cannot be passed. The others look at the leader.
-- A worker that ends, or that has stalled outside of a barrier, decides this for itself.
+  that a barrier cannot be passed. The others look at the address of the leader.
+- A worker that fails, or that has stalled outside of a barrier, decides this for itself.
 
 Workers talk through the key-value store of TensorFlow's coordination service, in the leader's
 process:
 
-    position/TASK  the barrier that a task is in, or was in last, and its phase
-    left/TASK      how a task has ended
+    position/TASK  the barrier that a task is in, or was in last, its phase, and whether it has left
     end            why no further barrier can be passed; the first value stays
 """
 
@@ -25,7 +24,6 @@ import contextlib
 import functools
 import json
 import os
-import re
 import sys
 import threading
 import time
@@ -37,22 +35,22 @@ import tensorflow as tf
 
 from tfdist_ext.cluster.liveness import WaitReports, say, show_stacks
 from tfdist_ext.errors import PeerError
-from tfdist_ext.launch.exit_codes import PREEMPTED
 from tfdist_ext.training import _tf_private as tp
 from tfdist_ext.training.agreement.single_task import (
-    Phases,
     TaskStatus,
     end_to_be_restarted,
-    watched_phases,
+    single_task,
+    watch_timeout,
 )
 
-PATIENCE = 2.0  # seconds in a barrier before a task looks where the others are
-LEAVE_LIMIT = 30.0  # seconds to wait for the end of a task after the end of its script
+PATIENCE = 2.0  # seconds between two looks at the positions
+LEAVE_LIMIT = 30.0  # seconds to wait for a task after the end of its script, or of its thread
 _LOOK_EVERY = 0.25  # seconds
+_POLL = 0.1  # seconds
 _CAUSE = 6.0  # seconds to learn why a collective has failed
-# Looks in a row that must find the same: an answer may be lost, and values change meanwhile. A look
-# at a silent task takes a second more. TensorFlow gives a task up after 10 seconds.
-_LOOKS = {"gone": 3, "silent": 9, "differs": 8, "left": 1}
+# Looks in a row that must find the same, as an answer may be lost. A look at a silent task takes a
+# second more. TensorFlow gives a task up after 10 seconds.
+_LOOKS = {"gone": 3, "silent": 9}
 _PREFIX = "tfdist_ext/"
 _STATUS = {
     "gone": "is gone: nothing listens at its address {} (it ended, crashed or was killed, or its"
@@ -60,7 +58,8 @@ _STATUS = {
     "silent": "does not answer at its address {}: it is stopped (SIGSTOP), or its machine is down"
     " or cannot be reached",
 }
-_PHASES = {"callbacks": "its callbacks", "checkpoint": "a checkpoint"}
+_THREAD_ENDED = "the thread that trained there has ended"
+_DOES = {"callbacks": "its callbacks", "checkpoint": "a checkpoint"}
 SAME_CALLS = (
     "call fit, evaluate, predict, save and the like on every worker, not on one alone: all of them"
     " compute, and of save and export the chief writes the files."
@@ -71,7 +70,7 @@ def peers_of(strategy: tf.distribute.Strategy) -> TaskStatus:
     """Returns the monitor of the workers of a strategy; a plain status where there is one task."""
     resolver = strategy.cluster_resolver
     if resolver is None or isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        return TaskStatus(watched_phases())
+        return single_task()
     jobs = resolver.cluster_spec().as_dict()
     tasks = tuple(
         (f"{job}:{index}", address)
@@ -80,7 +79,7 @@ def peers_of(strategy: tf.distribute.Strategy) -> TaskStatus:
     )
     me = f"{resolver.task_type}:{resolver.task_id}"
     if len(tasks) < 2 or me not in dict(tasks) or not tp.has_coordination_service():
-        return TaskStatus(watched_phases())
+        return single_task()
     return _monitor_of_process(me, tasks)
 
 
@@ -90,35 +89,25 @@ class Position:
 
     Attributes:
         number: the number of the barrier that the task is in, or was in last.
-        place: the public calls and what the barrier is for, as "fit (epoch 1, its end)".
+        place: the public calls and what the barrier is for, as "fit (epoch 1, its end)"; between
+            two barriers also what the task does there.
         inside: whether the task is in the barrier, and not between two barriers.
         since: seconds since 1970; 0 if the task has not published a position.
-        phase: the phase of the training, between two barriers.
         batches: batches read by the current execution, inside a barrier.
-        left: whether the thread that made the calls has ended.
+        left: why the task makes no further calls; "" if it may.
     """
 
     number: int = 0
     place: str = ""
     inside: bool = False
     since: float = 0.0
-    phase: str = ""
     batches: int = 0
-    left: bool = False
-
-    def is_at(self, other: Position) -> bool:
-        """Whether the task is inside the same barrier."""
-        return self.inside and self.number == other.number
-
-    def __str__(self) -> str:
-        if self.inside or not self.place:
-            return self.place or "its own code"
-        return f"{_PHASES.get(self.phase, 'its own code')}, inside {self.place}"
+    left: str = ""
 
 
 @dataclass(frozen=True)
 class End:
-    """Why no barrier after number `completed` can be passed.
+    """Why no further barrier can be passed.
 
     Attributes:
         kind: "left", "failed", "gone", "silent", "differs" or "stalled".
@@ -129,7 +118,6 @@ class End:
     kind: str
     task: str
     text: str
-    completed: int = 0
 
 
 class PeerMonitor(TaskStatus):
@@ -141,18 +129,17 @@ class PeerMonitor(TaskStatus):
     """
 
     def __init__(self, me: str, tasks: tuple[tuple[str, str], ...]):
-        super().__init__(Phases.of_environment())
+        super().__init__(watch_timeout())
         self._me = me
         self._leader = tasks[0][0]
         self._others = [task for task, _ in tasks if task != me]
         self._watched = dict(tasks[1:] if me == self._leader else tasks[:1])
         self._calls: list[str] = []
         self._position = Position(since=time.time())
-        self._completed = 0  # the number of the last barrier that was passed
-        self._reached = ""  # the last step that was done, for messages
+        self._published = Position()
+        self._left = ""
         self._end: End | None = None
         self._end_is_known = threading.Event()
-        self._published: Position | None = None
         self._batches_read: Callable[[], int] = int
         self._thread = threading.current_thread()  # the one that makes the calls
         for body in (self._listen, self._watch):
@@ -161,12 +148,12 @@ class PeerMonitor(TaskStatus):
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """Scope of a public call, which every worker must make. SIGTERM ends it."""
+        """Scope of a public call, which every worker must make."""
         self._thread = threading.current_thread()
         self._calls.append(name)
         self._leave_barrier()
         try:
-            with self._termination.handled(), super().call(name):
+            with super().call(name):
                 yield
         finally:
             self._calls.pop()
@@ -182,30 +169,20 @@ class PeerMonitor(TaskStatus):
         if self._position.inside:
             yield
             return
-        self._termination.check()
-        number, place = self._position.number + 1, self._place(detail)
-        self._raise_if_ended(number, place)
+        place = self._place(detail)
+        self._raise_if_ended(place)
+        number = self._position.number + 1
         self._position = Position(number, place, inside=True, since=time.time())
-        self._termination.deferred = True
         try:
             yield
-            self._completed = number
         except tf.errors.OpError as error:
-            self._termination.check(failed=True)
             kinds = tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError
             if isinstance(error, kinds) or "ollective" in str(error):  # because of another worker
                 self._end_is_known.wait(_CAUSE)
-                # Others may have passed this barrier before the task that caused the end was gone.
-                number = sys.maxsize
-            self._raise_if_ended(number, place)
+            self._raise_if_ended(place)
             raise
         finally:
             self._leave_barrier()
-            self._termination.deferred = False
-        self._termination.check()
-
-    def reached(self, place: str) -> None:
-        self._reached = f" after {place}"
 
     def reads_batches(self, count: Callable[[], int]) -> None:
         self._batches_read = count
@@ -221,10 +198,9 @@ class PeerMonitor(TaskStatus):
 
     # The end of all barriers.
 
-    def _raise_if_ended(self, number: int, place: str) -> None:
-        """Raises the error of this worker if the barrier with this number cannot be passed."""
-        end = self._end
-        if end is None or number <= end.completed:
+    def _raise_if_ended(self, place: str) -> None:
+        """Raises the error of this worker if no further barrier can be passed."""
+        if (end := self._end) is None:
             return
         text = end.text
         if end.kind != "differs":
@@ -238,7 +214,6 @@ class PeerMonitor(TaskStatus):
 
     def _decide(self, end: End) -> None:
         """Stores why no barrier can be passed any more, unless another worker was quicker."""
-        end = replace(end, completed=self._completed)
         if self._leader_answers():
             with contextlib.suppress(tf.errors.OpError):
                 tp.insert_value(f"{_PREFIX}end", json.dumps(asdict(end)))  # the first one stays
@@ -265,27 +240,67 @@ class PeerMonitor(TaskStatus):
 
     def _watch(self) -> None:
         """Thread that publishes the position of this task, and looks at other tasks."""
-        before, waited, reports = self._position, 0.0, WaitReports()
-        looks: dict[End, int] = {}  # in a row that found the same
+        looks, reports = 0, WaitReports()
+        lost: dict[End, int] = {}  # -> looks in a row that found it
+        before: dict[str, Position] = {}
+        unchanged = 0.0
         while self._end is None:
-            self._wait_for_signal()
-            if (position := self._position) is not before:
-                before, waited, reports, looks = position, 0.0, WaitReports(), {}
-            # Ticks, and not the clock: a process that was stopped has not waited.
-            waited += _LOOK_EVERY
-            stalled = self._phases.tick(_LOOK_EVERY)
-            statuses = {task: tp.peer_status(task) for task in self._watched}
-            if statuses.get(self._leader, "there") == "there":
-                self._publish(position)
-            if stalled:
-                self._look_who_stalls(position)
-            looks = {end: looks.get(end, 0) + 1 for end in self._found(position, waited, statuses)}
-            for end, count in looks.items():
-                if count >= _LOOKS[end.kind] and self._position is position:
+            time.sleep(_LOOK_EVERY)
+            position = self._current_position()
+            if position.since != self._published.since:
+                looks, reports = 0, WaitReports()
+            # Looks are counted, because a process that was stopped has not waited.
+            looks += 1
+            waited, stalled = looks * _LOOK_EVERY, self.tick(_LOOK_EVERY)
+            lost = {end: lost.get(end, 0) + 1 for end in self._lost()}
+            for end, count in lost.items():
+                if count >= _LOOKS[end.kind]:
                     self._decide(end)
+            if position != self._published and self._leader not in [end.task for end in lost]:
+                self._publish(position)
+            if stalled and not position.inside:
+                self._decide(End("stalled", self._me, f"{self._me} has stalled: {stalled}"))
+            if self._me == self._leader and waited % PATIENCE == 0 and not lost:
+                positions = {self._me: position} | _positions_of(self._others)
+                unchanged = unchanged + PATIENCE if positions == before else 0.0
+                before = positions
+                if unchanged and (found := obstacle(positions, unchanged, stalled)):
+                    self._decide(found)
             if position.inside and reports.due(waited):
                 self._report_wait(position, waited)
         self._obey(self._end)
+
+    def _current_position(self) -> Position:
+        position, left = self._position, self._left
+        if not left and not self._thread.is_alive():
+            left = _THREAD_ENDED
+        if position.inside:
+            return replace(position, left=left, batches=int(self._batches_read()))
+        doing = _DOES.get(self.phase, "its own code")
+        place = f"{doing}, inside {position.place}" if position.place else doing
+        return replace(position, left=left, place=place)
+
+    def _publish(self, position: Position) -> None:
+        with contextlib.suppress(tf.errors.OpError):
+            tp.replace_value(f"{_PREFIX}position/{self._me}", json.dumps(asdict(position)))
+            self._published = position
+
+    def _lost(self) -> Iterator[End]:
+        """Yields the watched tasks that do not answer now."""
+        for task, address in self._watched.items():
+            if (status := tp.peer_status(task)) != "there":
+                yield End(status, task, f"{task} {_STATUS[status].format(address)}")
+
+    def _report_wait(self, position: Position, waited: float) -> None:
+        late = [
+            f"{task}, since {_clock(other.since)} in {other.place}" if other.since else task
+            for task, other in _positions_of(self._others).items()
+            if not (other.inside and other.number == position.number)
+        ]
+        if late:
+            more = f" and {len(late) - 5} others" if len(late) > 5 else ""
+            names = f"{'; '.join(late[:5])}{more}"
+            say(f"{self._me}: waiting in {position.place} for {waited:.0f} s for {names}")
 
     def _obey(self, end: End) -> None:
         """Shows stacks or ends this process, if it has stalled; else aborts its collectives."""
@@ -294,107 +309,11 @@ class PeerMonitor(TaskStatus):
             if end.task == self._me:
                 time.sleep(PATIENCE)  # the others receive it meanwhile, also from the leader
                 end_to_be_restarted(end.text)
-        while not (self._position.inside and self._position.number > end.completed):
-            self._wait_for_signal()
+        while not self._position.inside:
+            time.sleep(_LOOK_EVERY)
         tp.abort_collectives(end.text)
-        while True:
-            self._wait_for_signal()
-
-    def _publish(self, position: Position) -> None:
-        batches = int(self._batches_read()) if position.inside else 0
-        left, phase = not self._thread.is_alive(), self._phases.name
-        position = replace(position, left=left, batches=batches, phase=phase)
-        if position != self._published:
-            with contextlib.suppress(tf.errors.OpError):
-                tp.replace_value(f"{_PREFIX}position/{self._me}", json.dumps(asdict(position)))
-                self._published = position
-
-    def _found(
-        self, position: Position, waited: float, statuses: Mapping[str, str]
-    ) -> Iterator[End]:
-        """Yields what lets no barrier be passed, if some looks in a row find the same.
-
-        Args:
-            waited: seconds in this position.
-            statuses: task -> whether it answers.
-        """
-        for task, status in statuses.items():
-            if status != "there":
-                text = f"{task} {_STATUS[status].format(self._watched[task])}"
-                yield End(status, task, text)
-        if not position.inside or waited < PATIENCE:
-            return
-        for task, other in _positions_of(self._watched).items():
-            if other.inside and other.number >= position.number:
-                # It has passed the barrier in which this task waits, or is there with another call.
-                if (other.number, other.place) != (position.number, position.place):
-                    yield End("differs", "", self._different_calls(position))
-            elif other.left and other.number < position.number and waited >= LEAVE_LIMIT:
-                when = f"left at {_clock(other.since)}: the thread that trained there has ended"
-                yield End("left", task, f"{task} {when}")
-
-    def _different_calls(self, position: Position) -> str:
-        tasks: dict[str, list[str]] = {}
-        for task, each in sorted({self._me: position, **_positions_of(self._others)}.items()):
-            tasks.setdefault(str(each), []).append(task)
-        got = "; ".join(f"{', '.join(names)} in {place}" for place, names in tasks.items())
-        return f"every worker must make the same calls in the same order, got {got}: {SAME_CALLS}"
-
-    def _look_who_stalls(self, position: Position) -> None:
-        """Names the task that has stalled: this one, or in a barrier the one that reads no data."""
-        if not position.inside:
-            self._decide(End("stalled", self._me, f"{self._me} has stalled: {self._phases}"))
-        elif self._me == self._leader:
-            everyone = {self._me: self._published or position} | _positions_of(self._others)
-            if all(each.is_at(position) for each in everyone.values()):  # a late one watches itself
-                least = min(each.batches for each in everyone.values())
-                behind = [task for task, each in everyone.items() if each.batches == least]
-                text = f"{' with '.join(behind)} has stalled reading its data"
-                if len(behind) == len(everyone):
-                    text = "all workers have stalled"
-                seconds = f"no step is done for {self._phases.waited:.0f} s (see --stall-timeout)"
-                self._decide(End("stalled", behind[0], f"{text}: {seconds}"))
-
-    def _report_wait(self, position: Position, waited: float) -> None:
-        late = [
-            f"{task}, since {_clock(other.since)} in {other}" if other.since else task
-            for task, other in _positions_of(self._others).items()
-            if not other.is_at(position)
-        ]
-        if late:
-            more = f" and {len(late) - 5} others" if len(late) > 5 else ""
-            names = f"{'; '.join(late[:5])}{more}"
-            say(f"{self._me}: waiting in {position} for {waited:.0f} s for {names}")
 
     # The end of this process.
-
-    def _wait_for_signal(self) -> None:
-        """Waits until the next look; ends this process if its main thread waits in TensorFlow."""
-        self._termination.wait(_LOOK_EVERY)
-        received = self._termination.received
-        if received is None:
-            return
-        waited = time.monotonic() - received
-        if self._termination.only_noted:  # the others may need as long to come to the step
-            waited -= max(0.0, self._termination.grace - 3 * PATIENCE)
-        if waited >= PATIENCE and self._position.inside and self._end is None:
-            self._decide(self._own_end())
-        if waited >= 2 * PATIENCE and self._position.inside:  # it compiles, perhaps
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(PREEMPTED)
-
-    def _own_end(self) -> End:
-        """Why this task ends."""
-        at = f"at {_clock(time.time())}"
-        error = getattr(sys, "last_value", None)
-        if self._termination.received is not None:
-            text = f"{self._me} got SIGTERM {at} and ended{self._reached}"
-        elif error is not None:
-            text = f"{self._me} failed {at}{self._reached}: {type(error).__name__}: {_cause(error)}"
-        else:
-            return End("left", self._me, f"{self._me} left {at}{self._reached}: its script ended")
-        return End("failed", self._me, text)
 
     def _leave(self, pid: int) -> None:
         """At exit: tells the others, and waits for them unless this task has failed.
@@ -404,23 +323,65 @@ class PeerMonitor(TaskStatus):
         """
         if os.getpid() != pid:  # a child that was forked
             return
-        end = self._own_end()
-        self._decide(end)
+        when = _clock(time.time())
+        error = getattr(sys, "last_value", None)
+        if error is None:
+            self._left = "its script ended"
+            self._wait_for_others_to_leave()
+            end = End("left", self._me, f"{self._me} left at {when}: {self._left}")
+        else:
+            cause = str(error).strip().split("\n")[0][:300]
+            text = f"{self._me} failed at {when}: {type(error).__name__}: {cause}"
+            end = End("failed", self._me, text)
+        self._decide(end)  # ends the threads, too
+        if self._me == self._leader:
+            time.sleep(2 * _POLL if error is None else PATIENCE)  # the others read the store
+
+    def _wait_for_others_to_leave(self) -> None:
+        self._position = replace(self._position, since=time.time())
         if self._leader_answers():
-            with contextlib.suppress(tf.errors.OpError):
-                tp.insert_value(f"{_PREFIX}left/{self._me}", json.dumps(asdict(end)))
-        if end.kind != "left":
-            time.sleep(PATIENCE if self._me == self._leader else 0.0)  # the others receive the end
-            return
-        deadline, waits_for = time.monotonic() + LEAVE_LIMIT, list(self._others)
-        while waits_for and time.monotonic() < deadline and self._leader_answers():
-            if self._end is not None and self._end.kind != "left":
-                return
-            waits_for = [task for task in waits_for if not _stored(f"left/{task}")]
+            self._publish(self._current_position())
+        deadline = time.monotonic() + LEAVE_LIMIT
+        for task in self._others:
+            while not _positions_of([task])[task].left:
+                if self._end is not None or time.monotonic() > deadline:
+                    return
+                time.sleep(_POLL)
 
 
 # One for this process, because its cluster has one store.
 _monitor_of_process = functools.cache(PeerMonitor)
+
+
+def obstacle(positions: Mapping[str, Position], unchanged: float, stalled: str) -> End | None:
+    """Returns why no task can pass the barrier that it is in; None if there may be none.
+
+    Args:
+        positions: of all tasks.
+        unchanged: seconds since a position has changed.
+        stalled: why the leader has stalled; "" if it has not.
+    """
+    inside = {task: each for task, each in positions.items() if each.inside}
+    if len({(each.number, each.place) for each in inside.values()}) > 1:
+        tasks: dict[str, list[str]] = {}
+        for task, each in positions.items():
+            tasks.setdefault(each.place, []).append(task)
+        got = "; ".join(f"{', '.join(names)} in {place}" for place, names in tasks.items())
+        text = f"every worker must make the same calls in the same order, got {got}: {SAME_CALLS}"
+        return End("differs", "", text)
+    number = max((each.number for each in inside.values()), default=0)
+    for task, each in positions.items():
+        patience = LEAVE_LIMIT if each.left == _THREAD_ENDED else PATIENCE
+        if each.left and each.number < number and unchanged >= patience:
+            return End("left", task, f"{task} left at {_clock(each.since)}: {each.left}")
+    if stalled and len(inside) == len(positions):  # a late task watches itself
+        least = min(each.batches for each in inside.values())
+        behind = [task for task, each in inside.items() if each.batches == least]
+        text = f"{' with '.join(behind)} has stalled reading its data"
+        if len(behind) == len(inside):
+            text = "all workers have stalled"
+        return End("stalled", behind[0], f"{text}: {stalled}")
+    return None
 
 
 def _stored(key: str, seconds: float = 0.1) -> dict[str, Any]:
@@ -438,13 +399,6 @@ def _stored_end(seconds: float) -> End | None:
 def _positions_of(tasks: Iterable[str]) -> dict[str, Position]:
     """The positions that other tasks have published."""
     return {task: Position(**_stored(f"position/{task}")) for task in tasks}
-
-
-def _cause(error: BaseException) -> str:
-    """The line of a message that names the cause; TensorFlow's messages start with a report."""
-    text = str(error).strip()
-    found = re.search(r"^[\w.]+(Error|Exception)\b.*: .*", text, re.MULTILINE)
-    return (found[0] if found else text.partition("\n")[0])[:300]
 
 
 def _clock(seconds: float) -> str:

@@ -21,7 +21,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.ordered import OrderedDataset
 from tfdist_ext.data.pipelines import PY_FUNCTIONS, operations_of
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
@@ -74,29 +73,23 @@ def _differences(reduction: Reduction, values: Mapping[str, Any]) -> dict[str, s
     text = json.dumps({name: as_text(value) for name, value in values.items()}).encode()
     digest = np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.int32)
     heads = from_each_worker(reduction, np.append(digest, np.int32(len(text))))
-    different = np.flatnonzero((heads != heads[0]).any(axis=1)).tolist()
-
-    def received(worker: int) -> dict[str, str]:
-        numbers = np.zeros(heads[worker, -1], np.int32)  # every collective can sum this dtype
-        if worker == reduction.worker:
-            numbers[:] = np.frombuffer(text, np.uint8)
-        texts = reduction.sum_over_workers(numbers).astype(np.uint8)
-        return dict(json.loads(bytes(texts)))
-
-    tasks = reduction.task_names()
-    of_first = received(0) if different else {}
-    for worker in different:
-        of_other = received(worker)
-        pairs = {
-            name: (of_first.get(name, "nothing"), of_other.get(name, "nothing"))
-            for name in {**of_first, **of_other}
-        }
-        found = {
-            name: f"{name} must be the same on all workers, got {first[:_SHOWN]} on {tasks[0]} and"
-            f" {other[:_SHOWN]} on {tasks[worker]}"
-            for name, (first, other) in pairs.items()
-            if not _is_same(first, other)
-        }
+    if (heads == heads[0]).all():
+        return {}
+    lengths = heads[:, -1]
+    numbers = np.zeros(lengths.max(), np.int32)  # every collective can sum this dtype
+    numbers[: len(text)] = np.frombuffer(text, np.uint8)
+    rows = from_each_worker(reduction, numbers).astype(np.uint8)
+    of_each = [json.loads(bytes(row[:n])) for row, n in zip(rows, lengths, strict=True)]
+    tasks, of_first = reduction.task_names(), of_each[0]
+    for task, of_other in zip(tasks, of_each, strict=True):
+        found = {}
+        for name in {**of_first, **of_other}:
+            first, other = (values.get(name, "nothing") for values in (of_first, of_other))
+            if not _is_same(first, other):
+                found[name] = (
+                    f"{name} must be the same on all workers, got {first[:_SHOWN]} on {tasks[0]}"
+                    f" and {other[:_SHOWN]} on {task}"
+                )
         if found:
             return found
     return {}
@@ -130,10 +123,9 @@ def check_equal_positions(reduction: Reduction, data: ShardedDataset) -> None:
     Raises:
         TrainingError: as `check_equal_across_workers`.
     """
-    values = {f"{name} in the data's state": value for name, value in data.state().items()}
-    if isinstance(data, OrderedDataset):
-        fingerprint = {**data.source.fingerprint(), "time stamps": ""}
-        values["fingerprint in the data's state"] = fingerprint
+    state = data.state()
+    state["fingerprint"] = {**state["fingerprint"], "time stamps": ""}
+    values = {f"{name} in the data's state": value for name, value in state.items()}
     advice = "every worker must be given the same ShardedDataset, at the same position."
     check_equal_across_workers(reduction, values, advice)
 

@@ -19,8 +19,10 @@ import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
 
-# Keras finds objects by module and registered name. Shapes are those of the variables.
+# Of a config. Keras finds objects by module and registered name. Shapes are those of the variables.
+# The code of a lambda contains the path of its file.
 _LEFT_OUT = {"module", "registered_name", "build_config", "build_input_shape", "seed", "name"}
+_LEFT_OUT |= {"code", "defaults", "closure"}
 _COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
 _NUMBER = re.compile(r"_\d+$")  # which Keras adds to automatic names
 _SAMPLE, _FEW = 1 << 18, 4  # elements of an array that are compared; that a text shows
@@ -86,17 +88,13 @@ def _object_values(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     match value:
-        case {"class_name": "__lambda__"}:  # its code contains the path of the file
-            pass
-        case {"class_name": kind, "config": config}:  # a serialized object or function
-            yield name, kind
-            yield from _leaves(name, config)
         case dict():
             for key, part in value.items():
                 # A learning rate that is no schedule is a variable, which follows the chief.
                 rate = key == "learning_rate" and isinstance(part, float)
                 if key not in _LEFT_OUT and not str(key).endswith("_seed") and not rate:
-                    yield from _leaves(f"{key} of {name}", part)
+                    is_object = key in ("class_name", "config")  # a serialized one
+                    yield from _leaves(name if is_object else f"{key} of {name}", part)
         case list() | tuple() if any(isinstance(part, dict | list | tuple) for part in value):
             for number, part in enumerate(value):
                 yield from _leaves(f"{name}[{number}]", part)

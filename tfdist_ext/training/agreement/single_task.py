@@ -1,4 +1,4 @@
-"""What a task of a training is doing, and the end of a task that has stalled.
+"""What a task of a training is doing, whether it must stop, and its end when it has stalled.
 
 With several workers, `PeerMonitor` and `SynchronousReduction` extend the classes of this module.
 
@@ -17,6 +17,7 @@ import contextlib
 import functools
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -29,8 +30,13 @@ import tensorflow as tf
 
 from tfdist_ext.cluster.liveness import say, show_stacks
 from tfdist_ext.cluster.liveness.watching import STALLED, Servers
-from tfdist_ext.launch.exit_codes import RESTART, USUAL_STALL_TIMEOUT, stall_timeout
-from tfdist_ext.training.agreement.termination import termination_of_process
+from tfdist_ext.launch.exit_codes import (
+    PREEMPTED,
+    PREEMPTION_SIGNAL,
+    RESTART,
+    USUAL_STALL_TIMEOUT,
+    stall_timeout,
+)
 
 FACTOR = 5.0  # times the longest phase of its kind
 # The smallest limits, in stall timeouts. Compiling may take minutes where a step takes seconds.
@@ -38,74 +44,111 @@ _AT_LEAST = {"starting": 10.0, "compiling": 10.0, "callbacks": 5.0, "checkpoint"
 _TICK = 1.0
 
 
-class Phases:
-    """The phase that a task is in, and how long it may be in it.
+class TaskStatus:
+    """What a task is doing, for its watchdog and for the other tasks.
 
     Args:
         timeout: the smallest limit of steps, in seconds; infinite if nothing is watched.
 
     Attributes:
-        name: of the phase; "" outside of a training.
+        phase: "starting", "compiling", "steps", "callbacks" or "checkpoint"; "" outside of a call.
+        stop_requested: whether a signal has come, in the scope of `ends_at_a_step`.
     """
 
-    def __init__(self, timeout: float):
+    def __init__(self, timeout: float = math.inf) -> None:
         self.timeout = timeout
-        self.name = ""
+        self.phase = ""
+        self.stop_requested = False
         self._ticked = self._since = 0.0  # seconds, counted by ticks: until now; until the phase
         self._longest: dict[str, float] = {}
 
-    @classmethod
-    def of_environment(cls, usual: float = USUAL_STALL_TIMEOUT) -> Phases:
-        """The phases with the stall timeout of the environment."""
-        interactive = hasattr(sys, "ps1") or sys.flags.interactive
-        return cls((not interactive and stall_timeout(os.environ, usual)) or math.inf)
-
-    def enter(self, name: str) -> None:
-        """Begin a phase. To begin the same phase again counts as progress."""
-        self._longest[self.name] = max(self._longest.get(self.name, 0.0), self.waited)
-        self._since = self._ticked  # before the name: another thread compares it with a limit
-        self.name = name
-
     @contextlib.contextmanager
-    def of_call(self) -> Iterator[None]:
+    def call(self, name: str) -> Iterator[None]:
         """Scope of a public call, which a callback may make in another call."""
-        outer = self.name
-        self.enter("starting")
+        outer = self.phase
+        self.enters("starting")
         try:
             yield
         finally:
-            self.enter(outer)
+            self.enters(outer)
 
-    @property
-    def waited(self) -> float:
-        """Seconds in this phase."""
-        return self._ticked - self._since
+    def barrier(self, detail: str = "") -> contextlib.AbstractContextManager[None]:
+        """Scope in which this task waits for the others."""
+        return contextlib.nullcontext()
 
-    @property
-    def limit(self) -> float:
-        """Seconds that the phase may take."""
-        at_least = _AT_LEAST.get(self.name, math.inf) * self.timeout
-        return max(at_least, FACTOR * self._longest.get(self.name, 0.0))
+    def enters(self, phase: str) -> None:
+        """Begins a phase. To begin the same phase again counts as progress."""
+        waited = self._ticked - self._since
+        self._longest[self.phase] = max(self._longest.get(self.phase, 0.0), waited)
+        self._since = self._ticked  # before the phase: another thread compares it with a limit
+        self.phase = phase
 
-    def tick(self, seconds: float) -> bool:
-        """Count more seconds; return whether the phase takes too long."""
+    def tick(self, seconds: float) -> str:
+        """Counts more seconds; returns a sentence if the phase takes too long, else ""."""
         self._ticked += seconds
-        limit = self.limit
-        return self.waited >= limit
-
-    def __str__(self) -> str:
-        longest = self._longest.get(self.name, 0.0)
+        phase = self.phase
+        longest = self._longest.get(phase, 0.0)
+        limit = max(_AT_LEAST.get(phase, math.inf) * self.timeout, FACTOR * longest)
+        waited = self._ticked - self._since
+        if waited < limit:
+            return ""
         return (
-            f"{self.waited:.0f} s in {self.name} (the longest before took {longest:.1f} s; more"
-            f" than {self.limit:.0f} s are no progress: see --stall-timeout)"
+            f"{waited:.0f} s in {phase} (the longest before took {longest:.1f} s; more than"
+            f" {limit:.0f} s are no progress: see --stall-timeout)"
         )
+
+    def reads_batches(self, count: Callable[[], int]) -> None:
+        """Sets the function that counts the batches the running execution has read."""
+
+    @contextlib.contextmanager
+    def ends_at_a_step(self) -> Iterator[None]:
+        """Scope in which SIGTERM sets `stop_requested`: the training ends at a step of all tasks.
+
+        A handler that the user has set is not replaced, and other threads than the main one cannot
+        set a handler.
+
+        Raises:
+            SystemExit: at the end of the scope, if a signal has come.
+        """
+        replaceable: dict[int, set[Any]] = {signal.SIGTERM: {signal.SIG_DFL}}
+        # A launcher that asks for a checkpoint by another signal may have it ignored at the start.
+        if name := os.environ.get(PREEMPTION_SIGNAL):
+            replaceable[signal.Signals[name]] = {signal.SIG_DFL, signal.SIG_IGN}
+        process = os.getpid()
+
+        def note(number: int, _: object) -> None:
+            if os.getpid() == process:
+                self.stop_requested = True
+            else:  # a child that was forked, as of a data loader
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+
+        replaced = {}
+        if threading.current_thread() is threading.main_thread():
+            for number, handlers in replaceable.items():
+                if signal.getsignal(number) in handlers:
+                    replaced[number] = signal.signal(number, note)
+        try:
+            yield
+        finally:
+            for number, handler in replaced.items():
+                signal.signal(number, handler)
+            if replaced and self.stop_requested:
+                self.stop_requested = False
+                raise SystemExit(PREEMPTED)
+
+
+def watch_timeout(usual: float = USUAL_STALL_TIMEOUT) -> float:
+    """Returns the stall timeout of the environment; infinite if nothing is watched."""
+    interactive = hasattr(sys, "ps1") or sys.flags.interactive
+    return (not interactive and stall_timeout(os.environ, usual)) or math.inf
 
 
 @functools.cache
-def watched_phases(
+def single_task(
     me: str = "", suspects: Callable[[], str] = str, servers: Servers | None = None
-) -> Phases:
-    """The phases of a process that trains alone, or drives parameter servers.
+) -> TaskStatus:
+    """Returns the status of a process that trains alone, or that drives parameter servers.
 
     A thread ends the process when it stalls. A process that trains alone is watched only if the
     launcher has set a stall timeout.
@@ -115,21 +158,21 @@ def watched_phases(
         suspects: names the tasks its steps wait for; "" where it does not know.
         servers: show their stacks, too.
     """
-    phases = Phases.of_environment(USUAL_STALL_TIMEOUT if me else 0.0)
+    status = TaskStatus(watch_timeout(USUAL_STALL_TIMEOUT if me else 0.0))
 
     def watch() -> None:
-        while not phases.tick(_TICK):
+        while not (why := status.tick(_TICK)):
             time.sleep(_TICK)
-        text = f"{me or 'this process'} has stalled: {phases}"
-        waits_for = suspects() if phases.name == "steps" else ""
+        waits_for = suspects() if status.phase == "steps" else ""
         if servers is not None:
             servers.end(STALLED)
         show_stacks()
+        text = f"{me or 'this process'} has stalled: {why}"
         end_to_be_restarted(f"{text}; it waits for {waits_for}" if waits_for else text)
 
-    if phases.timeout < math.inf:
+    if status.timeout < math.inf:
         threading.Thread(target=watch, daemon=True, name="tfdist-stalls").start()
-    return phases
+    return status
 
 
 def end_to_be_restarted(text: str) -> None:
@@ -138,45 +181,6 @@ def end_to_be_restarted(text: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(RESTART)
-
-
-class TaskStatus:
-    """What a task is doing, for its watchdog and for the other tasks.
-
-    Args:
-        phases: the phases that a watchdog watches.
-    """
-
-    def __init__(self, phases: Phases) -> None:
-        self._phases = phases
-        self._termination = termination_of_process()
-
-    def call(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Scope of a public call."""
-        return self._phases.of_call()
-
-    def barrier(self, detail: str = "") -> contextlib.AbstractContextManager[None]:
-        """Scope in which this task waits for the others."""
-        return contextlib.nullcontext()
-
-    def reached(self, place: str) -> None:
-        """Records the last step that is done, as "step 120", for messages."""
-
-    def enters(self, phase: str) -> None:
-        """Begins a phase: "compiling", "steps", "callbacks" or "checkpoint"."""
-        self._phases.enter(phase)
-
-    def reads_batches(self, count: Callable[[], int]) -> None:
-        """Sets the function that counts the batches the running execution has read."""
-
-    @property
-    def stop_requested(self) -> bool:
-        """Whether SIGTERM has come, in the scope of `ends_at_a_step`."""
-        return self._termination.only_noted and self._termination.received is not None
-
-    def ends_at_a_step(self) -> contextlib.AbstractContextManager[None]:
-        """Scope of a training that ends at a step of all tasks after a task got SIGTERM."""
-        return self._termination.noted()
 
 
 class Reduction:

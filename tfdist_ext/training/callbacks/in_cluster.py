@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast
@@ -30,18 +29,8 @@ from tfdist_ext.training.steps.replaced import (
 )
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = [
-    "callbacks_of_this_task",
-    "has_backup",
-    "overridable",
-    "overrides",
-    "redirect_model_methods",
-    "redirected_method",
-    "refusing_compile",
-    "restored_epoch",
-    "uses_batch_hooks",
-]
-
+Function: TypeAlias = Callable[..., Any]
+Method = TypeVar("Method", bound=Function)
 
 # They write files, or print: only the chief runs them.
 _WRITING_CALLBACKS = (
@@ -87,20 +76,21 @@ def uses_batch_hooks(callbacks: Callbacks, kind: str) -> bool:
         getattr(method := getattr(callback, hook), "__func__", method)
         is not getattr(keras.callbacks.Callback, hook)
         for callback in keras.tree.flatten(callbacks or [])
-        if _acts_on_batches(callback)
+        if not _ignores_batches(callback)
         for hook in hooks
     )
 
 
-def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
-    """Returns False for a callback of Keras if its settings turn its batch hooks off."""
-    if isinstance(callback, keras.callbacks.ProgbarLogger | keras.callbacks.History):
-        return False
-    if isinstance(callback, keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore):
-        return callback.save_freq != "epoch"
-    if isinstance(callback, keras.callbacks.TensorBoard):
-        return callback.update_freq != "epoch" or kp.traces_batches(callback)
-    return True
+def _ignores_batches(callback: keras.callbacks.Callback) -> bool:
+    """Whether a callback of Keras does nothing in the batch hooks that it has."""
+    match callback:
+        case keras.callbacks.ProgbarLogger() | keras.callbacks.History():
+            return True
+        case keras.callbacks.ModelCheckpoint() | keras.callbacks.BackupAndRestore():
+            return callback.save_freq == "epoch"
+        case keras.callbacks.TensorBoard():
+            return callback.update_freq == "epoch" and not kp.traces_batches(callback)
+    return False
 
 
 def has_backup(callbacks: Callbacks, checkpoint_dir: str | Path | None) -> bool:
@@ -149,15 +139,14 @@ def redirect_model_methods(
         else:
             distributed.load_weights(filepath, *args, **kwargs)
 
-    methods: dict[str, Function] = {
-        "evaluate": distributed.evaluate,
-        "predict": distributed.predict,
-        "load_weights": load_weights,
-    }
-    if not is_chief:
-        writing = ("export", "save", "save_weights")
-        methods |= dict.fromkeys(writing, lambda *args, **kwargs: None)
-    return redirect_methods(model, **methods)
+    not_written = ("export", "save", "save_weights") if not is_chief else ()
+    return redirect_methods(
+        model,
+        evaluate=distributed.evaluate,
+        predict=distributed.predict,
+        load_weights=load_weights,
+        **dict.fromkeys(not_written, lambda *args, **kwargs: None),
+    )
 
 
 def refusing_compile(model: keras.Model, method: str) -> contextlib.AbstractContextManager[None]:
@@ -179,12 +168,7 @@ TRAINER_METHODS = (
     *("train_on_batch", "test_on_batch", "predict_on_batch"),
 )
 
-
 _TARGETS = [target_of(name, keras.Model, name) for name in TRAINER_METHODS]
-
-
-Function: TypeAlias = Callable[..., Any]
-Method = TypeVar("Method", bound=Function)
 
 
 def overrides(model: keras.Model, name: str) -> bool:
@@ -195,15 +179,17 @@ def overrides(model: keras.Model, name: str) -> bool:
 def overridable(method: Method) -> Method:
     """Decorator for methods of a DistributedModel that replace those of `keras.Model`.
 
-    If the Keras model's class overrides the method, the override is called, and its `super()` call
-    reaches `method`. Arguments that only `method` has are kept for that call.
+    If the Keras model's class overrides the method, the override is called with all arguments, and
+    its `super()` call reaches `method`.
     """
 
     @functools.wraps(method)
     def call(self: TrainedModel, *args: Any, **kwargs: Any) -> Any:
-        if overrides(self.keras_model, method.__name__):
-            return _call_own(self, method, *args, **kwargs)
-        return method(self, *args, **kwargs)
+        model, name = self.keras_model, method.__name__
+        if not overrides(model, name):
+            return method(self, *args, **kwargs)
+        with _trained_by(self):
+            return getattr(type(model), name)(model, *args, **kwargs)
 
     vars(call)["distributed"] = method
     return cast(Method, call)
@@ -221,45 +207,17 @@ def redirected_method(distributed: TrainedModel, method: Function) -> Function:
     return call
 
 
-def _call_own(distributed: TrainedModel, method: Function, *args: Any, **kwargs: Any) -> Any:
-    model, name = distributed.keras_model, method.__name__
-    own = getattr(type(model), name)
-    known = [inspect.signature(each).parameters for each in (getattr(keras.Model, name), own)]
-    only_ours = set(inspect.signature(method).parameters).difference(*known)
-    kept = {key: kwargs.pop(key) for key in only_ours & kwargs.keys() if not key.startswith("_")}
-    calls = 0
-
-    def base(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > 1 and any(value is not None for value in kept.values()):
-            raise TrainingError(
-                f"{', '.join(kept)} must belong to one training, but {name}() of"
-                f" {type(model).__name__} calls super().{name}() a second time. Let the model's"
-                f" {name}() take the argument, and pass another value to each call."
-            )
-        return method(distributed, *args, **{**kept, **kwargs})
-
-    with _trained_by(distributed, **{name: base}):
-        return own(model, *args, **kwargs)
-
-
 @contextlib.contextmanager
-def _trained_by(distributed: TrainedModel, **instead: Function) -> Iterator[None]:
-    """Scope in which `fit`, ... of `keras.Model` are those of the DistributedModel, on this model.
-
-    Args:
-        instead: other implementations, by name.
-    """
+def _trained_by(distributed: TrainedModel) -> Iterator[None]:
+    """Scope in which `keras.Model.fit`, ... of this model are those of the DistributedModel."""
 
     def redirected(name: str) -> Function:
         method = getattr(type(distributed), name).distributed
-        ours = instead.get(name) or functools.partial(method, distributed)
 
         def called(original: Function, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            if model is distributed.keras_model:
-                return ours(*args, **kwargs)
-            return original(model, *args, **kwargs)  # another model, in a method of this one
+            if model is not distributed.keras_model:  # another one, in a method of this model
+                return original(model, *args, **kwargs)
+            return method(distributed, *args, **kwargs)
 
         return called
 

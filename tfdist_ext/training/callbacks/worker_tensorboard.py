@@ -17,7 +17,7 @@ from tfdist_ext.training.protocols import Logs
 from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["WorkerTensorBoard", "check_tensorboard", "slow_workers"]
+_SLOW = 0.2  # of a step that the others wait for a worker: then the worker is named
 
 
 @filter_traceback
@@ -32,34 +32,31 @@ class WorkerTensorBoard(keras.callbacks.Callback):
     - `step_ms`: milliseconds of the whole step, about the same on all workers.
     - The loss and each metric over the worker's rows, at the end of each epoch.
 
-    At the end of an epoch the chief prints which workers the others wait for. `jit_compile=True`
-    is off in such a `fit`, with one warning, because XLA cannot read the time.
+    At the end of an epoch the chief prints which workers the others wait for, if they wait for more
+    than a fifth of a step. `jit_compile=True` is off in such a `fit`, with one warning, because XLA
+    cannot read the time.
 
     Args:
         log_dir: a folder; the workers need not share it.
         update_freq: number of steps per point, which is their mean.
-        slow: a worker is named if the others wait for it for more than this fraction of a step.
 
     Attributes:
         own_ms: the mean `own_ms` of each worker in the last epoch, as an array in the order of
             workers; the same on every worker.
 
     Raises:
-        TrainingError: TensorBoard is not installed, or a number is out of range. In `fit`: another
-            `fit` than that of `tfd.distribute`, two of these callbacks, or parameter servers.
+        TrainingError: TensorBoard is not installed, or `update_freq` is less than 1. In `fit`:
+            another `fit` than that of `tfd.distribute`, two of these callbacks, or parameter
+            servers.
     """
 
-    def __init__(self, log_dir: str | Path, *, update_freq: int = 1, slow: float = 0.2):
+    def __init__(self, log_dir: str | Path, *, update_freq: int = 1):
         super().__init__()
         check_tensorboard(self)
-        if update_freq < 1 or not 0 < slow < 1:
-            raise TrainingError(
-                "update_freq must be 1 step or more, and slow a fraction of a step between 0 and"
-                f" 1, got update_freq={update_freq!r} and slow={slow!r}."
-            )
+        if update_freq < 1:
+            raise TrainingError(f"update_freq must be 1 step or more, got {update_freq!r}.")
         self._log_dir = Path(log_dir)
         self._update_freq = update_freq
-        self._slow = slow
         self._timer: StepTimer | None = None
         self._writer: Any = None
         self.own_ms = np.empty(0)
@@ -112,7 +109,7 @@ class WorkerTensorBoard(keras.callbacks.Callback):
         mine[self._reduction.worker] = own[later].mean(), step[later].mean()
         self.own_ms, steps_ms = self._reduction.sum_over_workers(mine).T
         if self._reduction.is_chief:
-            for line in slow_workers(self._workers, self.own_ms, steps_ms.mean() * self._slow):
+            for line in slow_workers(self._workers, self.own_ms, steps_ms.mean() * _SLOW):
                 print(f"\n{line}", flush=True)
 
     def on_train_end(self, logs: Logs | None = None) -> None:

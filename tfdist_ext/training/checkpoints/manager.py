@@ -292,14 +292,14 @@ class CheckpointManager:
         if (folder := self._folder) is None:
             yield
             return
-        try:
-            with self._reduction.peers.ends_at_a_step():
+        with self._reduction.peers.ends_at_a_step():
+            try:
                 yield
-        except FolderTakenError:  # its message says what to do
-            raise
-        except BaseException as error:
-            self._report(folder, error)
-            raise
+            except FolderTakenError:  # its message says what to do
+                raise
+            except BaseException as error:
+                self._report(folder, error)
+                raise
 
     def _report(self, folder: CheckpointFolder, error: BaseException) -> None:
         """Waits for the last file after an error, and says how to resume the training."""

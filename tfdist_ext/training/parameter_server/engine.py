@@ -21,7 +21,7 @@ from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.agreement.single_task import Reduction, TaskStatus, watched_phases
+from tfdist_ext.training.agreement.single_task import Reduction, single_task
 from tfdist_ext.training.inputs import Epoch, GlobalBatches
 from tfdist_ext.training.parameter_server import worker_data
 from tfdist_ext.training.parameter_server.calls import (
@@ -61,7 +61,7 @@ class ParameterServerEngine(Engine):
 
     def __init__(self, strategy: tf.distribute.ParameterServerStrategy):
         servers = getattr(strategy, "servers", None)  # of create_strategy's
-        peers = TaskStatus(watched_phases("chief:0", busy_workers, servers))
+        peers = single_task("chief:0", busy_workers, servers)
         # Of the coordinator alone, which reads global batches as they are.
         super().__init__(strategy, Reduction(strategy, peers))
         self._calls = Calls(strategy, peers)

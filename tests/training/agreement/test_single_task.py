@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import re
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,38 +15,65 @@ from real_tasks import PROGRAMS, tasks
 from warm_programs import run_program
 
 from tfdist_ext.launch.exit_codes import RESTART, STALL_TIMEOUT
-from tfdist_ext.training.agreement.single_task import Phases
+from tfdist_ext.training.agreement.single_task import TaskStatus, watch_timeout
 
 
-class TestPhases:
+class TestTaskStatus:
     def test_a_phase_may_take_five_times_the_longest_before(self) -> None:
-        phases = Phases(60.0)
-        phases.enter("steps")
-        phases.tick(20.0)
-        phases.enter("callbacks")
-        assert phases.limit == 300.0
-        phases.enter("steps")
-        assert phases.limit == 100.0
-        assert not any(phases.tick(1.0) for _ in range(99))
-        assert phases.tick(1.0)
-        assert str(phases).startswith("100 s in steps (the longest before took 20.0 s; more than")
+        status = TaskStatus(60.0)
+        status.enters("steps")
+        status.tick(20.0)
+        status.enters("callbacks")
+        assert not status.tick(299.0)
+        status.enters("steps")
+        assert not any(status.tick(1.0) for _ in range(99))
+        said = status.tick(1.0)
+        assert said.startswith("100 s in steps (the longest before took 20.0 s; more than 100 s")
 
     @pytest.mark.parametrize(
         ("text", "watched"),
         [("5", True), ("0", False), ("-1", False), ("inf", False), ("nan", False), ("?", True)],
     )
-    def test_of_the_environment(
+    def test_the_timeout_of_the_environment(
         self, monkeypatch: pytest.MonkeyPatch, text: str, watched: bool
     ) -> None:
         monkeypatch.setenv(STALL_TIMEOUT, text)
-        assert (Phases.of_environment().timeout < math.inf) == watched
+        assert (watch_timeout() < math.inf) == watched
+
+    def test_a_signal_ends_the_scope_with_143_and_the_handler_is_restored(self) -> None:
+        status = TaskStatus()
+        requested = []
+        with pytest.raises(SystemExit) as ended, status.ends_at_a_step():
+            requested += [os.kill(os.getpid(), signal.SIGTERM), status.stop_requested]
+        assert requested[1]
+        assert ended.value.code == 143
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert not status.stop_requested
+
+    def test_an_own_handler_and_other_threads_are_left_alone(self) -> None:
+        status, seen = TaskStatus(), []
+        before = signal.signal(signal.SIGTERM, lambda *_: seen.append("own"))
+        try:
+            with status.ends_at_a_step():
+                os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+        def in_thread() -> None:
+            with status.ends_at_a_step():
+                seen.append(signal.getsignal(signal.SIGTERM))
+
+        thread = threading.Thread(target=in_thread)
+        thread.start()
+        thread.join()
+        assert seen == ["own", signal.SIG_DFL]
 
 
 @pytest.mark.parametrize(
     ("where", "says"),
     [
         ("callback", r"worker:1 has stalled: \d+ s in callbacks \(the longest before took"),
-        ("data", r"worker:1 has stalled reading its data: no step is done for \d+ s"),
+        ("data", r"worker:1 has stalled reading its data: \d+ s in steps"),
     ],
 )
 def test_a_worker_that_stands_still(
