@@ -207,7 +207,7 @@ def test_a_step_moves_rows() -> None:
     model = tfd.distribute(lookup, strategy)
     model.fit(IDS, np.zeros([36, 3, 2]), batch_size=12, verbose=0)
     program = model._engine.program(model.keras_model, "train")
-    (step,) = program._executions["_next_counted"]._list_all_concrete_functions()
+    (step,) = program._executions[True, False]._list_all_concrete_functions()
     graphs = [step.graph, *(function.graph for function in step.graph._functions.values())]
     sizes = [
         tensor.shape.num_elements()

@@ -496,7 +496,9 @@ class DistributedModel(SavingMixin):
         """The epochs of a call; compares the workers' data. `of` names the data in messages."""
         inspect = None
         if self._reduction.multi_worker:
-            sizes = {"batch_size": batches.batch_size, "batches in the data": batches.steps}
+            # TensorFlow may know the batch size of one worker's dataset and not of another's.
+            batch_size = batches.batch_size if batches.dataset is None else None
+            sizes = {"batch_size": batch_size, "batches in the data": batches.steps}
             sizes = {f"{of}{name}": size for name, size in sizes.items()}
             check_equal_across_workers(self._reduction, sizes, SAME_ARGUMENTS)
             check = functools.partial(check_equal_data, self._reduction, names=of)

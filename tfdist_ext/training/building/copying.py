@@ -174,12 +174,12 @@ def _layer_again(layer: keras.Layer | keras.Operation) -> keras.Layer | keras.Op
     config = layer.get_config()
     parameters = inspect.signature(type(layer).__init__).parameters
     kinds = {each.kind for each in parameters.values()}
-    if type(layer).get_config is keras.Model.get_config and not kp.is_graph_of_layers(layer):
+    has_own_config = type(layer).get_config is not keras.Model.get_config
+    if isinstance(layer, keras.Model) and not (has_own_config or kp.is_graph_of_layers(layer)):
         # Keras keeps the arguments of layers. The config of such a model has the defaults instead.
-        named = (
-            n for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        )
-        if unknown := [name for name in named if name not in {"self", *_OF_KERAS}]:
+        variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+        named = {name for name, each in parameters.items() if each.kind not in variadic}
+        if unknown := sorted(named - {"self", *_OF_KERAS}):
             raise NotImplementedError(
                 f"{type(layer).__name__} has no get_config(), so the value of its argument"
                 f" {unknown[0]!r} is not known."

@@ -205,6 +205,12 @@ class CheckpointFolder:
             self._training_waits, self._running = False, None
             running.result()
 
+    def close(self) -> None:
+        """Ends the thread, and frees the memory of the copies."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._buffers = {}
+
     def write(self, progress: Progress, blocks: Iterable[bytes | memoryview]) -> None:
         """Writes a checkpoint, and removes old ones.
 

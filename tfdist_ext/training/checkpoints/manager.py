@@ -134,12 +134,16 @@ class CheckpointManager:
         if self._reduction.is_chief:
             complete = f"training in {folder.path} is complete after {progress}; nothing to do"
             say(complete if is_done else f"resuming after {progress}, from {path}")
+        epochs = progress.epoch - progress.first_epoch
         if self._data is None:
             if not is_done:
-                data.begin_after(progress.epoch - progress.first_epoch, completed=progress.batches)
+                data.begin_after(epochs, completed=progress.batches)
         else:
             if progress.data is not None:
                 self._data.restore(progress.data)
+            else:  # the job before had other data
+                for _ in range(epochs):
+                    self._data.end_epoch()
             data.begin_at_position(completed=progress.batches)
         if is_done:
             return max(self._epochs, progress.epoch)
@@ -300,6 +304,8 @@ class CheckpointManager:
             except BaseException as error:
                 self._report(folder, error)
                 raise
+            finally:
+                folder.close()
 
     def _report(self, folder: CheckpointFolder, error: BaseException) -> None:
         """Waits for the last file after an error, and says how to resume the training."""
