@@ -157,10 +157,16 @@ class Loop:
             with peers.barrier(f"{where}before its first step"):
                 uses_batches = uses_batch_hooks(hooks.callbacks, self._kind)
                 # If a callback stops before the first batch, Keras still runs that batch.
-                flags = np.array([uses_batches, self._stopped], np.int32)
-                by_batch, one_only = (self.reduction.sum_over_workers(flags) > 0).tolist()
+                spec = getattr(data.iterator, "element_spec", None)
+                kind = spec, data.batch_size, data.known_length, data.needs_row_count
+                flags = np.array([uses_batches, self._stopped, kind != self._tuned_for], np.int32)
+                by_batch, one_only, is_new = (self.reduction.sum_over_workers(flags) > 0).tolist()
                 self.program.reset(resume=data.completed > 0)
-            tuner = self._tuner_for(data, by_batch=by_batch)
+            if is_new:  # on any worker: all of them choose the same numbers of steps
+                self._tuner, self._tuned_for = StepsPerExecutionTuner(), kind
+            tuner = self._tuner
+            if (requested := self.model.steps_per_execution) > 1 or by_batch:
+                tuner = StepsPerExecutionTuner(fixed=requested)
             while data.steps is None or done < data.steps:
                 limits = [None if saved is None else saved.max_steps(), 1 if one_only else None]
                 limits += [None if data.steps is None else data.steps - done]
@@ -202,16 +208,6 @@ class Loop:
         tuner.seconds = time.perf_counter() - started
         tuner.record(result.steps, result.chief_seconds)
         return result
-
-    def _tuner_for(self, data: Epoch, *, by_batch: bool) -> StepsPerExecutionTuner:
-        """The tuner of data of this kind, which remembers what it has learned."""
-        if (requested := self.model.steps_per_execution) > 1 or by_batch:
-            return StepsPerExecutionTuner(fixed=requested)
-        spec = getattr(data.iterator, "element_spec", None)
-        kind = spec, data.batch_size, data.known_length, data.needs_row_count
-        if kind != self._tuned_for:
-            self._tuner, self._tuned_for = StepsPerExecutionTuner(), kind
-        return self._tuner
 
     @property
     def _stopped(self) -> bool:

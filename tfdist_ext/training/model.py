@@ -106,6 +106,10 @@ class DistributedModel(SavingMixin):
             self._engine = SynchronousEngine(strategy, one_trace)
         self._reduction = self._engine.reduction
         self._check_batch_normalization()
+        # Of a running fit, for the model's own evaluate.
+        self._cached_validation: (
+            tuple[Epochs, keras.callbacks.CallbackList, EndOfJob | None] | None
+        ) = None
         self._compared: tuple[object, ...] | None = None  # what `compile` had set
         self._unify()
 
@@ -287,6 +291,9 @@ class DistributedModel(SavingMixin):
 
         The same numbers come back on every task. `batch_size` is that of the global batch.
         """
+        if _use_cached_eval_dataset and self._cached_validation is not None:
+            logs = self._evaluate(*self._cached_validation)
+            return logs if return_dict else kp.metrics_in_order(self._model, logs)
         self._check_call("evaluate", {"batch_size": batch_size, "steps": steps}, x=x)
         data = x, y, sample_weight
         epochs = self._read("test", *data, batch_size=batch_size, steps=steps)
@@ -419,18 +426,20 @@ class DistributedModel(SavingMixin):
                 f" got {frequency!r}."
             )
         arrays = keras.utils.unpack_x_y_sample_weight(data)
-        if overrides(self._model, "evaluate"):  # called as Keras's fit calls it
-            given = {**dict(zip(("x", "y", "sample_weight"), arrays, strict=True)), **sizes}
+        batches = self._engine.read(*arrays, **sizes)
+        epochs = self._epochs(batches, sizes["steps"], "validation ")
+        # What Keras's fit passes to the model's own evaluate.
+        given = {**dict(zip(("x", "y", "sample_weight"), arrays, strict=True)), **sizes}
 
-            def evaluate(hooks: keras.callbacks.CallbackList, end: EndOfJob | None) -> Logs:
+        def evaluate(hooks: keras.callbacks.CallbackList, end: EndOfJob | None) -> Logs:
+            if not overrides(self._model, "evaluate"):
+                return self._evaluate(epochs, hooks, end)
+            self._cached_validation = epochs, hooks, end
+            try:
                 options = {"return_dict": True, "_use_cached_eval_dataset": True}
                 return dict(self.evaluate(**given, callbacks=hooks, **options))
-
-        else:
-            batches = self._engine.read(*arrays, **sizes)
-            evaluate = functools.partial(
-                self._evaluate, self._epochs(batches, sizes["steps"], "validation ")
-            )
+            finally:
+                self._cached_validation = None
 
         def evaluation_after(epoch: int) -> Evaluation | None:
             if isinstance(frequency, int):

@@ -14,6 +14,7 @@ import pytest
 from real_tasks import PROGRAMS, tasks
 from warm_programs import run_program
 
+from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.launch.exit_codes import RESTART, STALL_TIMEOUT
 from tfdist_ext.training.agreement.single_task import TaskStatus, watch_timeout
 
@@ -47,6 +48,11 @@ class TestTaskStatus:
             requested += [os.kill(os.getpid(), signal.SIGTERM), status.stop_requested]
         assert requested[1]
         assert ended.value.code == 143
+        # An error of this task says more than the signal; that of a task that ended first does not.
+        for error, raised in (TrainingError, TrainingError), (PeerError, SystemExit):
+            with pytest.raises(raised), status.ends_at_a_step():
+                os.kill(os.getpid(), signal.SIGTERM)
+                raise error("disk full")
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         assert not status.stop_requested
 

@@ -84,6 +84,7 @@ def test_a_step_of_the_users_own(tmp_path: Path) -> None:
     own, whole = (np.array(list(found[tag].values())) for tag in ("own_ms", "step_ms"))
     assert len(own) == 5
     assert ((own > 0) & (own < whole)).all()
+    assert "loss" not in found  # the step does not update it
 
 
 def test_xla_is_off_with_one_warning(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ import tensorflow as tf
 
 from tfdist_ext.cluster.liveness import say, show_stacks
 from tfdist_ext.cluster.liveness.watching import STALLED, Servers
+from tfdist_ext.errors import PeerError
 from tfdist_ext.launch.exit_codes import (
     PREEMPTED,
     PREEMPTION_SIGNAL,
@@ -128,14 +129,19 @@ class TaskStatus:
             for number, handlers in replaceable.items():
                 if signal.getsignal(number) in handlers:
                     replaced[number] = signal.signal(number, note)
+        ended = False
         try:
             yield
+        except PeerError:  # another task may have ended at the signal
+            if not (replaced and self.stop_requested):
+                raise
         finally:
             for number, handler in replaced.items():
                 signal.signal(number, handler)
-            if replaced and self.stop_requested:
-                self.stop_requested = False
-                raise SystemExit(PREEMPTED)
+            if replaced:
+                ended, self.stop_requested = self.stop_requested, False
+        if ended:
+            raise SystemExit(PREEMPTED)
 
 
 def watch_timeout(usual: float = USUAL_STALL_TIMEOUT) -> float:

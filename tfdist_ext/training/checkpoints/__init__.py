@@ -1,5 +1,5 @@
-"""Files that a training writes and reads: checkpoints, models, exports.
+"""Files that a training writes and reads: checkpoints, models.
 
-Here are the folder of checkpoints, the file format, saving and resuming, and the evaluator. No
+Contains the folder of checkpoints, the file format, saving and resuming, and the evaluator. No
 other room knows file formats.
 """

@@ -3,9 +3,9 @@
 The list of checkpoints is the list of file names: `epoch-00003.safetensors`, and in the middle of
 an epoch `epoch-00003-batch-00000120.safetensors`. A file appears when it is complete.
 
-`owner.json` names the job that opened the folder last. A job reads `owner.json` before each change,
-and stops with an error if the file names another job. The file also says whether the training is
-done.
+`owner.json` names the job that opened the folder last. A job reads `owner.json` before it
+gives a new file its name, and stops with an error if the file names another job. The file also says
+whether the training is done.
 """
 
 from __future__ import annotations

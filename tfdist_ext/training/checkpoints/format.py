@@ -69,7 +69,7 @@ class Progress:
         first_epoch: the epoch in which the data was at its beginning.
         seed: where the order of examples starts; 0 if they are not shuffled.
         batches: completed global batches of the next epoch.
-        batch_size: examples in each of them, if the data is arrays; else 0.
+        batch_size: examples in each of them; 0 if not known, or of a ShardedDataset.
         data: the state of a ShardedDataset; None with other data.
         trained: the logs of the last epoch's training if its validation is still to be done, else
             None.

@@ -150,7 +150,7 @@ class CheckpointManager:
         return progress.epoch - (progress.trained is not None)
 
     def _check_position(self, data: Epochs) -> int:
-        """Returns the rows of a batch, if the data is arrays; else 0.
+        """Returns the rows of a global batch; 0 if not known, or of a ShardedDataset.
 
         Raises:
             TrainingError: `checkpoint_every` is given, and is not possible.

@@ -1,7 +1,7 @@
 """Training under ParameterServerStrategy: this process coordinates, workers run the steps.
 
 The coordinator reads the global batches and sends them with the remote calls, or each worker reads
-its own. A call that is retried because its worker died uses the same examples. Metrics and the
+its own. A sent call that is retried because its worker died uses the same examples. Metrics and the
 number of steps come from what the calls return, so each example counts once. Predictions are in
 input order.
 """

@@ -1,9 +1,10 @@
-"""Data that each worker reads for itself. Each batch counts once, also after a worker was lost.
+"""Data that each worker reads for itself. Metrics count each batch once, also after a crash.
 
 A call takes steps on the shard that its worker reads. The batches of a shard have numbers, and an
 answer says which of them the call has used. The coordinator counts an answer only if it begins
 after the batches that are counted. A restarted worker reads its shard from the beginning, without
-steps up to the position that comes with each call. If a worker stays away, the coordinator reads
+steps up to the position that comes with each call; the weights may see the batches after that
+position twice. If a worker stays away, the coordinator reads
 the rest of its shard.
 """
 

@@ -1,5 +1,5 @@
 """One replica's step: what is in its scope, and what is replaced in Keras while it is traced.
 
-Here belong the part of the batch that a replica holds, what a step writes and logs, exact losses
+Contains the part of the batch that a replica holds, what a step writes and logs, exact losses
 and gradients, and the check that no release of Keras goes past them.
 """

@@ -144,6 +144,14 @@ class OwnOutputs:
             for name, value in logs.items()
             if name not in self._of_metrics
         }
+        for name, value in others.items():
+            dtype = value.dtype
+            if warns and not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
+                raise TrainingError(
+                    f"{type(self._model).__name__}'s own step returns {dtype.name} values as"
+                    f" {name!r}. Several replicas can only sum up numbers: return a number, or the"
+                    " result() of a metric."
+                )
         if warns and not tf.executing_eagerly():
             self._warn_of([n for n, value in others.items() if follows_from(value, before)])
         return others
@@ -171,7 +179,7 @@ class OwnOutputs:
                 a "loss" and leave the model's tracker of that name at zero.
         """
         found = _flat(self._model.get_metrics_result())
-        if outputs or self._of_metrics:
+        if self.exist:
             live = _names_of_updated(self._model, updated)
             known = {name: found[name] for name in outputs if name in live and name in found}
             results = {

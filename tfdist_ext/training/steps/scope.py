@@ -50,7 +50,7 @@ __all__ = [
 
 
 class ReplicaScope(StepScope):
-    """Holds the metrics' state and collects writes to the model's other variables.
+    """Holds the metrics' state, and decides what a write to another variable does.
 
     Args:
         metrics: (variable, value) of each metric's variable.
@@ -277,7 +277,7 @@ def _rows_written(
 
 
 def shared_by_replicas(variable: tf.Variable, replicas: int) -> TrainingError:
-    """The error of a tf.Variable that replicas share, or would sum up when they write it."""
+    """The error of a variable that a step may not write in this place."""
     return TrainingError(
         f"The variable {variable.name!r} of shape {variable.shape} is assigned in a step, and the"
         f" {replicas} replicas of this process share one copy of it, or its aggregation is SUM, or"
