@@ -208,7 +208,7 @@ def test_generator() -> None:
         pytest.param(lambda: batches().repeat(), "steps_per_epoch", id="infinite, no steps"),
         pytest.param(
             lambda: batches().filter(lambda *_: False),
-            "must hold a batch, got none",
+            "produced no batch",
             id="empty in the end",
         ),
         pytest.param(

@@ -26,8 +26,8 @@ from tfdist_ext.strategies.stages import NotSharedError
 __all__ = [
     "SyncPoint",
     "TracedReplica",
-    "copy_number",
-    "once_for_all",
+    "computed_once",
+    "replica_id",
     "replica_number",
     "sum_up",
 ]
@@ -98,7 +98,7 @@ def replica_number() -> tf.Tensor:
     return context.replica_id_in_sync_group
 
 
-def copy_number() -> int:
+def replica_id() -> int:
     """Returns the index of the variable copies that the replica uses. Not available on a TPU."""
     context = tf.distribute.get_replica_context()
     if isinstance(context, TracedReplica):
@@ -154,7 +154,7 @@ def _small_values(values: Sequence[Value]) -> list[int]:
     return small if len(small) > 1 else []
 
 
-def once_for_all(function: Callable[[Any], tf.Tensor], values: Any) -> tf.Tensor:
+def computed_once(function: Callable[[Any], tf.Tensor], values: Any) -> tf.Tensor:
     """Call `function(the values of each replica)` once, in cross-replica context.
 
     Args:

@@ -55,9 +55,9 @@ def get_data_adapter(*data: Any, **options: Any) -> Any:
 
 
 def in_one_array(*parts: tf.Tensor | np.ndarray) -> np.ndarray | tf.RaggedTensor:
-    """The outputs of several batches in one, as Keras's predict concatenates them."""
+    """Concatenates the outputs of several batches, as Keras's predict does."""
     if len(parts) == 1 and isinstance(parts[0], np.ndarray):
-        return parts[0]  # Keras's function takes it for a tensor
+        return parts[0]  # Keras's function would treat the array as a tensor
     concat = NAMES("backend.tensorflow.trainer.potentially_ragged_concat")
     return NAMES("backend.tensorflow.trainer.convert_to_np_if_not_ragged")(concat(list(parts)))
 
@@ -106,7 +106,8 @@ _ASSIGN_ROWS = (
     *(f"scatter_nd_{how}" for how in ("add", "max", "min", "sub", "update")),
 )
 
-# Key -> what the functions do in a step and why they are replaced, their paths.
+# Key -> what the function does in a step, paths. The functions are in `exact.substitutes_of`,
+# `random_numbers.RANDOM`, `context.keys_of_size`, model_step.py and parameter_server/scope.py.
 _REPLACED = {
     "apply": (
         "gets the gradients of the global batch, before it clips, accumulates or applies them",
@@ -115,7 +116,7 @@ _REPLACED = {
         "keras:optimizers.Optimizer.apply_gradients",
     ),
     "gradient": (
-        "returns the gradient of the global batch; only here the loss of a step is known",
+        "returns the gradient of the global batch; no later function knows the loss",
         "tensorflow:GradientTape.gradient",
     ),
     "loss": (
@@ -144,7 +145,7 @@ _REPLACED = {
         "keras:metrics.Mean.update_state",
     ),
     "moments": (
-        "weighs the replicas, which the gradient of Keras's function does not, and knows a mask",
+        "weights replicas by their rows, also in the gradient, and applies the mask",
         "keras:layers.BatchNormalization._moments",
     ),
     "replicas": (
@@ -152,11 +153,11 @@ _REPLACED = {
         "tensorflow:distribute.Strategy.num_replicas_in_sync",
     ),
     "take": (
-        "gathers rows of a shared table where they are; Keras copies the whole table first",
+        "gathers rows of a shared table on its device; Keras copies the table first",
         "keras.src.backend.tensorflow.numpy:take",
     ),
     "draw": (
-        "draws the rows of one replica's part, from the counter of their first number",
+        "draws the rows of one replica's part",
         f"{_STATELESS}_v2:stateless_random_uniform_v2",
         f"{_STATELESS}_v2:stateless_random_uniform_int_v2",
         f"{_STATELESS}_v2:stateless_random_uniform_full_int_v2",
@@ -164,7 +165,7 @@ _REPLACED = {
         f"{_STATELESS}_v2:stateless_truncated_normal_v2",
     ),
     "draw_whole": (
-        "the same for generators whose numbers are not in the order of the rows, or keep a state",
+        "draws for all rows and takes the part's: for generators with another order, or a state",
         f"{_STATELESS}_v2:stateless_random_gamma_v3",
         f"{_STATELESS}:stateless_random_binomial",
         f"{_STATELESS}:stateless_random_poisson",
@@ -192,16 +193,16 @@ _REPLACED = {
         *(f"{_VARIABLES}:BaseResourceVariable.{name}" for name in _ASSIGN_ROWS),
     ),
     "update_variable": (
-        "writes the replica's own copy, also in a cond, which TensorFlow's function does not allow",
+        "writes the replica's own copy, also in a cond",
         "tensorflow.python.distribute.values:MirroredVariable._update_replica",
         "tensorflow.python.distribute.ps_values:AggregatingVariable._assign_func",
     ),
     "collective_key": (
-        "has a key for each size: in TensorFlow all turns of a loop in the graph have one",
+        "returns one key per size; TensorFlow uses one key for all turns of a loop",
         f"{_LAUNCHER}._next_instance_key",
     ),
     "reduce_slices": (
-        "gathers the slices of all tables in one collective, in place of three for each",
+        "gathers the slices of all tables in one collective",
         f"{_LAUNCHER}.all_reduce_indexed_slices",
     ),
 }
@@ -282,7 +283,7 @@ def flat_layers(model: keras.Model | keras.Layer, **options: bool) -> list[keras
 
 
 def is_graph_of_layers(model: keras.Model) -> bool:
-    """Whether it is Functional or Sequential, so that its config has its layers.
+    """Whether a model is Functional or Sequential: its config has its layers.
 
     Private because Keras exports no name for the class of functional models.
     """
@@ -318,7 +319,7 @@ def traces_batches(callback: keras.callbacks.TensorBoard) -> bool:
 
 
 def remembered_by(callback: keras.callbacks.Callback) -> Sequence[str]:
-    """The attributes in which a callback of Keras keeps its state, some of them private."""
+    """Returns the attributes in which a callback of Keras keeps its state."""
     return next((names for kind, names in _REMEMBERED.items() if isinstance(callback, kind)), ())
 
 

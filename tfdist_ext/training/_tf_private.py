@@ -65,8 +65,8 @@ def gathered_values(
 ) -> tf.IndexedSlices:
     """Instead of `CollectiveReplicaLauncher.all_reduce_indexed_slices`: the values of all replicas.
 
-    Private because each public gathering asks all replicas for their sizes first, which are equal
-    here, and TensorFlow gathers values and indices apart: three collectives instead of one.
+    Private because each public gathering asks for sizes first, which `padded_to_size` has made
+    equal, and gathers values and indices apart: three collectives instead of one.
     """
     gather = NAMES.of(launcher, "_all_gather", "gradients of tables")
     return tf.IndexedSlices(gather(slices.values, options), slices.indices, slices.dense_shape)
@@ -88,13 +88,13 @@ def insert_value(key: str, value: str) -> bool:
 
 
 def replace_value(key: str, value: str) -> None:
-    """`insert_value`, in the place of what was there."""
+    """Sets a value in the store, and overwrites an older one."""
     _context().delete_config_key_value(key)
     insert_value(key, value)
 
 
 def get_value(key: str, *, seconds: float) -> str | None:
-    """A value of the store, waited for; None where it does not come. Private and raises as above.
+    """Waits for a value of the store; None after `seconds`. Private and raises as above.
 
     Other threads of Python run meanwhile.
     """
@@ -120,7 +120,7 @@ def peer_status(task: str, *, seconds: float = 1.0) -> str:
 
 
 def abort_collectives(message: str) -> None:
-    """Let every collective of this process fail, now and from now on, with this message.
+    """Aborts all current and future collectives of this process.
 
     Private because there is no public way to end a collective that waits.
     """
@@ -130,6 +130,6 @@ def abort_collectives(message: str) -> None:
 def is_recording() -> bool:
     """Whether any gradient tape records in this thread.
 
-    Private because a tape knows of itself alone.
+    Private because a tape does not report other tapes.
     """
     return NAMES("eager.record.could_possibly_record")()

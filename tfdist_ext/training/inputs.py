@@ -47,7 +47,7 @@ __all__ = [
     "read",
 ]
 
-EMPTY = "the data must hold a batch, got none."  # the message of an error
+EMPTY = "The dataset is empty: it produced no batch."  # the message of an error
 
 # One replica's part of a global batch: the number of its rows, the number of rows of the global
 # batch, and the rows. A part of 0 rows still holds one row; see `_spans`.
@@ -338,7 +338,7 @@ def _one_by_one(*parts: Part) -> tf.data.Dataset:
 def _in_new_orders(
     source: keras.utils.PyDataset, spec: Specs, class_weight: dict[int, float] | None, seed: int
 ) -> tf.data.Dataset:
-    """The batches of a finite PyDataset; each iterator reads the next pass, in its own order.
+    """The batches of a finite PyDataset; each iterator reads the next pass.
 
     Its `workers`, `use_multiprocessing` and `max_queue_size` have their usual meaning.
 
@@ -459,11 +459,11 @@ class Epochs:
         return self._batches.from_step is not None and self._batches.steps is not None
 
     def reset(self) -> None:
-        """Call the data's `on_epoch_end`, as Keras does before `fit` and before each `evaluate`."""
+        """Calls the data's `on_epoch_end`, as Keras does before `fit` and `evaluate`."""
         self._batches.on_epoch_end()
 
     def rewind(self) -> None:
-        """Begin the next epoch at the start of the data, so that validations see the same steps."""
+        """Begins the next epoch at the start of the data."""
         self.reset()
         if self._position != 0 or self._batches.steps is None:
             self._iterator = None
@@ -496,7 +496,7 @@ class Epochs:
             raise
 
     def is_done(self, epoch: Epoch, steps: int, *, stopped: bool) -> bool:
-        """Note the end of an epoch; returns whether all of its steps, or of the data, are done.
+        """Ends an epoch; returns whether all of its steps, or of the data, are done.
 
         Args:
             steps: steps that were done.
@@ -601,7 +601,7 @@ class Epochs:
         self._batches = replace(batches, parts_of=batches.from_step(passed))
 
     def begin_at_position(self, *, completed: int) -> None:
-        """Begin where the data's own position is, `completed` steps of an epoch being done."""
+        """Begins at the data's own position, after `completed` steps of an epoch."""
         self._position = self._batches.begin()
         self._is_empty = self._position == 0
         self._completed = completed

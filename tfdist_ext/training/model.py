@@ -266,7 +266,7 @@ class DistributedModel(SavingMixin):
         return loop
 
     def _loop(self, kind: str, *, timed: bool = False) -> Loop:
-        """The loop over "train" or "test" steps, a new one if the model was compiled again."""
+        """Returns the loop of "train" or "test" steps; a new one after `compile`."""
         program = self._engine.program(self._model, kind, timed=timed)
         if kind not in self._loops or self._loops[kind].program is not program:
             self._loops[kind] = Loop(self._model, self._reduction, kind, program)
@@ -311,7 +311,7 @@ class DistributedModel(SavingMixin):
         steps: int | None = None,
         callbacks: Callbacks = None,
     ) -> Any:
-        """The model's outputs for all rows, in input order, on every task, as NumPy arrays.
+        """Returns the outputs for all rows in input order, on every task, as NumPy arrays.
 
         `batch_size` is that of the global batch.
         """
@@ -502,7 +502,7 @@ class DistributedModel(SavingMixin):
         return epochs
 
     def _epochs(self, batches: GlobalBatches, steps: int | None, of: str = "") -> Epochs:
-        """The epochs of a call; compares the workers' data. `of` names the data in messages."""
+        """Returns the epochs of a call, and compares the data of all workers."""
         inspect = None
         if self._reduction.multi_worker:
             # TensorFlow may know the batch size of one worker's dataset and not of another's.
@@ -527,7 +527,7 @@ class DistributedModel(SavingMixin):
         self._unify()
 
     def _unsynchronized(self) -> str:
-        """A sentence about layers that normalize the rows of each replica alone; "" if none do."""
+        """Returns a sentence about BatchNormalization that is not synchronized, or ""."""
         layers = batch_normalization_layers(self._model)
         names = [layer.name for layer in layers if layer.trainable and not layer.synchronized]
         if not names or self._strategy.num_replicas_in_sync == 1:

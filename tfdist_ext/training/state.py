@@ -257,7 +257,7 @@ def run_on_chief(reduction: Reduction, action: Callable[[], _Result], what: str)
     if failure is not None:
         raise failure
     time.sleep(1)  # the chief's own error is shown first
-    raise TrainingError(f"the chief could not {what}. It says: {words.decode(errors='replace')}")
+    raise TrainingError(f"The chief could not {what}: {words.decode(errors='replace')}")
 
 
 def broadcast_variables(reduction: Reduction, variables: Iterable[Variable]) -> None:

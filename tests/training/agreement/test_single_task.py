@@ -19,6 +19,11 @@ from tfdist_ext.launch.exit_codes import RESTART, STALL_TIMEOUT
 from tfdist_ext.training.agreement.single_task import TaskStatus, watch_timeout
 
 
+def fail_after_sigterm(error: type[Exception]) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise error("disk full")
+
+
 class TestTaskStatus:
     def test_a_phase_may_take_five_times_the_longest_before(self) -> None:
         status = TaskStatus(60.0)
@@ -51,8 +56,7 @@ class TestTaskStatus:
         # An error of this task says more than the signal; that of a task that ended first does not.
         for error, raised in (TrainingError, TrainingError), (PeerError, SystemExit):
             with pytest.raises(raised), status.ends_at_a_step():
-                os.kill(os.getpid(), signal.SIGTERM)
-                raise error("disk full")
+                fail_after_sigterm(error)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         assert not status.stop_requested
 

@@ -117,7 +117,7 @@ def test_an_error_of_the_chief_is_known_to_all(workers: Workers) -> None:
     }.items():
         chief, other = (result[name] for result in workers.results)
         assert words in chief
-        assert other.startswith("the chief could not ")
+        assert other.startswith("The chief could not ")
         assert chief in other
 
 
@@ -175,7 +175,7 @@ def test_weights_that_only_the_chief_has_are_loaded_on_all(workers: Workers) -> 
         assert set(values) == {0.25}, name
     chief, other = (result["no weights"] for result in workers.results)
     assert "none.weights.h5" in chief
-    assert other.startswith("TrainingError: the chief could not load ")
+    assert other.startswith("TrainingError: The chief could not load ")
     assert "none.weights.h5" in other
 
 

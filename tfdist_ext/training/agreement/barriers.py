@@ -225,7 +225,7 @@ class PeerMonitor(TaskStatus):
         self._end_is_known.set()
 
     def _leader_answers(self) -> bool:
-        """Whether the store can be written to; a write waits forever if the leader is frozen."""
+        """Whether the store can be written to: its leader is not frozen."""
         return self._me == self._leader or tp.peer_status(self._leader) == "there"
 
     def _listen(self) -> None:

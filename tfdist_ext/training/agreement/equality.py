@@ -108,7 +108,7 @@ def _sentences(found: Mapping[str, str]) -> str:
 
 
 def from_each_worker(reduction: Reduction, value: np.ndarray) -> np.ndarray:
-    """Each worker's number, or array of one shape, in worker order; every worker must call."""
+    """Returns the number or array of each worker, in order; every worker must call."""
     table = np.zeros([reduction.workers, *value.shape], value.dtype)
     table[reduction.worker] = value
     return reduction.sum_over_workers(table)

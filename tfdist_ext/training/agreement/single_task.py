@@ -103,7 +103,7 @@ class TaskStatus:
 
     @contextlib.contextmanager
     def ends_at_a_step(self) -> Iterator[None]:
-        """Scope in which SIGTERM sets `stop_requested`: the training ends at a step of all tasks.
+        """Scope in which SIGTERM sets `stop_requested`: all tasks end at the same step.
 
         A handler that the user has set is not replaced, and other threads than the main one cannot
         set a handler.
@@ -221,7 +221,7 @@ class Reduction:
         return ["the chief"]
 
     def sum_over_workers(self, value: npt.ArrayLike) -> npt.NDArray[Any]:
-        """The sum over workers of each worker's number or array; every worker must call."""
+        """Sums a number or an array over all workers; every worker must call."""
         return np.asarray(value)
 
     def from_chief(self, value: npt.ArrayLike) -> npt.NDArray[Any]:

@@ -59,7 +59,7 @@ _UNFINISHED = re.compile(r"\.(epoch-\d.*|owner\.json)\.[0-9a-f]{32}\.unfinished"
 
 
 class FolderTakenError(TrainingError):
-    """Another job opened the checkpoint folder later; this one stops before it changes anything."""
+    """Another job has opened the checkpoint folder later, so this job stops."""
 
 
 def name_of(progress: Progress) -> str:
@@ -228,7 +228,7 @@ class CheckpointFolder:
             remove(old)
 
     def finish(self, epochs: int) -> None:
-        """Waits for the last file, and notes that the training of so many epochs has completed."""
+        """Waits for the last file, and notes that all epochs are complete."""
         self.wait()
         self._check_owner()
         self._write_owner(epochs)

@@ -189,7 +189,7 @@ class CheckpointManager:
         return logs and {k: v if isinstance(v, float) else np.asarray(v) for k, v in logs.items()}
 
     def announce(self) -> None:
-        """Calls `on_checkpoint_end` for the checkpoint of the last epoch, when it is on disk."""
+        """Calls `on_checkpoint_end` when the checkpoint of the last epoch is on disk."""
         progress, self._unannounced = self._unannounced, Progress()
         is_whole = progress.epoch and not progress.batches and progress.trained is None
         if (folder := self._folder) is None or not is_whole:
@@ -236,7 +236,7 @@ class CheckpointManager:
         return end
 
     def max_steps(self) -> int | None:
-        """Returns the maximum of global batches before the next checkpoint; None: any number."""
+        """Returns the number of steps up to the next checkpoint; None: any number."""
         return None if self._every is None else self._every - self._progress.batches % self._every
 
     def steps_done(self, execution: Execution, *, epoch_ends: bool, stopped: bool) -> None:

@@ -69,7 +69,7 @@ class Calls:
                 " checkpoint."
             ) from error
         except Exception as error:
-            # TensorFlow wraps the error that it met while a worker made its data set.
+            # TensorFlow wraps an error that occurs while a worker makes its dataset.
             original = getattr(error, "original_exception", None)
             if original is None:
                 raise

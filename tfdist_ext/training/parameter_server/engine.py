@@ -321,7 +321,7 @@ class ParameterServerPredictor:
         self._batch_calls = BatchCalls(calls, lambda batches: [one(batch) for batch in batches])
 
     def outputs(self, data: Epoch) -> Iterator[Structure]:
-        """The outputs for each global batch, in order; None if all of its records are damaged."""
+        """Yields the outputs of each global batch; None if all records are damaged."""
         done, at_once = 0, 4 * BATCHES_IN_A_CALL * self._calls.workers
         while data.steps is None or done < data.steps:
             n = at_once if data.steps is None else min(at_once, data.steps - done)

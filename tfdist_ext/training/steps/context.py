@@ -177,7 +177,7 @@ class StepContext:
         return "unclear" if sizes[0] and sizes[0] % self.size == 0 else None
 
     def weighted(self, value: Gradient) -> Gradient:
-        """Returns this replica's part of the mean over all rows, of a float; else the value.
+        """Returns a floating value times `batch_fraction`, any other value unchanged.
 
         A part of 0 rows gives 0, never NaN.
         """
@@ -396,7 +396,7 @@ def all_rows(x: Any) -> Any:
 
 
 def gather_rows(context: StepContext, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the rows of all replicas, for each dense tensor of this part's rows; differentiable.
+    """Returns the rows of all replicas for each dense tensor; differentiable.
 
     Each replica puts its rows in their places among zeros, and the results are summed. This works
     for parts of any size, on each strategy, and for each gradient.

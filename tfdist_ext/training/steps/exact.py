@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies.reductions import OTHER, batch_reduce_to
-from tfdist_ext.strategies.traced_replica import copy_number, once_for_all
+from tfdist_ext.strategies.traced_replica import computed_once, replica_id
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import is_recording
 from tfdist_ext.training.protocols import Structure
@@ -111,13 +111,13 @@ def _write_variable(
 def _update_variable(
     context: StepContext, original: Original, variable: tf.Variable, *args: Any, **named: Any
 ) -> Any:
-    """Writes the replica's own copy of a tf.Variable of the user's that the strategy has made."""
+    """Updates this replica's copy of a mirrored tf.Variable of the user."""
     del original
     if hasattr(variable, "get") or variable.aggregation == tf.VariableAggregation.SUM:
         raise shared_by_replicas(variable, context.local_replicas)
     update, value = args
     copies = tf.distribute.get_strategy().experimental_local_results(variable)
-    return update(copies[copy_number() % len(copies)], value, **named)
+    return update(copies[replica_id() % len(copies)], value, **named)
 
 
 def own_applies(model: keras.Model) -> list[Target]:
@@ -145,7 +145,7 @@ def _apply(
     *more: Any,
     **named: Any,
 ) -> Any:
-    """Calls an `apply` with the gradients of the global batch. Nothing in it sums them again.
+    """Calls an optimizer's `apply` with the gradients of the global batch.
 
     It is `optimizer.apply(grads, variables)`, or `apply_gradients(zip(grads, variables))` of an
     optimizer of the user's. It may be a method that is not linear, or has a state of its own.
@@ -186,7 +186,7 @@ def _apply(
         return _update_once(context, optimizer, local, summed, owned, touched, apply)
     what = [reduced_for("gradient", variables[i]) for i in local]
     summed |= zip(local, context.all_reduce(list(local.values()), what), strict=True)
-    number = copy_number()
+    number = replica_id()
     copies = LocalCopies(lambda variable: local_copy(variable, strategy, number), optimizers)
     with running_step(None), default_strategy_scope(optimizers), copies:
         return apply(summed)
@@ -232,7 +232,7 @@ def _update_once(
 
     context.check_graph()
     mine = parts, list(summed.values())
-    context.synchronize(functools.partial(once_for_all, update), mine)
+    context.synchronize(functools.partial(computed_once, update), mine)
     return optimizer.iterations
 
 
@@ -293,7 +293,7 @@ def _reduce_loss(
     reduce = functools.partial(original, sample_weight=sample_weight, reduction=reduction)
     loss = reduce(values, mask=mask, dtype=dtype)
     if loss.shape.rank != 0:
-        return loss  # not reduced here
+        return loss  # reduction=None
     if values.shape.rank == 0:
         if sample_weight is None or mask is not None or reduction == "mean_with_sample_weight":
             return loss
@@ -393,7 +393,7 @@ def _gradient(
     """Returns a tape's gradient with respect to variables: that of the global batch.
 
     A loss with one number per row is a sum over rows, not a mean. The gradients of Keras's own step
-    are weighted here, and summed when they are applied.
+    are weighted by this function, and summed by `_apply`.
     """
     to_variables = all(
         isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources)
@@ -403,7 +403,7 @@ def _gradient(
     targets = tf.nest.flatten(target)
     _warn_of_compared_rows(context, targets)
     upstream = _upstream(context, targets, output_gradients)
-    # What a model's own tape gives is taken while the step's tape still records.
+    # Keras takes a step's gradient after its tape has ended; inner tapes end earlier.
     of_step = context.keras_step and not is_recording()
     if of_step:
         upstream = list(map(context.weighted, upstream))
@@ -457,7 +457,7 @@ def _upstream(context: StepContext, targets: list[tf.Tensor], given: Structure) 
 
 def _warn_of_compared_rows(context: StepContext, targets: list[tf.Tensor]) -> None:
     """Warns once, while the first replica is traced, of a loss such as in-batch negatives."""
-    if context.graph is None or copy_number() % context.local_replicas:
+    if context.graph is None or replica_id() % context.local_replicas:
         return
     if name := compared_rows(targets, context.equal):
         warn(

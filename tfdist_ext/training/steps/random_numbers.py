@@ -32,7 +32,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.initial_values import counter_at, group_size
-from tfdist_ext.strategies.traced_replica import copy_number
+from tfdist_ext.strategies.traced_replica import replica_id
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.steps.context import StepContext, gather_rows
 from tfdist_ext.training.steps.replaced import Original, substitutes
@@ -67,7 +67,7 @@ class Seeds:
         if not self.devices:
             return original()
         self.generators = self.generators or outside_of_scopes(self._new)
-        return self.generators[copy_number() % len(self.generators)]
+        return self.generators[replica_id() % len(self.generators)]
 
     def begin(self) -> None:
         """Begin where the chief's calling thread is; every worker must call."""
@@ -150,7 +150,7 @@ def _drawn(
 
 
 def _drawn_whole(context: StepContext, original: Original, *args: Any, **named: Any) -> tf.Tensor:
-    """The same for generators that draw in another order than that of the entries, or keep a state.
+    """Draws for all rows, and returns this part's: for other generators.
 
     Everything is drawn, with any parameters for the rows of other replicas. Without this, replicas
     that share a trace would draw the same by `tf.random.normal` after `tf.random.set_seed`.

@@ -61,7 +61,7 @@ class Target(NamedTuple):
 
 
 class _Step(threading.local):
-    """The replacements of the originals in this thread: by key, `substitute(original, *args)`."""
+    """The substitutes that are active in this thread, by key: `substitute(original, *args)`."""
 
     substitutes: Mapping[str, Callable[..., Any]] = MappingProxyType({})
     called: set[str] | None = None  # keys; None: not recorded
@@ -99,9 +99,9 @@ def substitutes(
 
 @contextlib.contextmanager
 def functions_in_place(targets: Sequence[Target]) -> Iterator[None]:
-    """Scope in which originals ask for their substitutes.
+    """Scope in which the targets call the substitutes of the current thread.
 
-    Several threads may be inside at once. When the last one leaves, everything is as before.
+    Several threads may be in it. When the last one leaves, the originals are back.
     """
     with contextlib.ExitStack() as stack:
         for target in targets:
@@ -180,7 +180,9 @@ def has_own_apply(optimizer: object) -> bool:
 
 
 def check_called(model: keras.Model, kind: str, called: Set[str], written: Container[int]) -> None:
-    """Check that a "train", "test" or "predict" step has called what its model must call.
+    """Checks that a "train" or "test" step has called what its model must call.
+
+    "replicas" shows only that Keras has read the number once; the loss tracker reads it, too.
 
     Args:
         called: keys of `REPLACED` that the step has called.
@@ -190,7 +192,7 @@ def check_called(model: keras.Model, kind: str, called: Set[str], written: Conta
         TrainingError: a function that is replaced in steps was not called.
     """
     expected = ["reduce_loss"] if "loss" in called else []
-    if kind != "predict" and uses_keras_step(model, kind):
+    if uses_keras_step(model, kind):
         expected += ["clear_losses", "update_mean"]
         if model.loss is not None and type(model).compute_loss is keras.Model.compute_loss:
             reduced = any(map(_is_reduced, keras.tree.flatten(model.loss)))
@@ -245,7 +247,7 @@ def not_called(key: str) -> TrainingError:
 def redirect_methods(
     model: keras.Model | keras.metrics.Metric, **methods: Callable[..., Any]
 ) -> Iterator[None]:
-    """Scope in which these methods of a Keras model are others."""
+    """Scope in which `methods` shadow those of a model or a metric."""
     attributes = vars(model)
     before = {name: attributes[name] for name in methods if name in attributes}
     attributes.update(methods)

@@ -103,7 +103,7 @@ def _inputs(tensor: tf.Tensor) -> Sequence[tf.Tensor] | None:
 
 
 def _is_other_size(tensor: tf.Tensor) -> bool:
-    """Whether a tensor has the sizes of a shape without the first one, the number of rows."""
+    """Whether a tensor holds sizes of a shape other than its number of rows."""
     op = tensor.op
     if op.type not in ("StridedSlice", "Unpack") or op.inputs[0].op.type != "Shape":
         return op.type == "Rank"
@@ -197,9 +197,9 @@ _SCATTERING = {
 
 
 def places_rows(value: tf.Tensor, equal: EqualTensors, *, is_metric: bool) -> str | None:
-    """The type of the operation that puts a part's rows into a value, of a variable; or None.
+    """Returns the type of the operation that writes a part's rows to a variable, or None.
 
-    It is one of unknown size, or a scatter or slice update behind operations on whole tensors.
+    Such an operation has an unknown size, or it updates a slice.
     """
     kinds = _PLACING if is_metric else _PLACING | _SCATTERING
     waiting, seen = [value], set[_Key]()

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import is_partitioned
-from tfdist_ext.strategies.traced_replica import copy_number, replica_number
+from tfdist_ext.strategies.traced_replica import replica_id, replica_number
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.steps.context import (
     StepContext,
@@ -216,7 +216,7 @@ class OwnCopies:
         if self._on_tpu:
             return kp.raw_value(variable)
         copies = local_copies(variable, self._strategy)
-        return copies[copy_number() % len(copies)] if len(copies) > 1 else copies[0]
+        return copies[replica_id() % len(copies)] if len(copies) > 1 else copies[0]
 
     def is_shared(self, variable: keras.Variable | tf.Variable) -> bool:
         """Whether the replicas of this worker share one copy."""
@@ -336,7 +336,7 @@ def assign_each(
 
 
 def metric_in_inner_graph(variable: keras.Variable) -> TrainingError:
-    """The error for a metric's variable that is written where its value cannot leave the graph."""
+    """Returns the error for a metric variable that an inner graph writes."""
     return TrainingError(
         f"the metric variable {variable.path!r} must be updated directly in the body of"
         " train_step, got an update inside a tf.function, a cond or a loop of train_step's"
@@ -345,7 +345,7 @@ def metric_in_inner_graph(variable: keras.Variable) -> TrainingError:
 
 
 def _check_is_no_metric(variable: keras.Variable) -> None:
-    """Raise TrainingError for a variable that each replica adds to, and that is summed nowhere."""
+    """Raises TrainingError for a metric variable that is not the model's."""
     context = current_step()
     if context and context.replicas > 1 and variable.synchronization == "on_read":
         raise TrainingError(

@@ -24,11 +24,11 @@ _Result = TypeVar("_Result")
 
 
 def timestamp_after(values: Structure) -> tf.Tensor:
-    """The time at which all of these tensors are there, in seconds."""
+    """Returns the time at which all of these tensors are computed, in seconds."""
     parts = tf.nest.flatten(values, expand_composites=True)
-    there = [part for part in parts if part is not None]
+    tensors = [part for part in parts if part is not None]
     # On the host: TensorFlow takes an operation of a GPU as done when it is sent to the GPU.
-    with tf.device("CPU:0"), tf.control_dependencies(there):
+    with tf.device("CPU:0"), tf.control_dependencies(tensors):
         return tf.timestamp()
 
 

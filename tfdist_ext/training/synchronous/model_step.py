@@ -325,7 +325,7 @@ class ModelStep:
 
     @contextlib.contextmanager
     def _reporting_compilation(self) -> Iterator[None]:
-        """Scope of a trace, which may take minutes: after 10 s the chief says what it does."""
+        """Scope of a trace; after 10 s the chief prints that it is compiling."""
         replicas = self.reduction.replicas
         line = f"compiling the first step ({replicas} replicas) ..."
         # A thread reports: the trace stays in the main thread, where Ctrl-C reaches it.
