@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -133,3 +136,19 @@ def is_recording() -> bool:
     Private because a tape does not report other tapes.
     """
     return NAMES("eager.record.could_possibly_record")()
+
+
+def busy_workers() -> str:
+    """The workers that have not answered their calls, as "worker:0, worker:1"; "" for none.
+
+    Private because TensorFlow's coordinator does not say what its threads, one for each worker,
+    wait for. While a worker computes, its thread is in `_process_closure`.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    busy = []
+    for identifier, frame in sys._current_frames().items():
+        _, is_worker, number = names.get(identifier, "").rpartition("WorkerClosureProcessingLoop-")
+        waits = any(at.name == "_process_closure" for at in traceback.extract_stack(frame))
+        if is_worker and waits:
+            busy.append(int(number))
+    return ", ".join(f"worker:{number}" for number in sorted(busy))

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 import textwrap
-import threading
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -22,7 +19,7 @@ from tfdist_ext.training.agreement.single_task import TaskStatus
 from tfdist_ext.training.protocols import BatchIterator, Specs, Structure
 from tfdist_ext.training.variables import default_strategy_scope
 
-__all__ = ["BATCHES_IN_A_CALL", "BatchCalls", "Call", "Calls", "busy_workers", "traced"]
+__all__ = ["BATCHES_IN_A_CALL", "BatchCalls", "Call", "Calls", "traced"]
 
 BATCHES_IN_A_CALL = 8  # at most
 
@@ -75,21 +72,6 @@ class Calls:
                 raise
             raise original from None
         return self.coordinator.fetch(values)
-
-
-def busy_workers() -> str:
-    """The workers that have not answered their calls, as "worker:0, worker:1"; "" for none.
-
-    TensorFlow's coordinator has a thread for each worker. It waits in `_process_closure`.
-    """
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    busy = []
-    for identifier, frame in sys._current_frames().items():
-        _, is_worker, number = names.get(identifier, "").rpartition("WorkerClosureProcessingLoop-")
-        waits = any(at.name == "_process_closure" for at in traceback.extract_stack(frame))
-        if is_worker and waits:
-            busy.append(int(number))
-    return ", ".join(f"worker:{number}" for number in sorted(busy))
 
 
 def traced(

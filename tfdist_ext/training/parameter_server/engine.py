@@ -21,6 +21,7 @@ from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._tf_private import busy_workers
 from tfdist_ext.training.agreement.single_task import Reduction, single_task
 from tfdist_ext.training.inputs import Epoch, GlobalBatches
 from tfdist_ext.training.parameter_server import worker_data
@@ -29,7 +30,6 @@ from tfdist_ext.training.parameter_server.calls import (
     BatchCalls,
     Call,
     Calls,
-    busy_workers,
     traced,
 )
 from tfdist_ext.training.parameter_server.scope import WorkerScope, step_on_worker
