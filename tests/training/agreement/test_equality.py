@@ -16,7 +16,7 @@ ERRORS = {
     "optimizer": ["momentum of optimizer", "got 0.0 on worker 0 and 0.5 on worker 1"],
     "deferred size": ["units of layer 1 ('dense') must be", "got 8 on worker 0 and 9 on worker 1"],
     "vocabulary": ["vocabulary of layer 2 ('string_lookup')", "got ['[UNK]', 'a', 'c', 'b']"],
-    "batches": ["batch_size must be the same on all workers, got 8 on worker 0 and 9 on"],
+    "batches": ["batch size of x must be the same on all workers, got 8 on worker 0 and 9 on"],
     "steps": ["batches in the data must be the same on all workers, got 6 on worker 0 and 5 on"],
     "validation": ["validation_data must be", "got none on worker 0 and given on worker 1"],
     "x": ["x must be the same on all workers, got float32 [48, 4] with the", "from_dataset_fn"],
