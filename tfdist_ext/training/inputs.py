@@ -47,7 +47,7 @@ __all__ = [
     "read",
 ]
 
-EMPTY = "The dataset is empty: it produced no batch."  # the message of an error
+EMPTY = "The dataset is empty: it produced no batch. Check its filters and steps."
 
 # One replica's part of a global batch: the number of its rows, the number of rows of the global
 # batch, and the rows. A part of 0 rows still holds one row; see `_spans`.

@@ -156,9 +156,9 @@ class Loop:
         with self._running() as raise_if_interrupted:
             with peers.barrier(f"{where}before its first step"):
                 uses_batches = uses_batch_hooks(hooks.callbacks, self._kind)
-                # If a callback stops before the first batch, Keras still runs that batch.
                 spec = getattr(data.iterator, "element_spec", None)
                 kind = spec, data.batch_size, data.known_length, data.needs_row_count
+                # If a callback stops before the first batch, Keras still runs that batch.
                 flags = np.array([uses_batches, self._stopped, kind != self._tuned_for], np.int32)
                 by_batch, one_only, is_new = (self.reduction.sum_over_workers(flags) > 0).tolist()
                 self.program.reset(resume=data.completed > 0)

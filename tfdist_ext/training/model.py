@@ -243,11 +243,9 @@ class DistributedModel(SavingMixin):
                 saved.training_has_begun()
                 remaining = range(restored or initial_epoch, epochs)
                 logs: Logs = {}
-                each_epoch = train(
-                    self._train_loop(hooks), remaining, data, hooks, saved, validation
-                )
-                for logs, self._progress in each_epoch:  # noqa: B007
-                    pass
+                loop = self._train_loop(hooks)
+                for each in train(loop, remaining, data, hooks, saved, validation):
+                    logs, self._progress = each
                 if isinstance(self._model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
                     self._engine.finalize(self._model)
             end_training(self._reduction, logs, hooks, saved)

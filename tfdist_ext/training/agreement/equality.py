@@ -188,7 +188,7 @@ def _described(batch: Structure, names: str) -> dict[str, Any]:
 
 
 def _is_random(dataset: tf.data.Dataset) -> bool:
-    """Whether a pipeline draws random numbers or calls Python; also where it does not tell."""
+    """Whether a pipeline may draw random numbers or call Python."""
     try:
         operations = operations_of(dataset)
     except (tf.errors.OpError, ValueError):  # more than fits into a message

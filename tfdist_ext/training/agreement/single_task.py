@@ -238,7 +238,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def on_every_worker(method: _Method) -> _Method:
-    """Decorator of a public method that every worker must call; a missing call is an error."""
+    """Decorator of a public method that every worker must call."""
 
     @functools.wraps(method)
     def called(self: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -81,7 +81,7 @@ _originals: dict[tuple[type | types.ModuleType, str], tuple[Any, int]] = {}
 def substitutes(
     functions: Mapping[str, Callable[..., Any]] | None, called: set[str] | None = None
 ) -> Iterator[None]:
-    """Scope in which, in this thread, substitutes are called in place of the originals.
+    """Scope in which this thread calls substitutes in place of the originals.
 
     Args:
         functions: by key, functions that get the original and its arguments. They are added to
