@@ -28,6 +28,7 @@ __all__ = [
     "run_preflight",
     "serve",
     "start_failures_in_words",
+    "usable_cores",
 ]
 
 WAIT = 300.0  # seconds for the other tasks to come
@@ -144,10 +145,14 @@ def _server_config() -> tf.compat.v1.ConfigProto | None:
     TensorFlow's server answers its calls in as many threads as this process has cores. A step waits
     in one of them for tensors that another call asks for, so with one thread it waits forever.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if (cores or 1) > 1 or "TF_NUM_INTEROP_THREADS" in os.environ:
+    if usable_cores() > 1 or "TF_NUM_INTEROP_THREADS" in os.environ:
         return None
     return tf.compat.v1.ConfigProto(inter_op_parallelism_threads=2)
+
+
+def usable_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run_preflight(

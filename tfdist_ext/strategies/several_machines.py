@@ -27,6 +27,7 @@ from tfdist_ext.strategies.cluster_tasks import (
     run_preflight,
     serve,
     start_failures_in_words,
+    usable_cores,
 )
 from tfdist_ext.strategies.one_machine import seen_devices
 from tfdist_ext.strategies.placed import PlacedParameterServers
@@ -152,8 +153,7 @@ def _share_cores(processes: int) -> None:
         processes: of this job on this machine.
     """
     cores = os.cpu_count() or 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    if processes < 2 or usable < cores or "TF_NUM_INTRAOP_THREADS" in os.environ:
+    if processes < 2 or usable_cores() < cores or "TF_NUM_INTRAOP_THREADS" in os.environ:
         return
     threads = tf.config.threading
     if not threads.get_intra_op_parallelism_threads():
