@@ -37,14 +37,6 @@ class Owned(StrategyTemplate):
         return [done] * len(copies)
 
 
-class ReadAsMean(StrategyTemplate):
-    """What is read, and saved, is the mean of the copies."""
-
-    def read_variable(self, variable: Any, copies: Sequence[Any]) -> Any:
-        total = tf.add_n([copy.read_value() for copy in copies])
-        return tf.cast(total / len(copies), variable.dtype)
-
-
 class Pairwise(StrategyTemplate):
     """Sums pairs of neighbors first, then the pairs; remembers what it was asked."""
 
@@ -52,7 +44,9 @@ class Pairwise(StrategyTemplate):
         self.asked: list[tuple[Any, int, tuple[str, ...]]] = []
         super().__init__(devices)
 
-    def reduce_values(self, op: Any, values: Sequence[Any], devices: Sequence[str]) -> list[Any]:
+    def reduce_values(
+        self, op: Any, values: Sequence[Any], devices: Sequence[str], what: Any = None
+    ) -> list[Any]:
         self.asked.append((op, len(values), tuple(devices)))
         if any(isinstance(value, tf.IndexedSlices) for value in values):
             return list(super().reduce_values(op, values, devices))

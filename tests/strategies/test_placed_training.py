@@ -91,9 +91,9 @@ def test_gradients_go_to_the_owner_alone() -> None:
     asked: list[tuple[list[int], list[str]]] = []
 
     class Noting(PlacedStrategy):
-        def reduce_values(self, op: Any, values: Any, devices: Any) -> Any:
+        def reduce_values(self, op: Any, values: Any, devices: Any, what: Any) -> Any:
             asked.append((values[0].shape.as_list(), [name[-5:] for name in devices]))
-            return super().reduce_values(op, values, devices)
+            return super().reduce_values(op, values, devices, what)
 
     strategy = Noting(3, {"hidden/kernel": "owned", "table/.*": "device CPU:2"})
     model = tfd.distribute(lambda: build("SGD"), strategy)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tensorflow as tf
-from template_cases import Owned, ReadAsMean, build, train
+from template_cases import Owned, build, train
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies import StrategyTemplate
@@ -61,14 +60,3 @@ def test_updates_go_through_the_hook() -> None:
     assert [v.path for v in written if id(v.value) not in updated] == []
     # Set to zero first, and to what replicas counted in the end.
     assert [updated.count(id(v.value)) for v in inner.metrics_variables] == [2, 2, 2, 2]
-
-
-def test_a_checkpoint_holds_what_is_read(tmp_path: Path) -> None:
-    model = tfd.distribute(build, ReadAsMean(2))
-    bias = model.keras_model.layers[-1].bias
-    for copy, value in zip(model.strategy.copies(bias.value), (1.0, 3.0), strict=True):
-        copy.assign([value])
-    model.save_checkpoint(str(tmp_path / "checkpoint"))
-    other = tfd.distribute(build, StrategyTemplate(2))
-    other.restore_checkpoint(str(tmp_path / "checkpoint"))
-    assert other.keras_model.layers[-1].bias.numpy().tolist() == [2]

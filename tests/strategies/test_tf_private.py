@@ -5,7 +5,6 @@ When a release of TensorFlow moves one, the test that fails names it and says wh
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -45,16 +44,7 @@ def test_numbers_of_distributed_variables() -> None:
     assert type(tp.with_scalar_conversions(plain)) is type(plain)
 
 
-def test_methods_of_copied_variables() -> None:
-    for name in ("_get", "_get_cross_replica", "value"):
-        assert hasattr(tp.copied_variable_class().__mro__[1], name), (
-            f"MirroredVariable.{name} is gone"
-        )
-    with StrategyTemplate(2).scope():
-        variable = tf.Variable([1.0, 2.0])
-    assert tp.is_copied(variable)
-    assert variable._primary is variable.values[0]
-    np.testing.assert_array_equal(np.array(variable), [1, 2])
+def test_the_container_of_a_shared_variable() -> None:
     shared = tp.shared_variable(StrategyTemplate(2), tf.Variable(1.0), tf.VariableAggregation.SUM)
     assert tp.container_of(shared.get()) is shared
     assert shared.get()._aggregating_container() is shared

@@ -17,7 +17,7 @@ from tfdist_ext.training.verification.result import Verification
 class FirstValue(StrategyTemplate):
     """A reduction returns the first replica's value."""
 
-    def reduce_values(self, op: Any, values: Any, devices: Any) -> Any:
+    def reduce_values(self, op: Any, values: Any, devices: Any, what: Any = None) -> Any:
         return [values[0]] * len(devices)
 
 
@@ -41,7 +41,7 @@ class LargeOnesMissed(StrategyTemplate):
 class WholeDataset(StrategyTemplate):
     """Each replica gets the whole dataset."""
 
-    def distribute_dataset(self, dataset: Any, options: Any) -> Any:
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         each = tf.distribute.InputReplicationMode.PER_REPLICA
         options = tf.distribute.InputOptions(
             experimental_fetch_to_device=False, experimental_replication_mode=each

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
@@ -46,11 +45,8 @@ NAMES = PrivateNames(
         "distribute.ps_values.CachingVariable": "counters on parameter servers",
         "distribute.values.DistributedVariable": "float() and int() of variables",
         "distribute.values.Mirrored": "values that are equal on all replicas",
-        "distribute.values.MirroredVariable": "variables with copies",
         "distribute.values.PerReplica": "values per replica",
         "distribute.values.SyncOnReadVariable": "metrics",
-        "distribute.values_util.get_current_replica_id_as_int": "reading variables with copies",
-        "distribute.values_util.is_saving_non_distributed": "saving variables with copies",
         "eager.context.DEVICE_PLACEMENT_SILENT": "copies from device to device",
         "eager.context.context": "functions that all replicas call",
         "eager.context.device_policy": "copies from device to device",
@@ -226,65 +222,6 @@ def mirrored_class(extended: type) -> Any:
     """
     base = NAMES("distribute.mirrored_strategy.MirroredExtended")
     return type(extended.__name__, (extended, base), {})
-
-
-@functools.cache
-def copied_variable_class() -> Any:
-    """A MirroredVariable that is read outside of replicas as its strategy's `read_var` says.
-
-    Private because the public tf.Variable has no containers of copies. Every way of reading one
-    ends in these methods, most of them those that TensorFlow's SyncOnReadVariable overrides.
-    """
-    base: Any = NAMES("distribute.values.MirroredVariable")
-
-    class CopiedVariable(base):
-        def _get(self) -> Any:
-            if _saves_one_copy():
-                return self._primary
-            with _inside(self._distribute_strategy):
-                return super()._get()
-
-        def _get_cross_replica(self) -> Any:
-            return self._distribute_strategy.extended.read_var(self)
-
-        def value(self) -> Any:
-            if _saves_one_copy():
-                return self._primary.value()
-            with _inside(self._distribute_strategy):
-                if NAMES("distribute.values_util.get_current_replica_id_as_int")() is None:
-                    return self._get_cross_replica()
-                return super().value()
-
-        def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-            return np.asarray(self.numpy(), dtype)
-
-    return CopiedVariable
-
-
-def _saves_one_copy() -> bool:
-    return bool(NAMES("distribute.values_util.is_saving_non_distributed")())
-
-
-def _inside(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[object]:
-    """The strategy's scope, or nothing where it is open; inside of another one a RuntimeError."""
-    if tf.distribute.has_strategy() and tf.distribute.get_strategy() is strategy:
-        return contextlib.nullcontext()
-    return strategy.scope()
-
-
-def is_copied(variable: tf.Variable) -> bool:
-    """Whether it has a copy on each replica that is equal to the others'. Private: the type is."""
-    return isinstance(variable, copied_variable_class())
-
-
-def with_own_reading(variable: tf.Variable) -> tf.Variable:
-    """The same MirroredVariable, read as its strategy says; one of another class as it is.
-
-    Private because the type is.
-    """
-    if type(variable) is NAMES("distribute.values.MirroredVariable"):
-        variable.__class__ = copied_variable_class()
-    return variable
 
 
 def shared_variable(

@@ -75,11 +75,6 @@ class StrategyTemplate(tf.distribute.Strategy):
         """
         return type(self).update_variable is not StrategyTemplate.update_variable
 
-    @property
-    def has_own_reading(self) -> bool:
-        """Whether the subclass overrides `read_variable`; otherwise all copies are equal."""
-        return type(self).read_variable is not StrategyTemplate.read_variable
-
     def create_variable(
         self,
         spec: VariableSpec,
@@ -114,23 +109,13 @@ class StrategyTemplate(tf.distribute.Strategy):
             return create(devices, in_pieces=True)
         return create(devices[:1])
 
-    def read_variable(self, variable: tf.Variable, copies: Sequence[tf.Variable]) -> tf.Tensor:
-        """Hook: how a variable is read outside of replicas, and what a checkpoint saves.
-
-        Called for variables with a copy on each device. A replica reads its own copy.
-
-        Returns:
-            A tensor of the variable's shape and dtype. By default the value of the first copy.
-        """
-        return copies[0].read_value()
-
     def update_variable(
         self, variable: tf.Variable, copies: Sequence[tf.Variable], update: Callable[[int], Any]
     ) -> Sequence[Any]:
         """Hook: how an update is applied.
 
         Called for each assignment and each step of a Keras optimizer, with values that are already
-        reduced.
+        reduced. All copies must be equal afterwards.
 
         Args:
             copies: the plain variables, one for each replica, or one. A variable in pieces counts
@@ -158,7 +143,7 @@ class StrategyTemplate(tf.distribute.Strategy):
             values: a tensor, or tf.IndexedSlices, of each replica, on the replica's device.
             devices: the full names of the devices that need the result.
             what: a `Reduced`: whether the values are gradients of a variable, a metric, a statistic
-                or the user's own values. A subclass may leave this parameter out.
+                or the user's own values.
 
         Returns:
             A list with the result for each device. Results on other devices are moved. By default
@@ -167,13 +152,3 @@ class StrategyTemplate(tf.distribute.Strategy):
         first = tf.distribute.ReductionToOneDevice(devices[0])
         total = first.reduce(op, tp.per_replica(values, always=True), devices[0])
         return [total] * len(devices)
-
-    def distribute_dataset(
-        self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None
-    ) -> tf.distribute.DistributedDataset:
-        """Hook: how `experimental_distribute_dataset` distributes a dataset.
-
-        Returns:
-            A distributed dataset. By default each batch is cut into one part for each replica.
-        """
-        return self.extended.split(dataset, options)

@@ -7,7 +7,6 @@ of values. TensorFlow leaves the methods with an underscore to each strategy.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,7 +45,6 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         self._devices = tuple(devices)
         self._input_workers_devices = ((tp.full_name("/device:CPU:0"), self._devices),)
         self._communication_options = tf.distribute.experimental.CommunicationOptions()
-        self._hook_takes_what = "what" in inspect.signature(strategy.reduce_values).parameters
 
     def _use_merge_call(self) -> bool:
         return True  # the hooks are asked outside of replicas
@@ -96,7 +94,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
 
     def _copied(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         """One variable with a copy on each device, which begin equal."""
-        return tp.with_own_reading(super()._create_variable(next_creator, **kwargs))
+        return super()._create_variable(next_creator, **kwargs)
 
     def _shared(
         self,
@@ -146,17 +144,10 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         return tp.container_of(value)
 
     def read_var(self, v: tf.Variable) -> tf.Tensor:
-        """The value of a variable outside of replicas, also for a checkpoint."""
-        if tp.is_synchronized_on_read(v):
-            return super().read_var(v)
-        if not tp.is_copied(v):
-            return tf.identity(v)
-        strategy = self._container_strategy()
-        value = strategy.read_variable(v, strategy.copies(v))
-        if not (tf.is_tensor(value) or isinstance(value, tf.Variable)) or not _alike(value, v):
-            wanted = f"a tensor of shape {v.shape} and {v.dtype.name} for {v.name!r}"
-            raise _wrong(strategy, "read_variable", wanted, value)
-        return tf.identity(value)
+        """The value of a variable outside of replicas."""
+        # MirroredStrategy's method does not take a variable that replicas share.
+        has_copies = isinstance(v, tf.distribute.DistributedValues)
+        return super().read_var(v) if has_copies else tf.identity(v)
 
     def _update(
         self, var: tf.Variable, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
@@ -236,8 +227,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
             part if isinstance(part, tf.IndexedSlices) else tf.convert_to_tensor(part)
             for part in parts
         )
-        told = {"what": what} if self._hook_takes_what else {}
-        results = strategy.reduce_values(op, parts, devices, **told)
+        results = strategy.reduce_values(op, parts, devices, what)
         if not _is_list_of(len(devices), results):
             wanted = f"a list of {len(devices)}, a value for each of the devices it is wanted on"
             raise _wrong(strategy, "reduce_values", wanted, results)
@@ -251,22 +241,6 @@ class TemplateExtended(tf.distribute.StrategyExtended):
             for device, result in zip(devices, results, strict=True)
         ]
         return there[0] if len(there) == 1 else tp.per_replica(there, mirrored=True)
-
-    # Data
-
-    def _experimental_distribute_dataset(
-        self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None
-    ) -> Any:
-        strategy = self._container_strategy()
-        made = strategy.distribute_dataset(dataset, options)
-        if not isinstance(made, tf.distribute.DistributedDataset):
-            wanted = "a tf.distribute.DistributedDataset, as super().distribute_dataset() does"
-            raise _wrong(strategy, "distribute_dataset", wanted, made)
-        return made
-
-    def split(self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None) -> Any:
-        """TensorFlow's own way: each batch is cut into one part for each replica."""
-        return super()._experimental_distribute_dataset(dataset, options)
 
 
 def _spec(kwargs: dict[str, Any], device: str) -> VariableSpec | None:

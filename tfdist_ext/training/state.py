@@ -24,7 +24,6 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import pieces_of
-from tfdist_ext.strategies import StrategyTemplate
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.variables import optimizers_of, with_inner_optimizers
@@ -188,9 +187,6 @@ def read_rows(value: Variable | np.ndarray, start: int, stop: int) -> np.ndarray
     if isinstance(value, np.ndarray):
         return np.atleast_1d(value)[start:stop]
     variable = kp.raw_value(value)
-    strategy = getattr(variable, "distribute_strategy", None)
-    if isinstance(strategy, StrategyTemplate) and strategy.has_own_reading:
-        return np.atleast_1d(variable.numpy())[start:stop]
     parts = []
     for piece, first, end in pieces_of(variable):
         low, high = max(start, first) - first, min(stop, end) - first
