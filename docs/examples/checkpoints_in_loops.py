@@ -108,7 +108,7 @@ def with_tfdist_ext(strategy, folder, epochs, steps=None):
         checkpoint.restore(manager.latest_checkpoint).assert_consumed()
     losses = []
     while (epoch := data.state()["epoch"]) < epochs:
-        for x, y in data.batches(strategy, progress=False):
+        for x, y in data.batches(strategy):
             train(x, y)
             if data.state()["epoch"] > epoch:  # that was its last batch
                 losses.append(float(loss.result()))

@@ -104,7 +104,7 @@ def with_tfdist_ext(strategy, epochs=3, seed=None):
     for _ in range(epochs):
         for metric in metrics:
             metric.reset_state()
-        for x, y in data.batches(strategy, progress=False):
+        for x, y in data.batches(strategy):
             train(x, y)
         history.append({metric.name: float(metric.result()) for metric in metrics})
     return model.get_weights(), history

@@ -120,7 +120,7 @@ def test_a_loop_over_replicas_cuts_the_batches(four_cpus: None) -> None:
     strategy = tfd.create_strategy("mirrored", devices=3)
     found = [
         [part.numpy().tolist() for part in strategy.experimental_local_results(batch)]
-        for batch in data.batches(strategy, progress=False)
+        for batch in data.batches(strategy)
     ]
     assert [len(parts) for parts in found] == [3, 3, 3]
     assert np.concatenate([part for parts in found for part in parts]).tolist() == [*range(20)]

@@ -29,25 +29,17 @@ def mirrored(replicas: int) -> tf.distribute.Strategy:
     return tfd.create_strategy("mirrored", devices=[f"CPU:{i}" for i in range(replicas)])
 
 
-def test_the_bar_has_the_right_total_and_the_position_goes_along(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_loop_advances_the_position() -> None:
     data = ordered()
     seen = []
     for step, (x, _) in enumerate(data):
         seen += x.numpy().tolist()
         assert data.position == ((0, 10 * (step + 1)) if step < 2 else (1, 0))
     assert sorted(seen) == X.tolist()
-    shown = capsys.readouterr().out
-    assert "1/3" in shown
-    assert "3/3" in shown
-    for _ in data.batches(progress=False):
+    for _ in data.batches():
         break
     assert data.position == (1, 10)
     assert len(list(data)) == 2  # the rest of that epoch
-    shown = capsys.readouterr().out
-    assert "2/3" in shown
-    assert "3/3" in shown
     assert data.position == (2, 0)
 
 
@@ -68,7 +60,7 @@ def test_custom_training_loops(replicas: int) -> None:
 
             strategy.run(of_replica, args=(batch,))
 
-        batches = data.batches(strategy, remainder=Remainder.PAD, progress=False)
+        batches = data.batches(strategy, remainder=Remainder.PAD)
         for _, batch in zip(range(most), batches, strict=False):
             step(batch)
 

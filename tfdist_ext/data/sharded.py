@@ -6,7 +6,6 @@ import abc
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfdist_ext.data.pipelines import data_errors_as_raised
@@ -121,7 +120,6 @@ class ShardedDataset(abc.ABC):
         strategy: tf.distribute.Strategy | None = None,
         *,
         remainder: Remainder = Remainder.KEEP,
-        progress: bool = True,
     ) -> Iterator[Any]:
         """The rest of the position's epoch for a custom loop.
 
@@ -134,11 +132,8 @@ class ShardedDataset(abc.ABC):
                 global batches.
             remainder: of global batches that do not divide by the number of replicas; data made by
                 a function takes KEEP only.
-            progress: show Keras's progress bar on the chief.
         """
-        epoch, done = self._epoch, self.steps_done
-        with_bar = progress and (strategy is None or strategy.extended.should_checkpoint)
-        bar = keras.utils.Progbar(self.steps) if with_bar else None
+        epoch = self._epoch
         with data_errors_as_raised():
             for batch in (
                 self.dataset(remainder=remainder)
@@ -147,11 +142,6 @@ class ShardedDataset(abc.ABC):
             ):
                 self.advance(1)
                 yield batch
-                done += 1
-                if bar is not None:
-                    bar.update(done, finalize=None)
-        if bar is not None and bar.target is None:
-            bar.update(done, finalize=True)
         if self._epoch == epoch:  # the number of batches was not known before
             self.end_epoch()
 
