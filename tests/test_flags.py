@@ -46,7 +46,7 @@ def test_what_flags_say(
     ("argument", "message"),
     [
         ("--strategy=mirored", r'Did you mean "mirrored".*name = .mirored. from flags'),
-        ("--devices=", r"got \[\].*devices = \[\] from flags"),
+        ("--devices=", r"not \[\].*devices = \[\] from flags"),
         (
             "--communication=ring",
             "no option communication='ring'.*communication = 'ring' from flags",

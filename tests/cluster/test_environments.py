@@ -96,22 +96,6 @@ CLUSTERS = (
         srun({"n1": [0, 1], "n2": [2, 3], "n3": [4]}, "n[1-3]", "2(x2),1"),
         ["n1", "n1", "n2", "n2", "n3"],
     ),
-    (
-        "slurm: cyclic distribution, uneven",
-        srun({"a": [0, 2, 3], "b": [1]}, "a,b", "3,1", SLURM_DISTRIBUTION="cyclic"),
-        ["a", "b", "a", "a"],
-    ),
-    (
-        "slurm: planes of two",
-        srun(
-            {"a": [0, 1, 4], "b": [2, 3]},
-            "a,b",
-            "3,2",
-            SLURM_DISTRIBUTION="plane",
-            SLURM_DIST_PLANESIZE="2",
-        ),
-        ["a", "a", "b", "b", "a"],
-    ),
     ("mpi: one machine", mpirun([3]), ["localhost"] * 3),
     ("mpi: hosts that are told", mpirun([2, 1], TFDIST_HOSTS="n1:2,n2"), ["n1", "n1", "n2"]),
     ("sagemaker: in the order given", training_job(["algo-1", "algo-10", "algo-2"]), None),
@@ -234,7 +218,6 @@ PASSED_OVER: tuple[tuple[str, Env, str], ...] = (
     ("SageMaker", training_job(["algo-1"])[0], "1 task: no cluster needed"),
     ("Kubernetes", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "JOB_COMPLETION_INDEX is not set"),
     ("Kubernetes", job_pods(1)[0], "1 task: no cluster needed"),
-    ("TPU", {"TPU_NAME": " "}, "TPU_NAME is not set"),
 )
 
 
@@ -255,8 +238,8 @@ REFUSED: tuple[tuple[str, Env, dict[str, str | None], str], ...] = (
     ("no counts", _SRUN, {"SLURM_STEP_TASKS_PER_NODE": None}, "TASKS_PER_NODE is not set"),
     ("fewer hosts", _SRUN, {"SLURM_STEP_NODELIST": "a"}, "a host for each count"),
     ("another node", _SRUN, {"SLURM_NODEID": "1"}, "SLURM_NODEID must be '0'"),
-    ("arbitrary", _SRUN, {"SLURM_DISTRIBUTION": "arbitrary"}, "--distribution=block"),
-    ("cyclic, unsaid, rank 0", _CYCLIC[0], {}, "SLURM_GTIDS must be '0,1'"),
+    ("cyclic, rank 0", _CYCLIC[0], {}, "SLURM_GTIDS must be '0,1'"),
+    ("cyclic, rank 1", _CYCLIC[1], {}, "srun --distribution=block"),
     ("bad port base", _SRUN, {"TFDIST_PORT_BASE": "http"}, "TFDIST_PORT_BASE must be a whole"),
     ("other tasks", _SRUN, {"TFDIST_TASKS": "chief=1,worker=1"}, "as many tasks as were"),
     ("no room for ports", _SRUN, {"TFDIST_PORT_BASE": "65535"}, "a whole number from 1 to 65534"),
@@ -318,6 +301,4 @@ def test_precedence() -> None:
         assert config.source.startswith(name)
         assert config.task == Task("worker", 1)
         del left[name]
-    description = describe_environments({"TF_CONFIG": TF_CONFIG, "TPU_NAME": "local"})
-    assert [name for name, _ in description] == [*ORDER, "TPU"]
-    assert dict(description)["TPU"] == "TPU 'local'"
+    assert [name for name, _ in describe_environments({})] == ORDER

@@ -76,7 +76,7 @@ def test_a_run_does_not_show_it(run_tasks, tmp_path: Path) -> None:
     [
         ("tfdist_ext.errors.PeerError: worker:1 left at 12:03:04", "worker:1"),
         (
-            "x.StrategyError: all tasks must be there within 3 s, got no answer from ps:0 (a:1)",
+            "x.StrategyError: tasks are missing after 3 s (wait): no answer from ps:0 (a:1)",
             "ps:0",
         ),
         ("E0000 Error reported from /job:worker/task:12: it is gone", "worker:12"),

@@ -56,15 +56,23 @@ def test_the_real_object_of_tensorflow(
     ("name", "options", "words"),
     [
         ("auto", {"owned_from": 3}, ["'mirrored' has no option owned_from=3", "one of: devices"]),
-        ("one_device", {"devices": 2}, ["one_device must be one device, got CPU:0, CPU:1"]),
+        ("one_device", {"devices": 2}, ["one_device takes one device, not CPU:0, CPU:1"]),
         ("mirrored", {"device": 2}, ["has no option device=2", 'Did you mean "devices"?']),
-        ("central_storage", {"parameter_device": ""}, ["of this process, got ''"]),
-        ("multi_worker_mirrored", {}, ["must have a cluster, got none", "TF_CONFIG"]),
-        ("parameter_server", {}, ["must have a cluster, got none", "--chief --workers N --ps M"]),
-        ("multi_worker_mirrored", {"cluster": "a:1"}, ["cluster must be a ClusterConfig", "'a:1'"]),
-        ("multi_worker_mirrored", {"communication": "mpi"}, ["got 'mpi'"]),
-        ("auto", {"wait": 0}, ["wait must be a number of seconds above 0, got 0"]),
-        ("auto", {"alone": "yes"}, ["alone must be True or False, got 'yes'"]),
+        (
+            "central_storage",
+            {"parameter_device": ""},
+            ["'' does not name a device of this process"],
+        ),
+        ("multi_worker_mirrored", {}, ["needs a cluster", "TF_CONFIG"]),
+        ("parameter_server", {}, ["needs a cluster", "--chief --workers N --ps M"]),
+        (
+            "multi_worker_mirrored",
+            {"cluster": "a:1"},
+            ["cluster='a:1' is neither a ClusterConfig nor"],
+        ),
+        ("multi_worker_mirrored", {"communication": "mpi"}, ["communication='mpi' is not"]),
+        ("auto", {"wait": 0}, ["wait=0 is not a number of seconds above 0"]),
+        ("auto", {"alone": "yes"}, ["alone='yes' is neither"]),
         ("mirrored", {"cluster": _cluster(TWO_WORKERS, ("worker", 0))}, ["has no option cluster="]),
     ],
 )
@@ -80,26 +88,26 @@ PS = {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"], "evaluator": ["h:4"]}
 @pytest.mark.parametrize(
     ("name", "jobs", "task", "words"),
     [
-        ("auto", TWO_WORKERS, ("worker", 0), ["before TensorFlow starts", "to the top"]),
+        ("auto", TWO_WORKERS, ("worker", 0), ["TensorFlow has started", "to the top"]),
         (
             "multi_worker_mirrored",
             PS,
             ("chief", 0),
-            ["got ps and evaluator tasks", "parameter_server"],
+            ["has ps and evaluator tasks", "parameter_server"],
         ),
         (
             "auto",
             {"worker": ["h:1"], "evaluator": ["h:2"]},
             ("worker", 0),
-            ["got evaluator tasks", "an evaluator by itself"],
+            ["has evaluator tasks", "an evaluator by itself"],
         ),
         (
             "parameter_server",
             TWO_WORKERS,
             ("worker", 0),
-            ["must have ps and worker tasks", "got 2 workers"],
+            ["needs ps and worker tasks", "has 2 workers"],
         ),
-        ("auto", {"worker": ["", "h:2"]}, ("worker", 1), ["got none for worker:0 from"]),
+        ("auto", {"worker": ["", "h:2"]}, ("worker", 1), ["has none for worker:0."]),
     ],
 )
 def test_clusters_that_a_strategy_cannot_use(
@@ -148,7 +156,7 @@ def test_one_machine_in_a_cluster_has_to_be_meant(
     options = {} if name == "default" else {"devices": 1}
     monkeypatch.setenv("TF_CONFIG", _cluster(TWO_WORKERS, ("worker", 1)).to_tf_config())
     message = _refused(name, **options)
-    assert f"must span its tasks, got '{name}'" in message
+    assert f"'{name}' has replicas on this machine only" in message
     assert "TF_CONFIG lists 2 tasks" in message
     assert "create_strategy('multi_worker_mirrored')" in message
     assert "alone=True" in message
@@ -187,7 +195,7 @@ def test_a_strategy_made_elsewhere_is_looked_at_when_a_model_is_distributed(
     for strategy in (made, template, tf.distribute.OneDeviceStrategy("CPU:0")):
         with pytest.raises(tfd.StrategyError, match=type(strategy).__name__):
             tfd.distribute(build, strategy)
-        with strategy.scope(), pytest.raises(tfd.StrategyError, match="must span its tasks"):
+        with strategy.scope(), pytest.raises(tfd.StrategyError, match="on this machine only"):
             tfd.distribute(build)
     meant = tfd.create_strategy("one_device", alone=True)
     assert tfd.distribute(build, meant).strategy is meant
@@ -203,13 +211,13 @@ def test_a_wrong_tf_config_is_an_error_where_it_is_used(
     # A strategy of one machine that is asked for by name ignores it.
     assert tfd.create_strategy("one_device").num_replicas_in_sync == 1
     monkeypatch.setenv("TF_CONFIG", "{bad")  # TensorFlow's mirrored strategy reads it
-    assert "TF_CONFIG must be JSON" in _refused("mirrored", devices=2)
+    assert "TF_CONFIG is not JSON" in _refused("mirrored", devices=2)
 
 
 def test_inside_the_scope_of_another_strategy() -> None:
     outer = tfd.create_strategy("mirrored")
     with outer.scope():
-        assert "got the scope of MirroredStrategy." in _refused("default")
+        assert "outside of the scope of MirroredStrategy." in _refused("default")
         inner = tfd.create_strategy("one_device")
     assert type(inner) is tf.distribute.OneDeviceStrategy
 
@@ -228,14 +236,17 @@ def test_the_first_place_with_a_value_wins() -> None:
     [
         (None, ["cannot be read as TOML", "No such file"]),
         ("[strategy", ["cannot be read as TOML"]),
-        ("[stratgey]\nname = 'mirrored'", ["must have a [strategy] table, got stratgey"]),
+        ("[stratgey]\nname = 'mirrored'", ["has no [strategy] table, only stratgey"]),
         ("[strategy]\nname = 'mirrored'\ndevises = 2", ['Did you mean "devices"?']),
         ("[strategy]\nnam = 'mirrored'", ['Did you mean "name"?']),
         (
             "[strategy]\nname = 'miror'",
             ['Did you mean "mirrored"?', "name = 'miror' from"],
         ),
-        ("[strategy]\ndevices = 'x'", ["got 'x'", "devices = 'x' from the file"]),
+        (
+            "[strategy]\ndevices = 'x'",
+            ["'x' does not name a device", "devices = 'x' from the file"],
+        ),
     ],
 )
 def test_what_is_wrong_in_a_settings_file(

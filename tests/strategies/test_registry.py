@@ -72,16 +72,16 @@ def test_a_class_is_a_factory() -> None:
 
 def test_a_factory_that_returns_no_strategy() -> None:
     tfd.register_strategy("mine", lambda: tf.distribute.OneDeviceStrategy, "my own")
-    with pytest.raises(tfd.StrategyError, match=r"must return a tf\.distribute\.Strategy"):
+    with pytest.raises(tfd.StrategyError, match=r"which is no tf\.distribute\.Strategy"):
         tfd.create_strategy("mine")
 
 
 @pytest.mark.parametrize(
     ("name", "factory", "message"),
     [
-        ("mirrored", lambda: None, "must be a new word like 'my_strategy', got 'mirrored'"),
-        ("my strategy", lambda: None, "got 'my strategy'"),
-        ("mine", "mirrored", "must be a function, got 'mirrored'"),
+        ("mirrored", lambda: None, "'mirrored' cannot be the name of a new strategy"),
+        ("my strategy", lambda: None, "'my strategy' cannot be"),
+        ("mine", "mirrored", "is no function: 'mirrored'"),
     ],
 )
 def test_refused_registrations(name: Any, factory: Any, message: str) -> None:
@@ -92,10 +92,14 @@ def test_refused_registrations(name: Any, factory: Any, message: str) -> None:
     assert tfd.available_strategies() == before
 
 
-@pytest.mark.parametrize("name", ["mirored", ["mirrored"]])
-def test_an_unknown_name_lists_the_known_ones(name: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("mirored", "no strategy 'mirored'. Did you mean \"mirrored\"?"),
+        (["mirrored"], "Use one of: auto, default, one_device, mirrored, multi_worker_mirrored"),
+    ],
+)
+def test_an_unknown_name(name: Any, advice: str) -> None:
     with pytest.raises(tfd.StrategyError) as error:
         tfd.create_strategy(name)
-    assert "auto, default, one_device, mirrored, multi_worker_mirrored" in str(error.value)
-    if str(name).lower().startswith("mir"):
-        assert 'Did you mean "mirrored"?' in str(error.value)
+    assert advice in str(error.value)

@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 import tfdist_ext as tfd
-from tfdist_ext.strategies import resolvers as room
-from tfdist_ext.strategies.resolvers import describe, resolver_of
+from tfdist_ext.strategies import cluster_tasks
+from tfdist_ext.strategies.cluster_tasks import describe, resolver_of
 
 resolvers = tf.distribute.cluster_resolver
 TWO = {"worker": ["h:1", "h:2"]}
@@ -28,7 +28,7 @@ def test_a_resolver_is_accepted_as_it_is() -> None:
     assert described.task == tfd.Task("worker", 1)
     assert described.source == type(resolver).__name__
     # The factory comes as far as TensorFlow, which has started in this process.
-    with pytest.raises(tfd.StrategyError, match="must be made before TensorFlow starts"):
+    with pytest.raises(tfd.StrategyError, match="because TensorFlow has started"):
         tfd.create_strategy(cluster=resolver)
 
 
@@ -51,14 +51,16 @@ def test_a_resolver_that_describes_no_cluster() -> None:
         line = f"{type(empty).__name__} was given, but describes no cluster"
         assert line in str(tfd.explain(strategy))
         for name in ("multi_worker_mirrored", "parameter_server"):
-            with pytest.raises(tfd.StrategyError, match=f"{name} must have a cluster, got none"):
+            with pytest.raises(
+                tfd.StrategyError, match=f"{name} needs a cluster, and .* describes none"
+            ):
                 tfd.create_strategy(name, cluster=empty)
 
 
 @pytest.mark.parametrize(
     ("resolver", "message"),
     [
-        (_simple(TWO), "must say which task this process is, got no task"),
+        (_simple(TWO), "does not say which task this process is"),
         (_simple({"worker": ["h:1", "h:1"]}, task_type="worker", task_id=0), "address of"),
     ],
 )
@@ -89,11 +91,11 @@ def test_a_resolver_that_fails_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None
         raise OSError("no route to host")
 
     with pytest.raises(
-        tfd.StrategyError, match="_Own must describe the cluster, got OSError: no route to host"
+        tfd.StrategyError, match="_Own cannot describe the cluster: OSError: no route to host"
     ):
         tfd.create_strategy(cluster=_Own(fail))
     release = threading.Event()
-    monkeypatch.setattr(room, "LOOKUP_SECONDS", 0.1)
+    monkeypatch.setattr(cluster_tasks, "LOOKUP_SECONDS", 0.1)
     with pytest.raises(tfd.StrategyError, match=r"TimeoutError: no answer within 0\.1 s"):
         tfd.create_strategy(cluster=_Own(release.wait))
     release.set()

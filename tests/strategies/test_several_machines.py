@@ -112,7 +112,7 @@ def test_logical_cpus_a_late_start_and_a_real_parameter_server() -> None:
     assert "settings     logical_cpus = 3 from flags" in result["mirrored"]
     assert "replicas     3 in sync" in result["mirrored"]
 
-    assert "must be made before TensorFlow starts, got TensorFlow started already" in result["late"]
+    assert "comes too late, because TensorFlow has started" in result["late"]
     assert "Move create_strategy() to the top of the program" in result["late"]
 
     assert "ParameterServerStrategyV2" in result["classes"]
@@ -153,7 +153,7 @@ def test_the_wait_for_a_missing_peer_can_be_limited(
     assert "StrategyError" in error
     if me.type != "ps":
         assert error.split("Error: ")[1].startswith("all tasks of TF_CONFIG must be there")
-    assert "must be there within 1.5 s (wait), got no answer from" in error
+    assert "are missing after 1.5 s (wait): no answer from" in error
     assert missing in error
     waits = next(line for line in done.stderr.splitlines() if ": waiting for " in line)
     assert waits.startswith(f"{me}: waiting for {missing} (127.0.0.1:")
@@ -166,5 +166,5 @@ def test_rules_of_a_settings_file_are_checked_before_the_wait(tmp_path: Path) ->
     cluster = tfd.ClusterConfig(jobs=jobs, task=tfd.Task("chief", 0))
     path = tmp_path / "strategy.toml"
     path.write_text('[strategy]\nname = "parameter_server"\n[strategy.placement]\n"a" = "task 9"\n')
-    with pytest.raises(tfd.PlacementError, match="'a' must be from 0 to 0, got 9: there are 1 ps"):
+    with pytest.raises(tfd.PlacementError, match="'a' cannot be on task 9: there are 1 ps"):
         tfd.create_strategy(config=path, cluster=cluster)

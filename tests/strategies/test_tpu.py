@@ -80,7 +80,7 @@ def test_a_resolver_of_a_tpu() -> None:
 
 def test_another_cluster_is_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = tfd.ClusterConfig(jobs={"worker": ("a:1",)}, task=tfd.Task("worker", 0))
-    with pytest.raises(tfd.StrategyError, match="takes cluster=, a TPUClusterResolver"):
+    with pytest.raises(tfd.StrategyError, match="takes either a TPUClusterResolver"):
         tfd.create_strategy("tpu", cluster=cluster, tpu="local")
     # One of the environment is none of its business.
     monkeypatch.setenv("TF_CONFIG", cluster.to_tf_config())

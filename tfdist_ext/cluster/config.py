@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from tfdist_ext.cluster import tf_config
-from tfdist_ext.cluster.environments import cloud, kubernetes, open_mpi, slurm
+from tfdist_ext.cluster.environments import cloud, open_mpi, slurm
 from tfdist_ext.cluster.jobs import ClusterDescription, Jobs, Task, check_task
 from tfdist_ext.errors import ClusterConfigError
-from tfdist_ext.messages import counted, shown
+from tfdist_ext.messages import counted
 from tfdist_ext.user_frames import filter_traceback
 
 # The places that can describe a cluster, in order of precedence. TF_CONFIG is first, because
@@ -23,9 +23,8 @@ ENVIRONMENTS: dict[str, Callable[[Mapping[str, str]], ClusterDescription | str]]
     "Open MPI": open_mpi.parse,
     "Slurm": slurm.parse,
     "SageMaker": cloud.sagemaker,
-    "Kubernetes": kubernetes.parse,
+    "Kubernetes": cloud.kubernetes,
 }
-TPU = "TPU"
 
 
 @filter_traceback
@@ -127,7 +126,7 @@ class ClusterConfig:
 
 
 def describe_environments(env: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Describe each environment, in order of precedence, the TPU last. Never raises.
+    """Describe each environment, in order of precedence. Never raises.
 
     Returns:
         Pairs of an environment's name and what was found there, or why it was passed over, for
@@ -144,5 +143,4 @@ def describe_environments(env: Mapping[str, str]) -> list[tuple[str, str]]:
         except ClusterConfigError as error:
             found = f"cannot be used: {error}"
         lines.append((name, found))
-    tpu = cloud.tpu_settings(env).get("tpu")
-    return [*lines, (TPU, f"TPU {shown(tpu)}" if tpu else "TPU_NAME is not set")]
+    return lines

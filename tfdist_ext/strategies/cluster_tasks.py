@@ -1,4 +1,4 @@
-"""The tasks of a cluster: how they find each other and serve, and `tfd.run`."""
+"""The cluster of a strategy: its description, how its tasks start and serve, and `tfd.run`."""
 
 from __future__ import annotations
 
@@ -6,24 +6,31 @@ import contextlib
 import faulthandler
 import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import NoReturn, TypeVar
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import tensorflow as tf
 
-from tfdist_ext.cluster import ClusterConfig
-from tfdist_ext.cluster.jobs import ClusterDescription, identity
+from tfdist_ext.cluster import ClusterConfig, Task
+from tfdist_ext.cluster.jobs import ClusterDescription, Jobs, identity
 from tfdist_ext.cluster.liveness.preflight import PreflightError, info_of, preflight, tasks_of
 from tfdist_ext.cluster.liveness.watching import DONE, result_of_coordinator
 from tfdist_ext.cluster.liveness.wire import Endpoint, port_is_free
 from tfdist_ext.errors import PeerError, StrategyError
 from tfdist_ext.launch.exit_codes import RESTART
-from tfdist_ext.strategies.resolvers import Cluster, describe, describe_for, resolver_of
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = [
+    "Cluster",
     "RoleEnded",
+    "call_with_timeout",
     "connecting",
+    "describe",
+    "describe_for",
+    "resolver_of",
     "run",
     "run_preflight",
     "serve",
@@ -34,8 +41,120 @@ __all__ = [
 WAIT = 300.0  # seconds for the other tasks to come
 _CONNECT = 120.0  # seconds for TensorFlow to connect to tasks that have all answered
 _SESSION = 5.0  # seconds for the coordinator to open its session
+LOOKUP_SECONDS = 60.0  # a resolver may ask scontrol, Kubernetes or a cloud
 
 Result = TypeVar("Result")
+
+# What describes a cluster; None: no cluster.
+Cluster: TypeAlias = "ClusterConfig | tf.distribute.cluster_resolver.ClusterResolver | None"
+
+
+def resolver_of(cluster: Cluster) -> tf.distribute.cluster_resolver.ClusterResolver:
+    """TensorFlow's form of a cluster; its own resolvers stay as they are."""
+    resolvers = tf.distribute.cluster_resolver
+    if isinstance(cluster, resolvers.ClusterResolver):
+        return cluster
+    if not isinstance(cluster, ClusterConfig):
+        raise StrategyError(
+            f"cluster={cluster!r} is neither a ClusterConfig nor a TensorFlow ClusterResolver. For"
+            " the text of a TF_CONFIG use ClusterConfig.from_tf_config(text)."
+        )
+    jobs = {
+        job: {index: address for index, address in enumerate(addresses) if address}
+        for job, addresses in cluster.jobs.items()
+    }
+    return resolvers.SimpleClusterResolver(
+        tf.train.ClusterSpec(jobs),
+        task_type=cluster.task.type,
+        task_id=cluster.task.index,
+        environment=cluster.environment or "",
+        rpc_layer=cluster.rpc_layer or "grpc",
+    )
+
+
+def describe(cluster: Cluster) -> ClusterDescription | None:
+    """Describe a cluster, checked as a TF_CONFIG is; None without one, and for a TPU.
+
+    Raises:
+        StrategyError: it is no cluster, or the resolver failed or did not answer in a minute.
+        ClusterConfigError: it describes a cluster that cannot be right.
+    """
+    if cluster is None or isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver):
+        return None  # a TPU's resolver asks the cloud each time
+    if isinstance(cluster, ClusterConfig):
+        return ClusterDescription(cluster.jobs, cluster.task, cluster.source)
+    resolver, source = resolver_of(cluster), type(cluster).__name__
+
+    def look_up() -> tuple[tf.train.ClusterSpec, str | None, int | None]:
+        # SlurmClusterResolver knows its task only after the cluster.
+        return resolver.cluster_spec(), resolver.task_type, resolver.task_id
+
+    try:
+        spec, task_type, task_id = call_with_timeout(LOOKUP_SECONDS, look_up)
+    except Exception as error:  # what it raises depends on the resolver and on its clients
+        raise StrategyError(
+            f"{source} cannot describe the cluster: {type(error).__name__}: {error}"
+        ) from error
+    jobs = {job: _addresses(tasks) for job, tasks in (spec.as_dict() if spec else {}).items()}
+    task = Task(task_type, task_id or 0) if jobs and task_type else None
+    if task is None:
+        return ClusterDescription(Jobs(jobs, source) if jobs else {}, None, source)
+    return ClusterDescription(ClusterConfig(jobs, task, source=source).jobs, task, source)
+
+
+def describe_for(strategy: str, cluster: Cluster, options: str) -> ClusterDescription:
+    """The description of a cluster in which every task has an address.
+
+    Args:
+        strategy: its name, for messages.
+        options: of `tfdist run`, for messages.
+
+    Raises:
+        StrategyError: there is no cluster, or a task without an address.
+        ClusterConfigError: as `describe`.
+    """
+    described = describe(cluster)
+    if described is None or not described.jobs:
+        source = "the environment" if described is None else described.source
+        raise StrategyError(
+            f"{strategy} needs a cluster, and {source} describes none. Set TF_CONFIG, start the"
+            f" script with `tfdist run {options}`, or pass cluster=."
+        )
+    if holes := [task for task, address in described.addresses.items() if not address]:
+        raise StrategyError(
+            f"{strategy} needs the address of every task, and {described.source} has none for"
+            f" {', '.join(holes)}. Number the tasks from 0."
+        )
+    return described
+
+
+def call_with_timeout(seconds: float, call: Callable[[], Result]) -> Result:
+    """Return or raise what `call` does, within a time limit.
+
+    It runs in a daemon thread, which is left behind after a timeout.
+
+    Raises:
+        TimeoutError: it took longer than `seconds`.
+    """
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="tfdist-bounded", daemon=True).start()
+    if not wait_for([future], seconds).done:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return future.result()
+
+
+def _addresses(tasks: Any) -> tuple[str, ...]:
+    """A ClusterSpec gives a list, or index -> address where indices are missing."""
+    if not isinstance(tasks, Mapping):
+        return tuple(tasks)
+    return tuple(tasks.get(index, "") for index in range(max(tasks, default=-1) + 1))
 
 
 class RoleEnded(SystemExit):
@@ -181,9 +300,9 @@ def run_preflight(
         return None
     if first and _has_started():
         raise StrategyError(
-            "multi_worker_mirrored must be made before TensorFlow starts, got TensorFlow started"
-            " already: an operation, a tensor, a model, a dataset or a list of devices came first."
-            " Move create_strategy() to the top of the program, above the first of them."
+            "multi_worker_mirrored comes too late, because TensorFlow has started: an operation, a"
+            " tensor, a model, a dataset or a list of devices came first. Move create_strategy() to"
+            " the top of the program."
         )
     gpus = len(tf.config.list_physical_devices("GPU"))
     try:
@@ -191,12 +310,12 @@ def run_preflight(
     except PreflightError as error:
         if not error.missing:
             raise StrategyError(
-                f"all tasks of {source} must be started alike, each at its own address, got:"
-                f" {error}. Correct that task, and start the job again."
+                f"the tasks of {source} do not fit together: {error}. Correct that task, and start"
+                " the job again."
             ) from error
         failure = StrategyError(
-            f"all tasks of {source} must be there within {wait:g} s (wait), got {error}. Start"
-            " them, correct their addresses on every task, or allow more seconds."
+            f"tasks of {source} are missing after {wait:g} s (wait): {error}. Start them, correct"
+            " their addresses on every task, or allow more seconds."
         )
         failure.missing = error.missing
         raise failure from error

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.errors import StrategyError
-from tfdist_ext.messages import counted
-from tfdist_ext.strategies.resolvers import describe
+from tfdist_ext.messages import counted, shown
+from tfdist_ext.strategies.cluster_tasks import describe
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = [
@@ -123,8 +123,7 @@ def explain(strategy: Any) -> Explanation:
         steps, strategy = strategy.traces(), strategy.strategy
     if not isinstance(strategy, tf.distribute.Strategy):
         raise StrategyError(
-            f"strategy must be a tf.distribute.Strategy, got {strategy!r}; give explain what"
-            " create_strategy or distribute returned."
+            f"explain takes what create_strategy or distribute returned, not {shown(strategy)}."
         )
     choice = choice_of(strategy) or Choice("made elsewhere", "it was not made by create_strategy")
     cluster = _cluster_of(strategy)

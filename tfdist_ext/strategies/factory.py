@@ -14,15 +14,14 @@ import tensorflow as tf
 
 from tfdist_ext import flags
 from tfdist_ext.cluster import ClusterConfig, describe_environments
-from tfdist_ext.cluster.config import TPU
 from tfdist_ext.cluster.environments.cloud import tpu_settings
 from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.errors import ClusterConfigError, StrategyError
 from tfdist_ext.messages import counted
+from tfdist_ext.strategies.cluster_tasks import Cluster, describe
 from tfdist_ext.strategies.explanation import Choice, choice_of, devices_listed, remember
 from tfdist_ext.strategies.one_machine import make_logical_cpus, seen_devices
 from tfdist_ext.strategies.registry import lookup
-from tfdist_ext.strategies.resolvers import Cluster, describe
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = [
@@ -36,6 +35,7 @@ __all__ = [
 
 # Strategies that need a cluster. The cluster may have an evaluator.
 CLUSTER_STRATEGIES = ("multi_worker_mirrored", "parameter_server")
+TPUClusterResolver = tf.distribute.cluster_resolver.TPUClusterResolver
 _CALL = "the call"
 
 
@@ -92,7 +92,7 @@ def create_strategy(
     try:
         environment = _environment_of(settings, cluster)
         choice = choose(settings.name, settings.places.get("name", _CALL), environment)
-        return _construct(choice, settings, environment)
+        return _construct(choice, settings, environment, is_found=cluster is None)
     except StrategyError as error:
         if elsewhere := "; ".join(settings.lines(without=_CALL)):
             raise StrategyError(f"{error} (Settings: {elsewhere}.)") from error
@@ -162,9 +162,8 @@ def _read_file(path: str | Path) -> dict[str, Any]:
         ) from error
     table = document.get("strategy")
     if not isinstance(table, dict):
-        raise StrategyError(
-            f"{path} must have a [strategy] table, got {', '.join(document) or 'nothing'}."
-        )
+        has = ", ".join(document) or "nothing"
+        raise StrategyError(f"{path} has no [strategy] table, only {has}. Add the table.")
     return table
 
 
@@ -177,7 +176,6 @@ class Environment:
             on them, because listing devices starts TensorFlow.
         cluster: the cluster that was given or found. None: no cluster, or the strategy uses none.
         resolver: what TensorFlow or this package calls this cluster.
-        found: whether the cluster is that of the environment, and not of the call.
         tpu: where a TPU is named; "" without a TPU.
         asked_for: the number of devices that `devices=` asks for; None if it was not given.
         others: one line for each place that could have described a cluster.
@@ -186,7 +184,6 @@ class Environment:
     devices: Callable[[], Sequence[str]]
     cluster: ClusterDescription | None = None
     resolver: Cluster = None
-    found: bool = True
     tpu: str = ""
     asked_for: int | None = None
     others: tuple[str, ...] = ()
@@ -207,8 +204,7 @@ def _environment_of(settings: Settings, given: Cluster) -> Environment:
         cluster = ClusterConfig.from_env(os.environ)
     if "logical_cpus" in values:
         make_logical_cpus(values["logical_cpus"])
-    environment = _describe(cluster, values.get("devices"), os.environ)
-    return replace(environment, found=given is None)
+    return _describe(cluster, values.get("devices"), os.environ)
 
 
 def _describe(cluster: Cluster, devices: object, env: Mapping[str, str]) -> Environment:
@@ -223,24 +219,23 @@ def _describe(cluster: Cluster, devices: object, env: Mapping[str, str]) -> Envi
         StrategyError: `cluster` is not a cluster.
         ClusterConfigError: `cluster` cannot be right.
     """
-    named = tpu_settings(env).get("tpu")
-    tpu = "" if named is None else f"the environment names the TPU {named!r}"
+    if isinstance(cluster, TPUClusterResolver):
+        return Environment(seen_devices, resolver=cluster, tpu="a TPUClusterResolver was given")
+    tpu = tpu_settings(env).get("tpu")
     asked_for = None
     if isinstance(devices, Integral):
         asked_for = int(devices)
     elif devices is not None:
         asked_for = len(devices) if isinstance(devices, list | tuple) else 1
-    if isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver):
-        tpu, asked_for = "a TPUClusterResolver was given", None
     described = describe(cluster)
-    source = "" if described is None else f"from {described.source}"
-    others = tuple(
-        f"{place}: {text}"
-        for place, text in describe_environments(env)
-        if place != TPU and not (source and text.endswith(source))
-    )
+    others = [] if described is not None else describe_environments(env)
     return Environment(
-        seen_devices, described, cluster, tpu=tpu, asked_for=asked_for, others=others
+        seen_devices,
+        described,
+        cluster,
+        tpu="" if tpu is None else f"the environment names the TPU {tpu!r}",
+        asked_for=asked_for,
+        others=tuple(f"{place}: {text}" for place, text in others),
     )
 
 
@@ -254,27 +249,25 @@ def choose(name: str, asked_in: str, environment: Environment) -> Choice:
         name: of a strategy, or "auto".
         asked_in: where the name comes from, for messages.
     """
-    cluster, passed_over = environment.cluster, list[str]()
+    cluster = environment.cluster
     if name != "auto" and not (environment.is_evaluator and name in CLUSTER_STRATEGIES):
         return Choice(name, f"it was asked for by name in {asked_in}")
     if cluster is not None and cluster.jobs and not cluster.is_evaluator:
         jobs = ", ".join(cluster.jobs)
         if "ps" in cluster.jobs:
-            chosen, because = "parameter_server", f"{cluster.source} has ps tasks ({jobs})"
-        else:
-            passed_over.append("parameter_server: the cluster has no ps tasks")
-            chosen = "multi_worker_mirrored"
-            because = f"{cluster.source} describes a cluster ({jobs})"
+            return Choice("parameter_server", f"{cluster.source} has ps tasks ({jobs})")
+        because = f"{cluster.source} describes a cluster ({jobs})"
+        no_servers = "parameter_server: the cluster has no ps tasks"
+        return Choice("multi_worker_mirrored", because, [no_servers])
+    if cluster is None:
+        why = "no cluster"
+    elif cluster.is_evaluator:
+        why = f"{cluster.task} works by itself"
     else:
-        if cluster is None:
-            why = "no cluster"
-        elif cluster.is_evaluator:
-            why = f"{cluster.task} works by itself"
-        else:
-            why = f"{cluster.source} was given, but describes no cluster"
-        passed_over.append(f"multi_worker_mirrored, parameter_server: {why}")
-        chosen, because = _for_one_machine(environment, passed_over)
-        because += "" if chosen == "tpu" else f", {why}"
+        why = f"{cluster.source} was given, but describes no cluster"
+    passed_over = [f"multi_worker_mirrored, parameter_server: {why}"]
+    chosen, because = _for_one_machine(environment, passed_over)
+    because += "" if chosen == "tpu" else f", {why}"
     return Choice(chosen, because, [*passed_over, *environment.others])
 
 
@@ -294,21 +287,23 @@ def _for_one_machine(environment: Environment, passed_over: list[str]) -> tuple[
     if gpus > 1:
         return "mirrored", f"{gpus} GPUs on this machine"
     if gpus:
-        passed_over.append("mirrored: one GPU only")
         return "one_device", "one GPU on this machine"
     passed_over.append("mirrored on GPUs: there are none")
     if cpus > 1:
         return "mirrored", f"{cpus} logical CPUs on this machine"
-    passed_over.append("mirrored on CPUs: one logical CPU only")
     return "default", "one CPU on this machine"
 
 
 def _construct(
-    choice: Choice, settings: Settings, environment: Environment
+    choice: Choice, settings: Settings, environment: Environment, *, is_found: bool
 ) -> tf.distribute.Strategy:
-    """Step 3: make the strategy, and store with it why it was chosen."""
-    values, cluster, entry = settings.values, environment.resolver, lookup(choice.name)
-    if choice.name == "tpu" and environment.found and "tpu" not in values:
+    """Step 3: make the strategy, and store with it why it was chosen.
+
+    Args:
+        is_found: whether the cluster is that of the environment, and not of the call.
+    """
+    cluster, entry = environment.resolver, lookup(choice.name)
+    if choice.name == "tpu" and is_found and "tpu" not in settings.values:
         settings.add("the environment", tpu_settings(os.environ))
     dropped = {"name", "alone", "wait"}  # unless the strategy has an option of this name
     if choice.name not in (*CLUSTER_STRATEGIES, "tpu"):
@@ -316,21 +311,23 @@ def _construct(
     if environment.is_evaluator:
         dropped.update(option for each in CLUSTER_STRATEGIES for option in lookup(each).options)
     dropped -= {*entry.options}
-    options = {option: value for option, value in values.items() if option not in dropped}
+    options = {name: value for name, value in settings.values.items() if name not in dropped}
     gets_cluster = cluster is not None and (
         choice.name in (settings.name, *CLUSTER_STRATEGIES)
-        or isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver)
+        or isinstance(cluster, TPUClusterResolver)
     )
-    strategy = entry.make({**options, **({"cluster": cluster} if gets_cluster else {})})
+    if gets_cluster:
+        options["cluster"] = cluster
+    strategy = entry.make(options)
     lines = list(settings.lines())
-    if environment.found and isinstance(cluster, ClusterConfig):
+    if is_found and isinstance(cluster, ClusterConfig):
         tasks = counted(cluster.num_tasks, "task")
         lines.append(f"cluster = {cluster.task} of {tasks} from {cluster.source}")
     choice = replace(
         choice,
         settings=tuple(lines),
         cluster=environment.cluster if gets_cluster or environment.is_evaluator else None,
-        ignores_cluster=bool(values.get("alone")) or not environment.found or gets_cluster,
+        ignores_cluster=bool(settings.values.get("alone")) or not is_found or gets_cluster,
     )
     remember(strategy, choice)
     check_spans_cluster(strategy)
@@ -351,7 +348,7 @@ def _check_values(values: Mapping[str, Any], given: Cluster) -> None:
     """Raise StrategyError for a wrong value of a setting that every strategy takes."""
     alone, wait, name = values.get("alone"), values.get("wait"), values.get("name")
     if not isinstance(alone, bool | None):
-        raise StrategyError(f"alone must be True or False, got {alone!r}.")
+        raise StrategyError(f"alone={alone!r} is neither True nor False.")
     if alone and (given is not None or name in CLUSTER_STRATEGIES):
         raise StrategyError(
             "alone=True makes each task train by itself, so it cannot be combined with"
@@ -360,7 +357,7 @@ def _check_values(values: Mapping[str, Any], given: Cluster) -> None:
         )
     is_number = isinstance(wait, int | float) and not isinstance(wait, bool)
     if wait is not None and not (is_number and 0 < wait < 1e9):
-        raise StrategyError(f"wait must be a number of seconds above 0, got {wait!r}.")
+        raise StrategyError(f"wait={wait!r} is not a number of seconds above 0.")
 
 
 def check_spans_cluster(strategy: tf.distribute.Strategy) -> None:
@@ -385,10 +382,10 @@ def check_spans_cluster(strategy: tf.distribute.Strategy) -> None:
     name = type(strategy).__name__ if choice is None else choice.name
     for_cluster = "parameter_server" if "ps" in cluster.jobs else "multi_worker_mirrored"
     raise StrategyError(
-        f"in a cluster the strategy must span its tasks, got {name!r}, which has replicas on this"
-        f" machine alone: {cluster.source} lists {count} tasks, and each would train a model of its"
-        f" own. Use create_strategy() or create_strategy({for_cluster!r}). For separate models pass"
-        " alone=True to create_strategy."
+        f"the strategy {name!r} has replicas on this machine only, but {cluster.source} lists"
+        f" {count} tasks, and each would train a model of its own. Use create_strategy() or"
+        f" create_strategy({for_cluster!r}). For separate models pass alone=True to"
+        " create_strategy."
     )
 
 

@@ -41,8 +41,8 @@ def default() -> tf.distribute.Strategy:
     strategy = tf.distribute.get_strategy()
     if tf.distribute.has_strategy():
         raise StrategyError(
-            "the default strategy is available outside of any scope only, got the scope of"
-            f" {type(strategy).__name__}. Call create_strategy outside of this scope."
+            "the default strategy is available outside of any scope only. Call create_strategy"
+            f" outside of the scope of {type(strategy).__name__}."
         )
     return strategy
 
@@ -51,7 +51,7 @@ def one_device(*, devices: Devices = None) -> tf.distribute.Strategy:
     """Everything on one device: the given one, else the first GPU, else the CPU."""
     picked = pick_devices("one_device", devices)
     if devices is not None and len(picked) > 1:
-        raise StrategyError(f"devices of one_device must be one device, got {', '.join(picked)}.")
+        raise StrategyError(f"one_device takes one device, not {', '.join(picked)}.")
     return tf.distribute.OneDeviceStrategy(picked[0])
 
 
@@ -65,8 +65,7 @@ def mirrored(*, devices: Devices = None) -> tf.distribute.Strategy:
         return tf.distribute.MirroredStrategy(picked, cross_device_ops=reduction)
     except json.JSONDecodeError as error:
         raise StrategyError(
-            f"TF_CONFIG must be JSON, because MirroredStrategy reads it, got: {error}. Correct it"
-            " or unset it; mirrored needs none."
+            f"TF_CONFIG is not JSON, and MirroredStrategy reads it: {error}. Correct or unset it."
         ) from error
 
 
@@ -89,7 +88,7 @@ def normal_name(name: object) -> str:
     match = _NAME.match(name) if isinstance(name, str) else None
     if match is None:
         raise StrategyError(
-            f"devices must be names like 'GPU:0' of devices of this process, got {name!r}."
+            f"{name!r} does not name a device of this process. Names are like 'GPU:0'."
         )
     return f"{match['type'].upper()}:{int(match['index'])}"
 
@@ -120,9 +119,9 @@ def make_logical_cpus(count: int) -> None:
         there = sum(name.startswith("CPU:") for name in seen_devices())
         if there != count:
             raise StrategyError(
-                f"logical_cpus must be set before TensorFlow starts, got {count} where TensorFlow"
-                f" has started with {there}: make the strategy, or call"
-                " tfdist_ext.testing.logical_cpus, before the first TensorFlow operation."
+                f"logical_cpus={count} comes too late: TensorFlow has started with {there}. Make"
+                " the strategy, or call tfdist_ext.testing.logical_cpus, before TensorFlow's first"
+                " operation."
             ) from None
 
 
@@ -149,13 +148,11 @@ def pick_devices(strategy: str, devices: int | str | Sequence[str] | None) -> li
         names = [f"{kind}:{index}" for index in range(count)]
     if not isinstance(names, list | tuple) or not names:
         raise StrategyError(
-            f"devices of {strategy} must be names or a number of devices, got {devices!r}."
+            f"devices of {strategy} are names or a number of devices, not {devices!r}."
         )
     picked = [normal_name(name) for name in names]
     if twice := next((name for name in picked if picked.count(name) > 1), None):
-        raise StrategyError(
-            f"devices of {strategy} must name each device once, got {twice} twice in {devices!r}."
-        )
+        raise StrategyError(f"devices of {strategy} name {twice} twice: {devices!r}.")
     if missing := [name for name in picked if name not in seen]:
         cpus = [int(name.removeprefix("CPU:")) for name in missing if name.startswith("CPU:")]
         count = max(cpus, default=0) + 1
@@ -165,7 +162,7 @@ def pick_devices(strategy: str, devices: int | str | Sequence[str] | None) -> li
             " first."
         )
         raise StrategyError(
-            f"devices of {strategy} must be devices that are there, got {' and '.join(missing)};"
-            f" devices seen are {', '.join(seen)}.{more if cpus else ''}"
+            f"devices of {strategy} do not exist: {' and '.join(missing)}. Devices seen are"
+            f" {', '.join(seen)}.{more if cpus else ''}"
         )
     return picked

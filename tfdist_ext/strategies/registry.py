@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -46,9 +45,8 @@ class Entry:
         except TypeError as error:
             unknown = next((key for key in options if key not in self.options), None)
             if unknown is None:
-                raise StrategyError(
-                    f"the strategy {self.name!r} cannot be made: {error}."
-                ) from None
+                message = f"the strategy {self.name!r} cannot be made: {error}."
+                raise StrategyError(message) from None
             raise StrategyError(
                 f"the strategy {self.name!r} has no option {unknown}={shown(options[unknown])}."
                 f" {nearest(unknown, [*self.options, 'name'])}"
@@ -56,8 +54,8 @@ class Entry:
         strategy = self.factory(**options)
         if not isinstance(strategy, tf.distribute.Strategy):
             raise StrategyError(
-                f"the factory of the strategy {self.name!r} must return a tf.distribute.Strategy,"
-                f" got {strategy!r}."
+                f"the factory of the strategy {self.name!r} returned {strategy!r}, which is no"
+                " tf.distribute.Strategy."
             )
         return strategy
 
@@ -95,13 +93,11 @@ def register_strategy(
     """
     if not isinstance(name, str) or not name.isidentifier() or name in ("auto", *_TABLE):
         raise StrategyError(
-            f"a strategy's name must be a new word like 'my_strategy', got {name!r}. These names"
-            f" are taken: auto, {', '.join(_TABLE)}."
+            f"{name!r} cannot be the name of a new strategy. Use a new word like 'my_strategy'."
+            f" These names are taken: auto, {', '.join(_TABLE)}."
         )
     if not callable(factory):
-        raise StrategyError(
-            f"the factory of the strategy {name!r} must be a function, got {factory!r}."
-        )
+        raise StrategyError(f"the factory of the strategy {name!r} is no function: {factory!r}.")
     _TABLE[name] = Entry(name, factory, description)
 
 
@@ -118,9 +114,5 @@ def lookup(name: str) -> Entry:
         StrategyError: no strategy has this name.
     """
     if not isinstance(name, str) or name not in _TABLE:
-        close = difflib.get_close_matches(str(name).lower(), ["auto", *_TABLE], n=1)
-        hint = f' Did you mean "{close[0]}"?' if close else ""
-        raise StrategyError(
-            f"a strategy must be one of auto, {', '.join(_TABLE)}, got {name!r}.{hint}"
-        )
+        raise StrategyError(f"there is no strategy {name!r}. {nearest(name, ['auto', *_TABLE])}")
     return _TABLE[name]

@@ -23,7 +23,11 @@ from tfdist_ext.cluster.liveness.wire import STARTED, Connection
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.placement.placer import ServerPlacer
 from tfdist_ext.strategies.cluster_tasks import (
+    Cluster,
+    call_with_timeout,
     connecting,
+    describe_for,
+    resolver_of,
     run_preflight,
     serve,
     start_failures_in_words,
@@ -31,12 +35,6 @@ from tfdist_ext.strategies.cluster_tasks import (
 )
 from tfdist_ext.strategies.one_machine import seen_devices
 from tfdist_ext.strategies.placed import PlacedParameterServers
-from tfdist_ext.strategies.resolvers import (
-    Cluster,
-    call_with_timeout,
-    describe_for,
-    resolver_of,
-)
 
 __all__ = ["multi_worker_mirrored", "parameter_server", "tpu"]
 
@@ -54,19 +52,18 @@ def multi_worker_mirrored(
     cores.
     """
     if communication not in ("auto", "ring", "nccl"):
-        raise StrategyError(f"communication must be auto, ring or nccl, got {communication!r}.")
+        raise StrategyError(f"communication={communication!r} is not auto, ring or nccl.")
     described = describe_for("multi_worker_mirrored", cluster, "--workers N")
     if others := [job for job in described.jobs if job not in ("chief", "worker")]:
         raise StrategyError(
-            "the cluster of multi_worker_mirrored must have chief and worker tasks alone, got"
-            f" {' and '.join(others)} tasks from {described.source}. Use parameter_server for ps"
+            "multi_worker_mirrored takes a chief and workers only, and"
+            f" {described.source} has {' and '.join(others)} tasks. Use parameter_server for ps"
             " tasks. Start an evaluator by itself, with a TF_CONFIG of its own or none."
         )
     if described.task is None:
         raise StrategyError(
-            "the cluster of multi_worker_mirrored must say which task this process is, got no task"
-            f" from {described.source}. Give it task_type= and task_id=, as in"
-            " SimpleClusterResolver(spec, task_type='worker', task_id=0)."
+            f"{described.source} does not say which task this process is. Give it task_type= and"
+            " task_id=, as in SimpleClusterResolver(spec, task_type='worker', task_id=0)."
         )
     implementations = tf.distribute.experimental.CommunicationImplementation
     options = tf.distribute.experimental.CommunicationOptions(
@@ -95,8 +92,7 @@ def parameter_server(
     described = describe_for("parameter_server", cluster, "--chief --workers N --ps M")
     if "ps" not in described.jobs or "worker" not in described.jobs:
         raise StrategyError(
-            f"the cluster of parameter_server must have ps and worker tasks, got {described} from"
-            f" {described.source}."
+            f"parameter_server needs ps and worker tasks, and {described.source} has {described}."
         )
     if described.serves:
         serve(cluster, wait)
@@ -189,7 +185,7 @@ def tpu(
     named = tpu or zone or project
     if cluster is not None and (named or not isinstance(cluster, resolver_class)):
         raise StrategyError(
-            "tpu takes cluster=, a TPUClusterResolver, or tpu=, zone= and project=, got"
+            "tpu takes either a TPUClusterResolver as cluster=, or tpu=, zone= and project=, not"
             f" cluster={cluster!r}{f' and {named!r}' if named else ''}."
         )
     if cluster is None and not tpu:

@@ -1,15 +1,96 @@
-"""Clouds: the hosts of a SageMaker training job, and a TPU of Google Cloud."""
+"""Clouds: Kubernetes, a SageMaker training job, and a TPU of Google Cloud.
+
+On Kubernetes each pod of an indexed Job or of a JobSet is a task. Kubernetes tells a pod its index
+(JOB_COMPLETION_INDEX) and calls it <job>-<index>. A JobSet calls its Jobs <jobset>-<name>-<number>.
+The manifest has to say how many pods there are, and which Service resolves their names.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tfdist_ext.cluster.environments import ALONE, ranked_cluster, required
-from tfdist_ext.cluster.jobs import ClusterDescription
+from tfdist_ext.cluster.environments import (
+    ALONE,
+    SET_TASKS,
+    TASKS,
+    cluster_at,
+    number,
+    ranked_cluster,
+    required,
+    seen_by,
+    task_counts,
+)
+from tfdist_ext.cluster.jobs import MAX_INDEX, ClusterDescription, Task
 from tfdist_ext.cluster.tf_config import load_json
 from tfdist_ext.messages import refuse
 
+_INDEX = "JOB_COMPLETION_INDEX"
+_SET_SIZE = (
+    "Set it in the container's env to spec.completions of the Job;"
+    f" pods that work alone unset {_INDEX}."
+)
+_SET_SERVICE = (
+    "Set it in the container's env to the headless Service, the subdomain of the pod template."
+)
+_SET_JOB = "Set TFDIST_JOB_NAME in the container's env to metadata.name of the Job."
+_SET_ROLE = (
+    f"Call each replicatedJob after its job of {TASKS}, with replicas: 1; where HOSTNAME is"
+    " another (hostNetwork), set TFDIST_JOB_NAME to <jobset>-<job>-0."
+)
 _AS_SET = 'SageMaker sets it: SM_HOSTS=["algo-1","algo-2"], SM_CURRENT_HOST=algo-1.'
+
+
+def kubernetes(env: Mapping[str, str]) -> ClusterDescription | str:
+    """The cluster of this Job, or JobSet: the pod with index n is task n of its job."""
+    if not env.get(_INDEX):
+        return f"{_INDEX} is not set"
+    by_kubernetes = "Kubernetes sets it in Jobs with completionMode: Indexed."
+    index = number(env, _INDEX, "Kubernetes", by_kubernetes)
+    where = f"Kubernetes ({_INDEX}={index})"
+    if env.get(TASKS, "").strip():
+        return _jobset(env, index)
+    total = number(env, "TFDIST_JOB_SIZE", where, _SET_SIZE, 1, MAX_INDEX)
+    if index >= total:
+        what = f"{_INDEX} must be below TFDIST_JOB_SIZE, {total}"
+        raise refuse(where, what, index, _SET_SIZE)
+    if total == 1:
+        return ALONE
+    service = required(env, "TFDIST_JOB_SERVICE", where, _SET_SERVICE)
+    job = _job_name(env, index, where)
+    hosts = [f"{job}-{n}.{service}" for n in range(total)]
+    return cluster_at(env, {"worker": hosts}, Task("worker", index), where)
+
+
+def _jobset(env: Mapping[str, str], index: int) -> ClusterDescription:
+    where = f"Kubernetes (JobSet, {_INDEX}={index})"
+    sizes = task_counts(env, where)
+    child = _job_name(env, index, where)
+    jobset, _, job = child.removesuffix("-0").rpartition("-")
+    if not child.endswith("-0") or job not in sizes or not jobset:
+        what = f"the name of the pod must be <jobset>-<job>-0-{index}, of a job of {TASKS}"
+        raise refuse(where, what, f"{child}-{index}", _SET_ROLE)
+    if index >= sizes[job]:
+        what = f"{_INDEX} must be below the number of {job} tasks in {TASKS}, {sizes[job]}"
+        raise refuse(where, what, index, SET_TASKS)
+    service = env.get("TFDIST_JOB_SERVICE", "").strip() or jobset
+    hosts = {
+        each: [f"{jobset}-{each}-0-{n}.{service}" for n in range(count)]
+        for each, count in sizes.items()
+    }
+    source = f"Kubernetes (JobSet {jobset}, {job}:{index})"
+    return cluster_at(env, seen_by(job, hosts), Task(job, index), source)
+
+
+def _job_name(env: Mapping[str, str], index: int, where: str) -> str:
+    name = env.get("TFDIST_JOB_NAME", "").strip()
+    if name:
+        return name
+    hostname = env.get("HOSTNAME", "").strip()
+    job = hostname.removesuffix(f"-{index}")
+    if not job or job == hostname:
+        # With hostNetwork, HOSTNAME is the name of the machine.
+        raise refuse(where, f"HOSTNAME must be <job>-{index}", env.get("HOSTNAME"), _SET_JOB)
+    return job
 
 
 def sagemaker(env: Mapping[str, str]) -> ClusterDescription | str:

@@ -1,23 +1,21 @@
 """Slurm: the tasks of an srun step. Needs no scontrol, no nvidia-smi: only srun's variables.
 
-Slurm numbers nodes as SLURM_STEP_NODELIST lists them, and ranks by the distribution. What each
-task is told of its own place (SLURM_NODEID, SLURM_LOCALID, SLURM_GTIDS, SLURMD_NODENAME) is
-compared with what follows from that, because a cluster whose ranks and addresses disagree hangs
-without a word.
+Slurm numbers nodes as SLURM_STEP_NODELIST lists them. Ranks must be in blocks: node after node.
+What Slurm tells each task of its own place is compared with that, because a cluster whose ranks and
+addresses disagree hangs without an error.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from tfdist_ext.cluster.environments import ALONE, number, ranked_cluster, required
-from tfdist_ext.cluster.jobs import MAX_INDEX, ClusterDescription
+from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.messages import refuse, shown
 
 _BY_SRUN = "srun sets it: start the tasks with srun, or unset SLURM_PROCID to train alone."
-_USE_BLOCK = "Start the step with srun --distribution=block."
 # One job's ports start in one of 200 slots of 50 ports from 20000, so that jobs and steps that
 # share a node seldom meet. All below the range from which Linux hands out ports by itself.
 _FIRST_PORT, _SLOTS, SLOT_SIZE = 20000, 200, 50
@@ -44,7 +42,8 @@ def parse(env: Mapping[str, str]) -> ClusterDescription | str:
     _check_totals(env, hosts, counts, rank, where)
     if sum(counts) == 1:
         return ALONE
-    nodes = nodes_by_rank(counts, _chunk(env, where))
+    # As `srun --distribution=block` does, its default: node after node.
+    nodes = [node for node, count in enumerate(counts) for _ in range(count)]
     _check_place(env, hosts, nodes, rank, where)
     return ranked_cluster(env, [hosts[node] for node in nodes], rank, where, port_base(env, where))
 
@@ -70,55 +69,22 @@ def _check_totals(
         raise refuse(where, what, rank, advice)
 
 
-def _chunk(env: Mapping[str, str], where: str) -> int | None:
-    """Tasks a node takes a turn. srun says how it distributes only when it was told to."""
-    kind = env.get("SLURM_DISTRIBUTION", "").replace(",", ":").split(":")[0].strip().lower()
-    if kind == "cyclic":
-        return 1
-    if kind == "plane" or kind.startswith("plane="):
-        return number(env, "SLURM_DIST_PLANESIZE", where, _USE_BLOCK, 1, MAX_INDEX)
-    if kind == "arbitrary":
-        what = "SLURM_DISTRIBUTION must tell which rank runs where"
-        raise refuse(where, what, kind, _USE_BLOCK)
-    return None
-
-
-def nodes_by_rank(counts: Sequence[int], chunk: int | None) -> list[int]:
-    """The node of each rank, when `counts[i]` tasks run on node i.
-
-    Nodes are visited round and round, and take `chunk` tasks a visit as long as they have room:
-    1 is Slurm's cyclic distribution, n its plane distribution with planes of n tasks, None fills
-    node after node, its block distribution (after `_task_layout_*` in slurm_step_layout.c).
-    """
-    left = list(counts)
-    step = max(left, default=0) if chunk is None else chunk
-    ranks: list[int] = []
-    open_nodes = [node for node, count in enumerate(left) if count]
-    while open_nodes:
-        for node in open_nodes:
-            take = min(step, left[node])
-            ranks.extend([node] * take)
-            left[node] -= take
-        open_nodes = [node for node in open_nodes if left[node]]
-    return ranks
-
-
 def _check_place(
     env: Mapping[str, str], hosts: list[str], nodes: list[int], rank: int, where: str
 ) -> None:
     node = nodes[rank]
-    here = [r for r, its_node in enumerate(nodes) if its_node == node]
+    ranks = [r for r, its_node in enumerate(nodes) if its_node == node]
     expected = {
         "SLURM_NODEID": str(node),
-        "SLURM_LOCALID": str(here.index(rank)),
-        "SLURM_GTIDS": ",".join(map(str, here)),
+        "SLURM_LOCALID": str(ranks.index(rank)),
+        "SLURM_GTIDS": ",".join(map(str, ranks)),
         "SLURMD_NODENAME": hosts[node],
     }
     for name, value in expected.items():
-        told = env.get(name, "").strip()
-        if told and told != value:
-            what = f"{name} must be {shown(value)}, as the distribution of ranks has it"
-            raise refuse(where, what, told, _USE_BLOCK)
+        found = env.get(name, "").strip()
+        if found and found != value:
+            what = f"{name} must be {shown(value)}, as in a block distribution"
+            raise refuse(where, what, found, "Start the step with srun --distribution=block.")
 
 
 def port_base(env: Mapping[str, str], where: str) -> int:
