@@ -105,8 +105,8 @@ def test_a_plan(tmp_path: Path) -> None:
     ("placement", "message"),
     [
         (7, r'placement must be a PlacementPlan .* or "balanced", got 7'),
-        (plan(SPECS, 3), "the cluster's 2 ps tasks, got one for 3 ps tasks. Plan again"),
-        (plan(SPECS, devices=["CPU:0"]), "the cluster's 2 ps tasks, got one for 1 devices"),
+        (plan(SPECS, 3), "the plan is for 3 ps tasks, and the cluster has 2 ps tasks. Plan again"),
+        (plan(SPECS, devices=["CPU:0"]), "the plan is for 1 devices, and the cluster has 2 ps"),
         ("no/such/plan.json", "the plan 'no/such/plan.json' cannot be read: .*No such file"),
     ],
 )

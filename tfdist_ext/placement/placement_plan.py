@@ -180,12 +180,11 @@ class PlacementPlan:
             content = json.loads(text)
         except (ValueError, TypeError, RecursionError) as error:
             raise PlacementError(
-                f"the placement plan must be JSON, as to_json() writes it, got {shown(text)}:"
-                f" {error}."
+                f"the placement plan {shown(text)} is not JSON, as to_json() writes it: {error}."
             ) from None
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise PlacementError(
-                f'the placement plan must have "format": "{_FORMAT}", got {shown(content)}. Plan'
+                f'the placement plan {shown(content)} does not have the format "{_FORMAT}". Plan'
                 " again with this package."
             )
         if content.pop("sha256", None) != _digest(content):

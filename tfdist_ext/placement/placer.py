@@ -14,7 +14,7 @@ from typing import Any
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import shown
 from tfdist_ext.placement.placement_plan import PlacementPlan
-from tfdist_ext.placement.planning import Targets, plan, short_name
+from tfdist_ext.placement.planning import plan
 from tfdist_ext.placement.rules import (
     Balanced,
     Mirrored,
@@ -24,9 +24,11 @@ from tfdist_ext.placement.rules import (
     Rule,
     Rules,
     Sharded,
+    Targets,
     rule_for,
     rules_from,
     rules_of,
+    short_name,
 )
 from tfdist_ext.placement.specs import VariableShard, VariableSpec, parse_size
 
@@ -71,8 +73,8 @@ class ServerPlacer:
             if placement.devices is not None or placement.tasks != tasks:
                 kind = "ps tasks" if placement.devices is None else "devices"
                 raise PlacementError(
-                    f"the plan must be for the cluster's {tasks} ps tasks, got one for"
-                    f" {placement.tasks} {kind}. Plan again."
+                    f"the plan is for {placement.tasks} {kind}, and the cluster has {tasks} ps"
+                    " tasks. Plan again."
                 )
             self._given = self.plan = placement
         elif isinstance(placement, Iterable) and not isinstance(placement, str):

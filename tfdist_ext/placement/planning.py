@@ -1,38 +1,42 @@
 """From variables, targets and rules to a plan: rules decide first, the planner places the rest.
 
-`compare` plans a model for several strategies.
+Every task holds about as many bytes, and as much load, as the others. `compare` plans a model for
+several strategies.
 """
 
 from __future__ import annotations
 
-import re
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.messages import check_int, nearest, shown
+from tfdist_ext.messages import check_int, shown
 from tfdist_ext.placement.placement_plan import PlacementPlan
-from tfdist_ext.placement.planner import Planner
 from tfdist_ext.placement.rules import (
     Balanced,
     Mirrored,
-    OnDevice,
-    OnTask,
     Owned,
     Placement,
-    Rule,
     Rules,
     Sharded,
+    Targets,
     rules_of,
 )
 from tfdist_ext.placement.specs import Held, Place, VariableSpec, columns, parse_size, size_text
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["Targets", "compare", "plan", "short_name"]
+__all__ = ["compare", "plan"]
 
-_MOST = 1_000_000
-_DEVICE = re.compile(r"/?(?:device:)?([a-z_]+):([0-9]+)", re.IGNORECASE)
+_SLACK = (1.005, 1.02)  # bytes and load of a full task over the mean. Loads are guesses.
+_SMALL = 1 / 128  # of the mean task: not cut, because each piece costs a message in every step
+_MOST_PIECES = 16  # for each task
+
+Floats = NDArray[np.float64]
 
 
 @filter_traceback
@@ -107,7 +111,7 @@ def _planned(
         for on, size, load in () if fixed is None else fixed.parts(spec, count):
             filled[on] += size
             loaded[on] += load
-    where = Planner([*free.values()], filled, loaded, pieces).place_all()
+    where = _Planner([*free.values()], filled, loaded, pieces).place_all()
     for index, of_pieces in zip(free, where, strict=True):
         owned = isinstance(placements[index], Owned)
         places[index] = Place(tuple(of_pieces), Held.OWNED if owned else Held.PIECES)
@@ -138,7 +142,7 @@ def _checked(specs: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:
     variables = tuple(specs)
     for spec in variables:
         if not isinstance(spec, VariableSpec):
-            raise PlacementError(f"specs must be VariableSpec, got {shown(spec)} among them.")
+            raise PlacementError(f"specs holds {shown(spec)}, which is no VariableSpec.")
     paths = Counter(spec.path for spec in variables)
     if len(paths) < len(variables):
         path = paths.most_common(1)[0][0]
@@ -149,106 +153,119 @@ def _checked(specs: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:
     return variables
 
 
-@dataclass(frozen=True)
-class Targets:
-    """The parameter servers or devices that hold variables, by index.
+class _Planner:
+    """Fills tasks with variables, largest first, each on the task that is least full.
+
+    A variable that is larger than 1/128 of the mean task is cut into equal pieces where it would
+    overflow a task. The rest is small enough to fill the gaps. Bytes are row 0 of each array, load
+    is row 1.
 
     Attributes:
-        count: number of parameter servers or devices.
-        devices: names of the devices, in the short form if they have one ("GPU:0"); None for
-            parameter servers.
+        held: what each task holds.
+        mean: what a task holds on average when everything is placed; 1 where there is nothing.
+        full: when a task counts as full.
     """
 
-    count: int
-    devices: tuple[str, ...] | None = None
-
-    @classmethod
-    def of(cls, tasks: int | None, devices: Sequence[str] | None) -> Targets:
-        """The targets of the arguments of `plan`.
-
-        Raises:
-            PlacementError: both or none of the arguments, no number from 1, or a device twice.
+    def __init__(
+        self,
+        specs: Sequence[VariableSpec],
+        filled: Sequence[int],
+        loaded: Sequence[float],
+        pieces: Mapping[str, int],
+    ) -> None:
         """
-        if (tasks is None) == (devices is None):
-            raise PlacementError(
-                "a plan must be for a number of parameter servers (tasks) or for devices=, one of"
-                f" the two, got tasks={shown(tasks)}, devices={shown(devices)}."
-            )
-        if devices is None:
-            what = "the number of parameter servers"
-            return cls(check_int(tasks, what, 1, _MOST, error=PlacementError))
-        texts = [name for name in devices if isinstance(name, str)]
-        names = tuple(dict.fromkeys(map(short_name, texts)))
-        if isinstance(devices, str) or not names or len(names) < len(devices):
-            raise PlacementError(
-                'devices must be a list of different names, as ["CPU:0", "GPU:0"], got'
-                f" {shown(devices)}."
-            )
-        return cls(len(names), names)
-
-    def index_of(self, spec: VariableSpec, placement: Placement) -> int | None:
-        """The index of the target that the placement names; None if the planner chooses.
-
-        Raises:
-            PlacementError: there is no such target, the placement is for the other kind of target,
-                or the variable has fewer rows than pieces.
+        Args:
+            specs: the variables to place.
+            filled: bytes that rules have put on each task.
+            loaded: load that rules have put on each task.
+            pieces: path -> number of pieces that its rule asks for; for other variables the planner
+                decides.
         """
-        if isinstance(placement, Sharded):
-            self._check_pieces(spec, placement)
-        if self.devices is None and isinstance(placement, Mirrored | Owned | OnDevice):
-            raise PlacementError(
-                f"{spec.path!r} cannot be {placement} on parameter servers. Use task N, sharded(N)"
-                " or balanced."
-            )
-        if self.devices is not None and isinstance(placement, OnTask):
-            raise PlacementError(
-                f"{spec.path!r} cannot be on {placement}, which is for parameter servers. Use"
-                f" mirrored, owned, sharded(N), balanced or device {self.devices[0]}."
-            )
-        if isinstance(placement, OnTask):
-            if placement.task >= self.count:
-                raise PlacementError(
-                    f"the task of {spec.path!r} must be from 0 to {self.count - 1}, got"
-                    f" {placement.task}: there are {self.count} ps tasks."
-                )
-            return placement.task
-        if isinstance(placement, OnDevice) and self.devices is not None:
-            name = short_name(placement.name)
-            if name not in self.devices:
-                raise PlacementError(
-                    f"{spec.path!r} cannot be on {placement}, which is not there."
-                    f" {nearest(name, self.devices)}"
-                )
-            return self.devices.index(name)
-        return None
+        self._specs, self._pieces = specs, pieces
+        self._count = len(filled)
+        self.held = np.array([filled, loaded], float)
+        added = [sum(spec.bytes for spec in specs), sum(spec.load or 0.0 for spec in specs)]
+        total = self.held.sum(axis=1) + added
+        self.mean = np.where(total > 0, total / self._count, 1.0)
+        self.full = self.mean * _SLACK
 
-    def check(self, rule: Rule) -> None:
-        """Check what a rule names, before the shapes of variables are known.
+    def place_all(self) -> list[Sequence[int]]:
+        """Put all variables on tasks.
 
-        Raises:
-            PlacementError: as in `index_of`.
+        Returns:
+            For each variable the tasks of its pieces, in the order of rows.
         """
-        self.index_of(VariableSpec(rule.pattern, (2**40,), "bool"), rule.placement)
+        sizes = [self._size_of(spec) for spec in self._specs]
+        placed: list[Sequence[int]] = [()] * len(self._specs)
+        for index in np.argsort(np.negative(sizes), kind="stable").tolist():
+            placed[index] = self._place(self._specs[index], sizes[index])
+        return placed
 
-    def _check_pieces(self, spec: VariableSpec, placement: Sharded) -> None:
-        pieces = placement.pieces_on(self.count, spec.rows)
-        if self.devices is not None and pieces > self.count:
-            raise PlacementError(
-                f"{spec.path!r} cannot be {placement} on {self.count} devices. Write sharded for a"
-                " piece on each device."
-            )
-        if pieces > (spec.rows if spec.shape else 1):
-            rows = f"only {spec.rows} rows" if spec.shape else "no axis 0, it is a scalar"
-            raise PlacementError(
-                f"{spec.path!r} must have a row for each piece to be {placement}, got shape"
-                f" {spec.shape}: it has {rows}."
-            )
+    def _size_of(self, spec: VariableSpec) -> float:
+        """The variable's bytes or load in units of the mean task, whichever is larger."""
+        return float(max(np.array([spec.bytes, spec.load or 0.0]) / self.mean))
 
+    def _place(self, spec: VariableSpec, size: float) -> Sequence[int]:
+        """Put a variable of this `_size_of` on tasks; returns the tasks of its pieces."""
+        asked = self._pieces.get(spec.path)
+        if asked is None and (size <= _SMALL or spec.rows < 2):
+            return (self._put(self.held, spec.bytes, spec.load or 0.0),)
+        where, held = self._tried(spec, asked or 1)
+        if asked is None and self._overflow(where, held) > 1:
+            where, held = self._cut(spec, where, held)
+        self.held = held
+        if len(set(where)) == 1 and asked is None:
+            return where[:1]
+        more = spec.rows % len(where)  # pieces with one more row, which come first
+        return (*sorted(where[:more]), *sorted(where[more:]))
 
-def short_name(name: str) -> str:
-    """ "GPU:0" for "/device:GPU:0" and "gpu:0"; names on other machines are unchanged."""
-    match = _DEVICE.fullmatch(name.strip())
-    return f"{match[1].upper()}:{int(match[2])}" if match else name.strip()
+    def _cut(self, spec: VariableSpec, where: list[int], held: Floats) -> tuple[list[int], Floats]:
+        """The fewest pieces with which no task overflows; else those that overflow least."""
+        most = min(spec.rows, _MOST_PIECES * self._count)
+        room = float(self.full[0] - self.held[0].min())
+        pieces = min(most, max(2, math.ceil(spec.bytes / room) if room > 0 else 2))
+        best = self._overflow(where, held)
+        while best > 1 and pieces <= most:
+            tried = self._tried(spec, pieces)
+            if (overflow := self._overflow(*tried)) < best:
+                best, (where, held) = overflow, tried
+            pieces += max(1, pieces // 8)
+        return where, held
+
+    def _tried(self, spec: VariableSpec, pieces: int) -> tuple[list[int], Floats]:
+        """Try this number of pieces: the tasks of the pieces, and what all tasks would hold."""
+        held = self.held.copy()
+        # A rule that asks for four pieces means four tasks.
+        apart = spec.path in self._pieces and pieces <= self._count
+        where: list[int] = []
+        for size, load in zip(spec.piece_bytes(pieces), spec.piece_loads(pieces), strict=True):
+            where.append(self._put(held, size, load, where if apart else ()))
+        return where, held
+
+    def _put(self, held: Floats, size: int, load: float, taken: Sequence[int] = ()) -> int:
+        """Add a piece to the least full task, and return the task.
+
+        Args:
+            taken: tasks that are not considered.
+        """
+        # How full each task would be, weighted by how much the piece brings of bytes and of load.
+        after = held[0] + size
+        cost = after * (size / self.mean[0] / self.full[0])
+        if load:
+            cost += (held[1] + load) / self.full[1] * (load / self.mean[1])
+        if taken:
+            cost[list(taken)] = math.inf
+        task = int(cost.argmin())
+        if after[task] > self.full[0]:  # a task with room comes first
+            with_room = np.where(after > self.full[0], math.inf, cost)
+            task = int((with_room if with_room.min() < math.inf else cost).argmin())
+        held[0, task] += size
+        held[1, task] += load
+        return task
+
+    def _overflow(self, where: list[int], held: Floats) -> float:
+        """How full the fullest of these tasks would be, to three digits: 1 is full."""
+        return round(float((held[:, where] / self.full[:, None]).max()), 3)
 
 
 @filter_traceback

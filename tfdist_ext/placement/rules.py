@@ -1,4 +1,4 @@
-"""Placements of variables, and rules that give placements to paths.
+"""Placements of variables, rules that give placements to paths, and what rules may name.
 
 In a file a placement is a text, the same that `str(placement)` writes:
 
@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.messages import check_int, shown
+from tfdist_ext.messages import check_int, nearest, shown
+from tfdist_ext.placement.specs import VariableSpec
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = [
@@ -32,13 +33,17 @@ __all__ = [
     "Rule",
     "Rules",
     "Sharded",
+    "Targets",
     "nearest_paths",
     "placement_from",
     "rule_for",
     "rules_from",
     "rules_of",
+    "short_name",
 ]
 
+_MOST = 1_000_000  # parameter servers
+_DEVICE = re.compile(r"/?(?:device:)?([a-z_]+):([0-9]+)", re.IGNORECASE)
 _NUMBER = r"([0-9]{1,9})"
 _COMPARED = 2000  # paths among which the nearest are looked for: difflib is slow
 
@@ -153,8 +158,8 @@ class Rule:
             re.compile(self.pattern)
         except (re.error, OverflowError, RecursionError) as error:
             raise PlacementError(
-                f"the pattern of a rule must be a regular expression, got {self.pattern!r}:"
-                f" {error}. Escape special characters of a path."
+                f"the pattern {self.pattern!r} is not a regular expression: {error}. Escape special"
+                " characters of a path."
             ) from None
 
     def __str__(self) -> str:
@@ -259,3 +264,104 @@ def nearest_paths(pattern: str, paths: Sequence[str]) -> str:
     close = difflib.get_close_matches(pattern[:200], paths[:_COMPARED], n=3, cutoff=0.3)
     close = close or list(paths[:3])
     return f"The nearest: {', '.join(map(repr, close))}." if close else "There are no variables."
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The parameter servers or devices that hold variables, by index.
+
+    Attributes:
+        count: number of parameter servers or devices.
+        devices: names of the devices, in the short form if they have one ("GPU:0"); None for
+            parameter servers.
+    """
+
+    count: int
+    devices: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, tasks: int | None, devices: Sequence[str] | None) -> Targets:
+        """The targets of the arguments of `plan`.
+
+        Raises:
+            PlacementError: both or none of the arguments, no number from 1, or a device twice.
+        """
+        if (tasks is None) == (devices is None):
+            raise PlacementError(
+                "a plan is either for a number of parameter servers (tasks) or for devices=, not"
+                f" for tasks={shown(tasks)}, devices={shown(devices)}."
+            )
+        if devices is None:
+            what = "the number of parameter servers"
+            return cls(check_int(tasks, what, 1, _MOST, error=PlacementError))
+        texts = [name for name in devices if isinstance(name, str)]
+        names = tuple(dict.fromkeys(map(short_name, texts)))
+        if isinstance(devices, str) or not names or len(names) < len(devices):
+            raise PlacementError(
+                'devices must be a list of different names, as ["CPU:0", "GPU:0"], got'
+                f" {shown(devices)}."
+            )
+        return cls(len(names), names)
+
+    def index_of(self, spec: VariableSpec, placement: Placement) -> int | None:
+        """The index of the target that the placement names; None if the planner chooses.
+
+        Raises:
+            PlacementError: there is no such target, the placement is for the other kind of target,
+                or the variable has fewer rows than pieces.
+        """
+        if isinstance(placement, Sharded):
+            self._check_pieces(spec, placement)
+        if self.devices is None and isinstance(placement, Mirrored | Owned | OnDevice):
+            raise PlacementError(
+                f"{spec.path!r} cannot be {placement} on parameter servers. Use task N, sharded(N)"
+                " or balanced."
+            )
+        if self.devices is not None and isinstance(placement, OnTask):
+            raise PlacementError(
+                f"{spec.path!r} cannot be on {placement}, which is for parameter servers. Use"
+                f" mirrored, owned, sharded(N), balanced or device {self.devices[0]}."
+            )
+        if isinstance(placement, OnTask):
+            if placement.task >= self.count:
+                raise PlacementError(
+                    f"{spec.path!r} cannot be on {placement}: there are {self.count} ps tasks,"
+                    " counted from 0."
+                )
+            return placement.task
+        if isinstance(placement, OnDevice) and self.devices is not None:
+            name = short_name(placement.name)
+            if name not in self.devices:
+                raise PlacementError(
+                    f"{spec.path!r} cannot be on {placement}, which is not there."
+                    f" {nearest(name, self.devices)}"
+                )
+            return self.devices.index(name)
+        return None
+
+    def check(self, rule: Rule) -> None:
+        """Check what a rule names, before the shapes of variables are known.
+
+        Raises:
+            PlacementError: as in `index_of`.
+        """
+        self.index_of(VariableSpec(rule.pattern, (2**40,), "bool"), rule.placement)
+
+    def _check_pieces(self, spec: VariableSpec, placement: Sharded) -> None:
+        pieces = placement.pieces_on(self.count, spec.rows)
+        if self.devices is not None and pieces > self.count:
+            raise PlacementError(
+                f"{spec.path!r} cannot be {placement} on {self.count} devices. Write sharded for a"
+                " piece on each device."
+            )
+        if pieces > (spec.rows if spec.shape else 1):
+            rows = f"only {spec.rows} rows" if spec.shape else "no axis 0, it is a scalar"
+            raise PlacementError(
+                f"{spec.path!r} of shape {spec.shape} cannot be {placement}: it has {rows}."
+            )
+
+
+def short_name(name: str) -> str:
+    """ "GPU:0" for "/device:GPU:0" and "gpu:0"; names on other machines are unchanged."""
+    match = _DEVICE.fullmatch(name.strip())
+    return f"{match[1].upper()}:{int(match[2])}" if match else name.strip()

@@ -114,9 +114,9 @@ def computes_with_values() -> keras.Model:
 @pytest.mark.parametrize(
     ("builder", "optimizer", "parts"),
     [
-        (unbuilt, None, ["the model must be built, got ", "keras.Input"]),
+        (unbuilt, None, ["has no variables, because", "keras.Input"]),
         (computes_with_values, None, ["failed while its variables had no values", "finished"]),
-        (lambda: 3, None, ["must return a keras.Model, got 3"]),
+        (lambda: 3, None, ["builds the model returned 3, not a keras.Model"]),
         (recommender, "adan", ["got 'adan'"]),
     ],
     ids=["unbuilt", "computes", "no model", "optimizer"],

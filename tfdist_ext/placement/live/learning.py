@@ -87,7 +87,7 @@ def learn_specs(
             model, finished = _built(model_or_builder), False
         if not model.variables:
             raise PlacementError(
-                f"the model must be built, got {model.name!r} without variables: begin it with"
+                f"the model {model.name!r} has no variables, because it is not built. Begin it with"
                 " keras.Input(shape), or call model.build(shape) in the function."
             )
         chosen = getattr(model, "optimizer", None) if optimizer is None else optimizer
@@ -144,7 +144,7 @@ def _built(builder: Callable[[], keras.Model]) -> keras.Model:
         ) from error
     if not isinstance(model, keras.Model):
         raise PlacementError(
-            f"the function that builds the model must return a keras.Model, got {shown(model)}."
+            f"the function that builds the model returned {shown(model)}, not a keras.Model."
         )
     return model
 
