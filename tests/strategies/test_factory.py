@@ -64,7 +64,7 @@ def test_the_real_object_of_tensorflow(
             ["'' does not name a device of this process"],
         ),
         ("multi_worker_mirrored", {}, ["needs a cluster", "TF_CONFIG"]),
-        ("parameter_server", {}, ["needs a cluster", "--chief --workers N --ps M"]),
+        ("parameter_server", {}, ["needs a cluster", "tfdist run"]),
         (
             "multi_worker_mirrored",
             {"cluster": "a:1"},
@@ -201,17 +201,14 @@ def test_a_strategy_made_elsewhere_is_looked_at_when_a_model_is_distributed(
     assert tfd.distribute(build, meant).strategy is meant
 
 
-@pytest.mark.parametrize("name", ["auto", "multi_worker_mirrored", "parameter_server"])
-def test_a_wrong_tf_config_is_an_error_where_it_is_used(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", ["auto", "multi_worker_mirrored", "parameter_server", "mirrored"])
+def test_a_wrong_tf_config_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     task = {"type": "worker", "index": -1}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": TWO_WORKERS, "task": task}))
-    assert "TF_CONFIG" in _refused(name)
-    # A strategy of one machine that is asked for by name ignores it.
-    assert tfd.create_strategy("one_device").num_replicas_in_sync == 1
-    monkeypatch.setenv("TF_CONFIG", "{bad")  # TensorFlow's mirrored strategy reads it
-    assert "TF_CONFIG is not JSON" in _refused("mirrored", devices=2)
+    assert "TF_CONFIG: task.index must be" in _refused(name)
+    monkeypatch.setenv("TF_CONFIG", "{bad")
+    assert "TF_CONFIG: is not JSON" in _refused(name)
+    assert tfd.create_strategy("one_device", alone=True).num_replicas_in_sync == 1
 
 
 def test_inside_the_scope_of_another_strategy() -> None:

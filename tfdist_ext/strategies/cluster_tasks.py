@@ -50,7 +50,7 @@ Cluster: TypeAlias = "ClusterConfig | tf.distribute.cluster_resolver.ClusterReso
 
 
 def resolver_of(cluster: Cluster) -> tf.distribute.cluster_resolver.ClusterResolver:
-    """TensorFlow's form of a cluster; its own resolvers stay as they are."""
+    """TensorFlow's form of a cluster without gaps; its own resolvers stay as they are."""
     resolvers = tf.distribute.cluster_resolver
     if isinstance(cluster, resolvers.ClusterResolver):
         return cluster
@@ -59,12 +59,8 @@ def resolver_of(cluster: Cluster) -> tf.distribute.cluster_resolver.ClusterResol
             f"cluster={cluster!r} is neither a ClusterConfig nor a TensorFlow ClusterResolver. For"
             " the text of a TF_CONFIG use ClusterConfig.from_tf_config(text)."
         )
-    jobs = {
-        job: {index: address for index, address in enumerate(addresses) if address}
-        for job, addresses in cluster.jobs.items()
-    }
     return resolvers.SimpleClusterResolver(
-        tf.train.ClusterSpec(jobs),
+        tf.train.ClusterSpec(dict(cluster.jobs)),
         task_type=cluster.task.type,
         task_id=cluster.task.index,
         environment=cluster.environment or "",
@@ -102,12 +98,11 @@ def describe(cluster: Cluster) -> ClusterDescription | None:
     return ClusterDescription(ClusterConfig(jobs, task, source=source).jobs, task, source)
 
 
-def describe_for(strategy: str, cluster: Cluster, options: str) -> ClusterDescription:
+def describe_for(strategy: str, cluster: Cluster) -> ClusterDescription:
     """The description of a cluster in which every task has an address.
 
     Args:
         strategy: its name, for messages.
-        options: of `tfdist run`, for messages.
 
     Raises:
         StrategyError: there is no cluster, or a task without an address.
@@ -118,7 +113,7 @@ def describe_for(strategy: str, cluster: Cluster, options: str) -> ClusterDescri
         source = "the environment" if described is None else described.source
         raise StrategyError(
             f"{strategy} needs a cluster, and {source} describes none. Set TF_CONFIG, start the"
-            f" script with `tfdist run {options}`, or pass cluster=."
+            " script with `tfdist run`, or pass cluster=."
         )
     if holes := [task for task, address in described.addresses.items() if not address]:
         raise StrategyError(
@@ -231,7 +226,7 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
         StrategyError: this task cannot listen at its address, or another task does not come in
             time.
     """
-    described = describe_for("parameter_server", cluster, "--chief --workers N --ps M")
+    described = describe_for("parameter_server", cluster)
     task = described.task
     assert task is not None
     resolver = resolver_of(cluster)

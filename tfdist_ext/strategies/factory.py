@@ -83,8 +83,7 @@ def create_strategy(
             well, else 138.
         StrategyError: an unknown name, an option the strategy does not take, or a strategy that
             cannot run here.
-        ClusterConfigError: the cluster cannot be right. A strategy of one machine that is asked
-            for by name ignores the environment's cluster.
+        ClusterConfigError: the cluster that was given, or that of the environment, cannot be right.
     """
     arguments = dict(devices=devices, placement=placement, wait=wait, alone=alone, **options)
     # "auto" is the default, which leaves the choice to flags and file.
@@ -199,9 +198,10 @@ def _environment_of(settings: Settings, given: Cluster) -> Environment:
     values, name = settings.values, settings.name
     _check_values(values, given)
     cluster = given
-    takes_cluster = name == "auto" or (name != "tpu" and "cluster" in lookup(name).options)
-    if given is None and takes_cluster and not values.get("alone"):
-        cluster = ClusterConfig.from_env(os.environ)
+    if given is None and not values.get("alone"):
+        found = ClusterConfig.from_env(os.environ)
+        takes_cluster = name == "auto" or (name != "tpu" and "cluster" in lookup(name).options)
+        cluster = found if takes_cluster else None
     if "logical_cpus" in values:
         make_logical_cpus(values["logical_cpus"])
     return _describe(cluster, values.get("devices"), os.environ)
@@ -364,16 +364,14 @@ def check_spans_cluster(strategy: tf.distribute.Strategy) -> None:
     """Check that no task of a cluster would train a separate model by mistake.
 
     Raises:
+        ClusterConfigError: the environment describes a cluster that cannot be right.
         StrategyError: the environment describes a cluster in which several tasks train, the
             strategy has no replica on the other tasks, and nobody asked for separate models.
     """
     choice = choice_of(strategy)
     if _spans_tasks(strategy) or (choice is not None and choice.ignores_cluster):
         return
-    try:
-        cluster = ClusterConfig.from_env(os.environ)
-    except ClusterConfigError:
-        return  # a strategy of one machine ignores the cluster
+    cluster = ClusterConfig.from_env(os.environ)
     if cluster is None or cluster.task.type == "evaluator":
         return
     count = sum(task.type != "evaluator" for task in cluster.tasks())

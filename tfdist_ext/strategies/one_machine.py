@@ -5,7 +5,6 @@ The parameters of a function that makes a strategy are the options of the strate
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from numbers import Integral
@@ -61,12 +60,7 @@ def mirrored(*, devices: Devices = None) -> tf.distribute.Strategy:
     on_cpus = all(name.startswith("CPU:") for name in picked)
     # The default collectives fail on CPUs inside a loop in the graph.
     reduction = tf.distribute.ReductionToOneDevice() if on_cpus else None
-    try:
-        return tf.distribute.MirroredStrategy(picked, cross_device_ops=reduction)
-    except json.JSONDecodeError as error:
-        raise StrategyError(
-            f"TF_CONFIG is not JSON, and MirroredStrategy reads it: {error}. Correct or unset it."
-        ) from error
+    return tf.distribute.MirroredStrategy(picked, cross_device_ops=reduction)
 
 
 def central_storage(
@@ -154,15 +148,14 @@ def pick_devices(strategy: str, devices: int | str | Sequence[str] | None) -> li
     if twice := next((name for name in picked if picked.count(name) > 1), None):
         raise StrategyError(f"devices of {strategy} name {twice} twice: {devices!r}.")
     if missing := [name for name in picked if name not in seen]:
-        cpus = [int(name.removeprefix("CPU:")) for name in missing if name.startswith("CPU:")]
-        count = max(cpus, default=0) + 1
-        more = (
-            f" For more CPUs pass logical_cpus={count} to create_strategy before the first"
-            f" TensorFlow operation; in a test, call tfdist_ext.testing.logical_cpus({count})"
-            " first."
-        )
-        raise StrategyError(
+        message = (
             f"devices of {strategy} do not exist: {' and '.join(missing)}. Devices seen are"
-            f" {', '.join(seen)}.{more if cpus else ''}"
+            f" {', '.join(seen)}."
         )
+        if cpus := [int(name[4:]) + 1 for name in missing if name.startswith("CPU:")]:
+            message += (
+                f" For more CPUs pass logical_cpus={max(cpus)} to create_strategy before the first"
+                f" TensorFlow operation, or call tfdist_ext.testing.logical_cpus({max(cpus)})."
+            )
+        raise StrategyError(message)
     return picked

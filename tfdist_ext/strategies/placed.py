@@ -56,6 +56,9 @@ class PlacedStrategy(StrategyTemplate):
         owned_from: the size from which trained variables are owned, without slots: a number of
             bytes, or a text like "64KiB".
 
+    Attributes:
+        placer: decides for each variable.
+
     Raises:
         StrategyError: a device does not exist or is named twice, or a rule, named in the message,
             is not possible on these devices.
@@ -70,30 +73,14 @@ class PlacedStrategy(StrategyTemplate):
     ):
         super().__init__(devices)
         try:
-            self._placer = DevicePlacer(self.devices, rules, owned_from=owned_from)
+            self.placer = DevicePlacer(self.devices, rules, owned_from=owned_from)
         except PlacementError as error:
             raise StrategyError(f"{type(self).__name__}: {error}") from error
 
     @property
     def placement_plan(self) -> PlacementPlan | None:
         """The placement of the last model that `tfd.distribute` has planned."""
-        return self._placer.plan
-
-    def plan_model(self, specs: Sequence[VariableSpec]) -> PlacementPlan:
-        """Balance the owners of a model whose variables are about to be created.
-
-        Raises:
-            PlacementError: a rule that matches no variable, or two that match one.
-        """
-        return self._placer.learn(specs)
-
-    def check_model(self, paths: Sequence[str]) -> None:
-        """Check the rules on a model that is built by its data, and so cannot be planned before.
-
-        Raises:
-            PlacementError: a rule that matches no variable, or two that match one.
-        """
-        self._placer.check_paths(paths)
+        return self.placer.plan
 
     def owner(self, variable: tf.Variable) -> int:
         """The number of the device that owns a variable; 0 for a variable that is not owned."""
@@ -109,14 +96,14 @@ class PlacedStrategy(StrategyTemplate):
             if self._is_owned(beside):
                 return create([self.devices[self.owner(beside)]])
             return super().create_variable(spec, create, beside)
-        placement = self._placer.placement_of(spec)
+        placement = self.placer.placement_of(spec)
         if isinstance(placement, OnDevice):
             return create([placement.name])
         if isinstance(placement, Sharded):
-            return create(self._placer.devices_of_pieces(spec, placement), in_pieces=True)
+            return create(self.placer.devices_of_pieces(spec, placement), in_pieces=True)
         made = super().create_variable(spec, create)
         if isinstance(placement, Owned) and len(self.devices) > 1:
-            setattr(made, _OWNER, self._placer.choose_owner(spec))
+            setattr(made, _OWNER, self.placer.choose_owner(spec))
         return made
 
     def update_variable(

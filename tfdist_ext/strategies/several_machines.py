@@ -53,7 +53,7 @@ def multi_worker_mirrored(
     """
     if communication not in ("auto", "ring", "nccl"):
         raise StrategyError(f"communication={communication!r} is not auto, ring or nccl.")
-    described = describe_for("multi_worker_mirrored", cluster, "--workers N")
+    described = describe_for("multi_worker_mirrored", cluster)
     if others := [job for job in described.jobs if job not in ("chief", "worker")]:
         raise StrategyError(
             "multi_worker_mirrored takes a chief and workers only, and"
@@ -89,7 +89,7 @@ def parameter_server(
     In a `ps` or `worker` task this serves instead, and ends the process when the coordinator has
     ended. Blocks for at most `wait` seconds until the other tasks are there.
     """
-    described = describe_for("parameter_server", cluster, "--chief --workers N --ps M")
+    described = describe_for("parameter_server", cluster)
     if "ps" not in described.jobs or "worker" not in described.jobs:
         raise StrategyError(
             f"parameter_server needs ps and worker tasks, and {described.source} has {described}."
@@ -188,8 +188,6 @@ def tpu(
             "tpu takes either a TPUClusterResolver as cluster=, or tpu=, zone= and project=, not"
             f" cluster={cluster!r}{f' and {named!r}' if named else ''}."
         )
-    if cluster is None and not tpu:
-        raise _not_found("", "Set TPU_NAME, or pass tpu= with the name or address of a TPU")
     name = repr(tpu) if cluster is None else "the TPUClusterResolver"
 
     def look_up() -> tuple[Any, Any]:
@@ -197,34 +195,24 @@ def tpu(
         return resolver, resolver.cluster_spec()
 
     try:
+        if cluster is None and not tpu:
+            raise LookupError("neither TPU_NAME nor tpu= names one")
         resolver, spec = call_with_timeout(LOOKUP_SECONDS, look_up)
-    except Exception as error:  # depends on the network and on Google Cloud's client
-        raise _not_found(
-            name,
-            f"asking Google Cloud about it failed ({error}). Outside of Google Cloud pass zone= and"
-            " project=, or the address of the TPU as 'grpc://host:port'; on a TPU machine pass"
-            " 'local'",
-        ) from error
-    jobs = spec.as_dict() if spec else {}
-    for address in [address for tasks in jobs.values() for address in tasks]:
-        if not _is_server(address):  # TensorFlow would try to connect forever
-            raise _not_found(
-                name,
-                f"no TPU server answers at {address}. Check that the TPU is running, that its"
-                " address is right, and that this host may reach it",
-            )
-    try:
+        jobs = spec.as_dict() if spec else {}
+        for address in [address for tasks in jobs.values() for address in tasks]:
+            if not _is_server(address):  # TensorFlow would try to connect forever
+                raise LookupError(f"no TPU server answers at {address}")
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
-    except (tf.errors.OpError, ValueError, RuntimeError) as error:
+    except Exception as error:  # depends on the network and on Google Cloud's client
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise _not_found(name, line.split(". ")[0].rstrip(".")) from error
+        raise StrategyError(
+            f"no TPU found{f' at {name}' if tpu or cluster else ''}: {line.rstrip('.')}. Pass its"
+            " name, with zone= and project= outside of Google Cloud, its address as"
+            " 'grpc://host:port', or 'local' on a TPU machine. Devices seen are"
+            f" {', '.join(seen_devices())}."
+        ) from error
     return tf.distribute.TPUStrategy(resolver)
-
-
-def _not_found(name: str, why: str) -> StrategyError:
-    at = f" at {name}" if name else ""
-    return StrategyError(f"no TPU found{at}: {why}. Devices seen are {', '.join(seen_devices())}.")
 
 
 def _is_server(address: str) -> bool:

@@ -18,7 +18,6 @@ from tfdist_ext.placement import VariableSpec
 from tfdist_ext.placement.live._tf_private import partitioned_variable_class
 from tfdist_ext.placement.live.creating import Where, is_partitioned, made_in_pieces
 from tfdist_ext.placement.live.initial_values import InitialValue
-from tfdist_ext.placement.specs import piece_rows
 from tfdist_ext.strategies import _tf_private as tp
 from tfdist_ext.strategies.one_machine import pick_devices
 from tfdist_ext.strategies.reductions import OTHER, Reduced
@@ -121,24 +120,22 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         devices: list[str],
     ) -> tf.Variable:
         """One variable in even pieces along axis 0, one on each device, for all replicas."""
-        if kwargs["initial_value"] is None or spec.rows < len(devices):
+        if spec.rows < len(devices):
             raise StrategyError(
-                f"create() cannot cut {spec.path!r} into more pieces than it has rows, and cannot"
-                f" cut a variable that is loaded from a SavedModel. Got {len(devices)} devices for"
-                f" a variable of shape {list(spec.shape)}. Give it fewer devices."
+                f"create() cannot cut {spec.path!r} of shape {list(spec.shape)} into"
+                f" {len(devices)} pieces. Give it fewer devices."
             )
         initial = InitialValue(kwargs, where=devices[0])
-        where: Where = []
-        start = 0
-        for device, count in zip(devices, piece_rows(spec.rows, len(devices)), strict=True):
-            where.append((device, start, start + count, {"device": device}))
-            start += count
+        where: Where = [
+            (devices[number], start, stop, {"device": devices[number]})
+            for number, start, stop in spec.shards(range(len(devices)))
+        ]
         create = functools.partial(self._shared, next_creator)
         pieces = made_in_pieces(create, kwargs, initial, where)
         return partitioned_variable_class()(pieces, kwargs.get("name") or "Variable", spec.path)
 
     def _validate_colocate_with_variable(self, colocate_with_variable: tf.Variable) -> None:
-        tp.validate_colocated(colocate_with_variable, self)
+        pass  # MirroredStrategy's method does not take a variable that replicas share
 
     def value_container(self, value: Any) -> Any:
         return tp.container_of(value)
@@ -246,19 +243,14 @@ class TemplateExtended(tf.distribute.StrategyExtended):
 def _spec(kwargs: dict[str, Any], device: str) -> VariableSpec | None:
     """The description of a variable; makes its initial value if `kwargs` have no shape.
 
-    None if the shape is not known before the variable is created.
+    None if the shape is not known before the variable is created, or the value comes from a
+    SavedModel.
     """
     value = kwargs["initial_value"]
     if hasattr(value, "checkpoint_position"):  # from a checkpoint that was restored before
         value = value() if callable(value) else value
         kwargs["initial_value"] = value = value.wrapped_value
-    if value is None:  # the value comes from a SavedModel
-        shape = tf.TensorShape(kwargs["shape"])
-        if not shape.is_fully_defined():
-            return None
-        dtype = tf.as_dtype(kwargs["dtype"]).name
-        return VariableSpec(kwargs.get("name") or "Variable", tuple(shape), dtype)
-    if tf.is_tensor(value) and not value.shape.is_fully_defined():
+    if value is None or (tf.is_tensor(value) and not value.shape.is_fully_defined()):
         return None
     initial = InitialValue(kwargs, where=device)
     kwargs["initial_value"] = initial.given

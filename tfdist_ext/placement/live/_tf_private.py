@@ -16,7 +16,9 @@ from tfdist_ext.private_names import PrivateNames
 
 __all__ = [
     "NAMES",
+    "as_counter",
     "as_piece",
+    "is_summed_on_read",
     "partitioned",
     "partitioned_variable_class",
     "piece_number",
@@ -27,6 +29,7 @@ NAMES = PrivateNames(
     "tensorflow.python",
     PlacementError,
     {
+        "distribute.ps_values.CachingVariable": "counters on parameter servers",
         "distribute.sharded_variable.ShardedVariable": "variables in shards",
         "eager.record.record_operation": "gradients of variables in shards",
         "eager.tape.variable_accessed": "gradients of variables in shards",
@@ -207,3 +210,67 @@ def partitioned_variable_class() -> Any:
             return np.asarray(self.numpy(), dtype)
 
     return PartitionedVariable
+
+
+def as_counter(made: Any, kwargs: dict[str, Any]) -> tf.Variable:
+    """The variable on a server that these arguments made; if it counts, updates add up.
+
+    Private because the type is.
+    """
+    first_only = kwargs.get("aggregation") == tf.VariableAggregation.ONLY_FIRST_REPLICA
+    counts = is_summed_on_read(kwargs) or (first_only and made.dtype.is_integer)
+    if counts and type(made) is NAMES("distribute.ps_values.CachingVariable"):
+        made.__class__ = _counter_class()
+    return made
+
+
+def is_summed_on_read(kwargs: dict[str, Any]) -> bool:
+    """Whether these are the arguments of a metric's variable."""
+    on_read = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
+    return on_read and kwargs.get("aggregation") == tf.VariableAggregation.SUM
+
+
+@functools.cache
+def _counter_class() -> Any:
+    """A variable on a server: `assign(self + x)` in a graph adds x to what is there then.
+
+    Keras counts so in metrics and `optimizer.iterations`. Between the read and the assignment other
+    workers count, too. Private because its base is.
+    """
+    base: Any = NAMES("distribute.ps_values.CachingVariable")
+
+    class Counter(base):
+        _last_read: tf.Tensor | None = None
+
+        def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+            if tf.executing_eagerly():
+                return super().assign(value, *args, **kwargs)
+            before = self._last_read
+            if before is None or before.graph is not tf.compat.v1.get_default_graph():
+                before = self.read_value()
+            change = tf.convert_to_tensor(value, self.dtype) - before
+            with tf.device(self.device):
+                return self.assign_add(change, *args, **kwargs)
+
+        def assign_add(self, *args: Any, **kwargs: Any) -> Any:
+            self._last_read = None
+            return super().assign_add(*args, **kwargs)
+
+        def assign_sub(self, *args: Any, **kwargs: Any) -> Any:
+            self._last_read = None
+            return super().assign_sub(*args, **kwargs)
+
+        def _read(self, value: tf.Tensor) -> tf.Tensor:
+            self._last_read = None if tf.executing_eagerly() else value
+            return value
+
+        def value(self) -> tf.Tensor:
+            return self._read(super().value())
+
+        def read_value(self) -> tf.Tensor:
+            return self._read(super().read_value())
+
+        def _dense_var_to_tensor(self, *args: Any, **kwargs: Any) -> tf.Tensor:
+            return self._read(super()._dense_var_to_tensor(*args, **kwargs))
+
+    return Counter

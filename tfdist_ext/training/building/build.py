@@ -112,7 +112,7 @@ def adopt(
         with contextlib.suppress(PlacementError):  # the model makes its variables later
             specs = learn_specs(model_or_builder)
         if specs:
-            strategy.plan_model(specs)
+            strategy.placer.learn(specs)
     if isinstance(model_or_builder, keras.Model):
         model = model_or_builder
     else:
@@ -249,7 +249,7 @@ def build(
         if kind != "predict" and not uses_keras_step(model, "train") and not all_built:
             _build_from_step(model, "train", batch)
     if isinstance(strategy, PlacedStrategy):
-        strategy.check_model([variable.path for variable in model.variables])
+        strategy.placer.check_paths([variable.path for variable in model.variables])
 
 
 def _has_all_layers(model: keras.Model) -> bool:
