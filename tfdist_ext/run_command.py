@@ -19,13 +19,13 @@ from tfdist_ext.launch.exit_codes import (
     COMMAND,
     STALL_TIMEOUT,
     USUAL_STALL_TIMEOUT,
+    StopSignals,
     stall_timeout,
 )
 from tfdist_ext.launch.plan import LaunchPlan, local_plan, shell_line
 from tfdist_ext.launch.resources import gpus_of, one_gpu_each
 from tfdist_ext.launch.restarts import RestartPolicy, run_with_restarts
 from tfdist_ext.launch.run import Limits
-from tfdist_ext.launch.stop_signals import StopSignals
 
 __all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "run", "seconds_of"]
 

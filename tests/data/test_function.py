@@ -60,7 +60,7 @@ def test_a_state_resumes_inside_an_epoch() -> None:
     again.restore(state)
     assert rows(again.dataset(Shard(1, 2))) == [[13, 15], [17, 19]]
     assert rows(again.dataset(Shard(1, 2), epoch=1))[0] == [1, 3]
-    with pytest.raises(DataError, match="shards must be 2 in the middle of an epoch, got 3: "):
+    with pytest.raises(DataError, match="batches of each of 2 shards, so 3 shards cannot continue"):
         again.dataset(Shard(0, 3))
     again.end_epoch()
     assert again.position == (1, 0)
@@ -107,7 +107,7 @@ def test_what_the_function_returns_is_checked() -> None:
         DataError, match=r"function must return a tf\.data\.Dataset, got \[1, 2\] for shard 0"
     ):
         from_dataset_fn(lambda shard: [1, 2]).dataset()
-    with pytest.raises(DataError, match=r"got single examples.*or give global_batch_size"):
+    with pytest.raises(DataError, match=r"has single examples.*or give global_batch_size"):
         from_dataset_fn(of_shard).dataset()
     with pytest.raises(DataError, match=r"must be at least 3, got .* for shard 0 of 3"):
         from_dataset_fn(of_shard, global_batch_size=2).dataset(Shard(0, 3))

@@ -16,8 +16,8 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist_ext.data import DataError, record_index
-from tfdist_ext.data.record_index import indexes_of, masked, scan
+from tfdist_ext.data import DataError, files
+from tfdist_ext.data.files import indexes_of, masked, scan
 
 Write = Callable[..., str]
 
@@ -53,7 +53,7 @@ def test_a_record_of_this_test_is_tensorflows(write_records: Write, tmp_path: Pa
 
 @pytest.mark.parametrize("at_once", [12, 40])
 def test_scan_finds_all_offsets(monkeypatch: Any, at_once: int) -> None:
-    monkeypatch.setattr(record_index, "_MANY", at_once)
+    monkeypatch.setattr(files, "_MANY", at_once)
     records = [record(b"x" * (n * 7 % 50)) for n in range(60)]
     expected = np.cumsum([0, *map(len, records)]).tolist()
     assert Counted(b"".join(records)).scan() == (expected, "")

@@ -92,10 +92,10 @@ def test_log_files_are_named_after_the_tasks():
     ("command", "options", "words"),
     [
         ([], {}, ["no command", "after --", "tfdist run"]),
-        (COMMAND, {"workers": 0}, ["at least one task must train", "--workers 1"]),
+        (COMMAND, {"workers": 0}, ["no task would train", "--workers 1"]),
         (COMMAND, {"ps": -2}, ["--ps", "-2"]),
-        (COMMAND, {"workers": 0, "ps": 1}, ["got --ps 1 alone", "Add --workers"]),
-        (COMMAND, {"ps": 1, "chief": False}, ["--ps must come with a chief", "coordinator"]),
+        (COMMAND, {"workers": 0, "ps": 1}, ["--ps 1 needs workers", "Add --workers"]),
+        (COMMAND, {"ps": 1, "chief": False}, ["--ps 1 needs a chief", "coordinator"]),
         (["pyhton", "x"], {}, ["'pyhton'", "Check its path"]),
         (["train.py", "--a"], {}, ["'train.py'", "-- python train.py"]),
     ],

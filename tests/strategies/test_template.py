@@ -10,7 +10,7 @@ from template_cases import Owned, build, train
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies import StrategyTemplate
-from tfdist_ext.testing.conformance.strategy_case import replica_number, run
+from tfdist_ext.testing.conformance.replica_checks import replica_number, run
 
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 

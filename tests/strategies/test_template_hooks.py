@@ -12,7 +12,7 @@ from template_cases import Owned, Pairwise, Shared
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies import Reduced, StrategyTemplate
-from tfdist_ext.testing.conformance.strategy_case import local_values, replica_number, run
+from tfdist_ext.testing.conformance.replica_checks import local_values, replica_number, run
 
 FULL = "/job:localhost/replica:0/task:0/device:CPU:"
 

@@ -176,6 +176,6 @@ def test_a_strategy_of_another_cluster_is_a_mistake(run: str) -> None:
     text = section(run, "ERROR at setup of test_a_strategy_of_another_cluster[multi_worker_2]")
     assert "Traceback" not in text
     assert text.endswith(
-        "the mark and the strategy of a test must agree on the number of workers, got {'worker': 3}"
+        "the mark of the test says {'worker': 3}"
         " and multi_worker_2, which has 2 workers: remove one of them.\n"
     )

@@ -50,9 +50,9 @@ def test_a_session_that_does_not_use_it_loads_nothing_more(tmp_path: Path) -> No
 
 
 WRONG_MARKS = {
-    "tfdist_cluster(2)": "tfdist_cluster must get numbers of tasks by name, got (2,): write"
+    "tfdist_cluster(2)": "tfdist_cluster takes numbers of tasks by name, not (2,). Write"
     " @pytest.mark.tfdist_cluster(worker=2, ps=1).",
-    "tfdist_logical_cpus(4, cores=2)": "tfdist_logical_cpus must get one integer from 1, got (4,"
+    "tfdist_logical_cpus(4, cores=2)": "tfdist_logical_cpus takes one integer from 1, not (4,"
     " cores=2): write @pytest.mark.tfdist_logical_cpus(4).",
 }
 

@@ -70,7 +70,7 @@ def test_a_hang_shows_the_stacks_of_all_tasks_and_leaves_none(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("fn", "cluster", "message"),
     [
-        (threading.Lock().acquire, TWO, "must be copied to other processes, got: cannot pickle"),
+        (threading.Lock().acquire, TWO, "cannot be copied to other processes: cannot pickle"),
         (task_bodies.setting, {"wrker": 2}, "types chief, worker, ps, evaluator, got 'wrker'"),
         (task_bodies.setting, {"worker": -1}, "worker must be an integer of at least 0, got -1"),
         (

@@ -109,9 +109,9 @@ class FunctionDataset(ShardedDataset):
         if self._done:
             if self._shards not in (None, shard.count):
                 raise DataError(
-                    f"the number of shards must be {self._shards} in the middle of an epoch, got"
-                    f" {shard.count}: the position is after {self._done} batches of each shard."
-                    f" Resume with {self._shards} tasks, or from the end of an epoch."
+                    f"the position is after {self._done} batches of each of {self._shards} shards,"
+                    f" so {shard.count} shards cannot continue from it. Resume with"
+                    f" {self._shards} tasks, or from the end of an epoch."
                 )
             found = found.skip(self._done)
         self._shards = shard.count
@@ -138,14 +138,14 @@ class FunctionDataset(ShardedDataset):
         found = self._function(shard, **({"epoch": epoch} if self.takes_epoch else {}))
         if not isinstance(found, tf.data.Dataset):
             raise DataError(
-                f"function must return a tf.data.Dataset, got {shown(found)} for {shard}."
+                f"the function returned {shown(found)} for {shard}, not a tf.data.Dataset."
             )
         if self._batch is not None:
             low, high = bounds(self._batch, *((0, 1) if alone else (shard.index, shard.count)))
             if high == low:
                 raise DataError(
-                    f"global_batch_size must be at least {shard.count}, got {self._batch}, which"
-                    f" leaves no example for {shard}; use a larger batch or fewer tasks."
+                    f"global_batch_size={self._batch} leaves no example for {shard}. Use a larger"
+                    " batch or fewer tasks."
                 )
             found = found.batch(high - low, num_parallel_calls=tf.data.AUTOTUNE)
             found = found.prefetch(tf.data.AUTOTUNE)
@@ -154,8 +154,8 @@ class FunctionDataset(ShardedDataset):
             for part in tf.nest.flatten(found.element_spec)
         ):
             raise DataError(
-                "the function's dataset must have batches, got single examples: its element_spec"
-                f" is {found.element_spec}. Call .batch(n) in the function, or give"
+                "the function's dataset has single examples, not batches: its element_spec is"
+                f" {found.element_spec}. Call .batch(n) in the function, or give"
                 " global_batch_size."
             )
         return sharded_already(found, shard)

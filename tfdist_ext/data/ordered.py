@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.pipelines import in_parallel
-from tfdist_ext.data.rows import batch_size_of, check_padded, one_at_least, padded
+from tfdist_ext.data.pipelines import batch_size_of, check_padded, in_parallel, one_at_least, padded
 from tfdist_ext.data.sharded import (
     ShardedDataset,
     check_reads_here,
@@ -75,8 +74,8 @@ class Order:
         check_field(self, "global_batch_size", low=1, high=_MOST_IN_BATCH)
         if self.global_batch_size > self.n:
             raise DataError(
-                f"global_batch_size must be at most {self.n}, the examples of the data, got"
-                f" {self.global_batch_size}."
+                f"global_batch_size={self.global_batch_size} is more than the {self.n} examples of"
+                " the data."
             )
         if self.seed is not None:
             check_field(self, "seed", high=2**63 - 1)
@@ -293,8 +292,8 @@ class OrderedDataset(ShardedDataset):
         check_state(state, current)
         if state["seed"] != self.order.seed:
             raise DataError(
-                f"the seed must be {state['seed']}, as in the saved position, got"
-                f" {self.order.seed}."
+                f"the seed is {self.order.seed}, and that of the saved position is"
+                f" {state['seed']}. Use the same seed."
             )
         epoch = check_int(state["epoch"], "the position's epoch", error=DataError)
         done = check_int(

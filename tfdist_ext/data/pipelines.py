@@ -1,28 +1,48 @@
-"""tf.data pipelines: their tuner, their operations, and their errors."""
+"""tf.data pipelines: their operations and errors, and the rows of their batches.
+
+A batch is a structure of dense, sparse and ragged tensors, and None for a part that is left out.
+Its rows are counted, cut, and padded with rows of sample weight 0. Losses and metrics stay exact
+with padding if they are weighted means, as Keras's are.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.data.shards import Remainder, check_remainder
 from tfdist_ext.errors import DataError
 
 __all__ = [
     "PY_FUNCTIONS",
+    "SHARED_TENSOR",
+    "batch_size_of",
+    "check_padded",
+    "checked_batch_size",
     "data_errors_as_raised",
     "in_parallel",
+    "named_parts",
+    "one_at_least",
     "operations_in",
     "operations_of",
+    "padded",
+    "rows_between",
     "takes_elements",
     "without_autotune",
 ]
 
 # The operations that call Python: from_generator, numpy_function and py_function create them.
 PY_FUNCTIONS = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
+
+# What to do with a tensor of a batch that has no row for each example.
+SHARED_TENSOR = (
+    "If all examples share a tensor, give it to the model instead, as a non-trainable weight of a"
+    ' layer: see "Tensors that all examples share" in docs/training.md.'
+)
 
 
 def without_autotune(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -88,3 +108,129 @@ def data_errors_as_raised() -> Iterator[None]:
         if found[2][0] == "]":  # from an assertion in a graph, which escapes characters
             message = message.encode().decode("unicode_escape").encode("latin-1").decode()
         raise DataError(message) from None
+
+
+def named_parts(batch: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors of a batch, or their specs, by name: "x['a']", "y", "sample_weight"."""
+
+    def parts_of(name: str, part: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(part, Mapping | list | tuple):
+            items = part.items() if isinstance(part, Mapping) else enumerate(part)
+            for key, inner in items:
+                yield from parts_of(f"{name}[{key!r}]", inner)
+        elif getattr(part, "shape", None) is not None:
+            yield name, part
+
+    for name, part in zip(
+        ("x", "y", "sample_weight"), batch if isinstance(batch, tuple) else (batch,), strict=False
+    ):
+        yield from parts_of(name, part)
+
+
+def batch_size_of(batch: Any) -> tf.Tensor:
+    """The number of rows (int64)."""
+    part = next(part for part in tf.nest.flatten(batch) if part is not None)
+    if isinstance(part, tf.SparseTensor):
+        return part.dense_shape[0]
+    if isinstance(part, tf.RaggedTensor):
+        return tf.cast(part.nrows(), tf.int64)
+    return tf.shape(part, out_type=tf.int64)[0]
+
+
+def checked_batch_size(batch: Any, replicas: int) -> tf.Tensor:
+    """The number of rows (int64). The graph fails with a DataError if tensors disagree."""
+    size = batch_size_of(batch)
+    names, tensors = zip(*named_parts(batch), strict=True)
+    static = {tensor.shape[0] if tensor.shape.rank else None for tensor in tensors}
+    if len(tensors) == 1 or (len(static) == 1 and None not in static):
+        return size
+    shapes = [_shape_of(tensor) for tensor in tensors]
+    rows = tf.stack([tf.concat([shape, [-1]], axis=0)[0] for shape in shapes])
+
+    def refuse() -> tf.Tensor:
+        last_first = rows[::-1]  # if two sizes are as frequent, the size of the targets counts
+        frequency = tf.reduce_sum(tf.cast(last_first[:, None] == last_first, tf.int32), axis=1)
+        most = last_first[tf.argmax(frequency)]
+        other = tf.argmax(tf.cast(rows != most, tf.int32))
+        texts = [tf.strings.format("{}", shape, summarize=-1) for shape in shapes]
+        message = tf.strings.join(
+            [
+                "DataError: ",
+                tf.constant(names)[other],
+                " has shape ",
+                tf.strings.regex_replace(tf.stack(texts)[other], " ", ", "),
+                " in a batch of ",
+                tf.strings.as_string(most),
+                f" examples. A batch is split by rows over {replicas} replicas, so each of its"
+                f" tensors must have one row for each example. {SHARED_TENSOR}",
+            ]
+        )
+        with tf.control_dependencies([tf.raw_ops.Assert(condition=False, data=[message])]):
+            return tf.identity(size)
+
+    return tf.cond(tf.reduce_all(rows == rows[0]), lambda: size, refuse)
+
+
+def _shape_of(tensor: Any) -> tf.Tensor:
+    if isinstance(tensor, tf.SparseTensor):
+        return tensor.dense_shape
+    if isinstance(tensor, tf.RaggedTensor):
+        return tf.cast(tensor.bounding_shape(), tf.int64)
+    return tf.shape(tensor, out_type=tf.int64)
+
+
+def rows_between(batch: Any, low: Any, high: Any) -> Any:
+    """The rows from low to before high (int64)."""
+
+    def cut(part: Any) -> Any:
+        if not isinstance(part, tf.SparseTensor):
+            return None if part is None else part[low:high]
+        rest = part.dense_shape[1:]
+        start = tf.concat([[low], tf.zeros_like(rest)], axis=0)
+        return tf.sparse.slice(part, start, tf.concat([[high - low], rest], axis=0))
+
+    return tf.nest.map_structure(cut, batch)
+
+
+def check_padded(remainder: Remainder, spec: Any) -> None:
+    """Raise DataError unless this is a Remainder, and not PAD for examples without targets."""
+    check_remainder(remainder)
+    if remainder is Remainder.PAD and not (isinstance(spec, tuple) and len(spec) in (2, 3)):
+        raise DataError(
+            "examples must be (x, y) or (x, y, sample_weight) for Remainder.PAD, which marks rows"
+            f" by sample weights, got {spec}."
+        )
+
+
+def padded(part: tuple[Any, ...], width: int) -> tuple[Any, ...]:
+    """(x, y, sample_weight) of exactly `width` rows, from (x, y) or (x, y, sample_weight).
+
+    The last row is repeated; an empty part gets rows of zeros.
+    """
+    there = tf.shape(tf.nest.flatten(part)[0])[0]
+    numbers = tf.minimum(tf.range(width), tf.maximum(there - 1, 0))
+
+    def filled(rows: tf.Tensor) -> tf.Tensor:
+        found = tf.gather(tf.concat([rows, _one_of_zeros(rows)], axis=0), numbers)
+        return tf.ensure_shape(found, [width, *rows.shape[1:]])
+
+    real = tf.range(width) < there
+    x, y, *weights = tf.nest.map_structure(filled, part)
+    if not weights:
+        return x, y, tf.cast(real, tf.float32)
+
+    def marked(weight: tf.Tensor) -> tf.Tensor:
+        weight = tf.cast(weight, tf.float32) if weight.dtype == tf.bool else weight
+        shape = [width] + [1] * (weight.shape.rank - 1)
+        return weight * tf.reshape(tf.cast(real, weight.dtype), shape)
+
+    return x, y, tf.nest.map_structure(marked, weights[0])
+
+
+def one_at_least(part: Any, rows: tf.Tensor) -> Any:
+    """The part, or one row of zeros if all of its records were damaged."""
+    return tf.cond(rows > 0, lambda: part, lambda: tf.nest.map_structure(_one_of_zeros, part))
+
+
+def _one_of_zeros(rows: tf.Tensor) -> tf.Tensor:
+    return tf.zeros([1, *tf.unstack(tf.shape(rows)[1:])], rows.dtype)

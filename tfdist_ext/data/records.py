@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.files import FileReader, files_of
+from tfdist_ext.data.files import HEADER, TAIL, FileReader, crc32c, files_of, indexes_of, masked
 from tfdist_ext.data.ordered import OrderedDataset
-from tfdist_ext.data.record_index import HEADER, TAIL, crc32c, indexes_of, masked
 from tfdist_ext.data.sources import Fingerprint, digest
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import shown
@@ -92,7 +91,7 @@ class RecordFiles:
         # The number of the first record of each file, and the number of all records.
         self._first = np.cumsum([0, *(index.records for index in self._indexes)], dtype=np.int64)
         if len(self) == 0:
-            raise DataError(f"the files must have at least 1 record, got none in {shown(files)}.")
+            raise DataError(f"there are no records in the files: {shown(files)}.")
         self._open = functools.lru_cache(_MOST_OPEN)(self._opened)
         self._lock = threading.Lock()
         self._parse = parse
@@ -212,7 +211,7 @@ class RecordFiles:
         """The output of `parse` for many records, checked to have a row for each."""
 
         def checked(output: tf.Tensor) -> tf.Tensor:
-            message = "parse with batched=True must return a row for each record, got more or fewer"
+            message = "parse with batched=True returned more or fewer rows than records"
             rows = tf.debugging.assert_equal(tf.shape(output)[0], tf.size(payloads), message)
             with tf.control_dependencies([rows]):
                 return tf.identity(output)

@@ -12,8 +12,14 @@ from typing import NamedTuple, TypeAlias
 import tensorflow as tf
 
 from tfdist_ext.cluster import ClusterConfig, Task
-from tfdist_ext.data.files import Patterns, files_of, stamp_of
-from tfdist_ext.data.record_index import FILES_AT_ONCE, begins_with_record, indexes_of
+from tfdist_ext.data.files import (
+    FILES_AT_ONCE,
+    Patterns,
+    begins_with_record,
+    files_of,
+    indexes_of,
+    stamp_of,
+)
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int, shown
 from tfdist_ext.user_frames import filter_traceback

@@ -61,7 +61,7 @@ class Arrays:
             for path, array in keras.tree.flatten_with_path(self._arrays)
         }
         if not self._named:
-            raise DataError("arrays must hold at least one array, got an empty structure.")
+            raise DataError("arrays is an empty structure. It needs at least one array.")
         for name, array in self._named.items():
             if array.ndim == 0:
                 raise DataError(
@@ -70,7 +70,7 @@ class Arrays:
         lengths = {name: len(array) for name, array in self._named.items()}
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"{name} has {rows}" for name, rows in lengths.items())
-            raise DataError(f"all arrays must have the same number of rows, got {listed}.")
+            raise DataError(f"the arrays have different numbers of rows: {listed}.")
         self._rows = next(iter(lengths.values()))
         self.element_spec = tf.nest.map_structure(
             lambda array: tf.TensorSpec([None, *array.shape[1:]], array.dtype), self._arrays

@@ -69,7 +69,6 @@ def launch(
     from tfdist_ext.launch.plan import LaunchPlan
     from tfdist_ext.launch.restarts import RestartPolicy, run_with_restarts
     from tfdist_ext.launch.run import Limits
-    from tfdist_ext.launch.stop_signals import StopSignals
 
     tasks = {"workers": workers, "chief": chief, "ps": ps, "evaluator": evaluator}
     numbers = ", ".join(f"{name}={value}" for name, value in tasks.items() if value)
@@ -79,7 +78,7 @@ def launch(
         exit_codes.STALL_TIMEOUT: f"{exit_codes.USUAL_STALL_TIMEOUT:g}",
         **os.environ,
     }
-    policy, stop = RestartPolicy(max_restarts, workers, workers), StopSignals()
+    policy, stop = RestartPolicy(max_restarts, workers, workers), exit_codes.StopSignals()
     with tempfile.TemporaryDirectory(prefix="tfdist-") as made:  # no one else may write there
         folder = Path(made)
 

@@ -1,4 +1,4 @@
-"""The exit statuses and environment variables that the launcher and its tasks agree on.
+"""What the launcher and its tasks agree on: exit statuses, environment variables, and signals.
 
 The statuses are conventions of others. As in Kubeflow, a task with a status from 128 may be started
 again. TensorFlow's PreemptionCheckpointHandler exits with 143, the status after SIGTERM.
@@ -6,11 +6,15 @@ again. TensorFlow's PreemptionCheckpointHandler exits with 143, the status after
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shlex
+import signal
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 
 __all__ = [
     "COMMAND",
@@ -22,6 +26,7 @@ __all__ = [
     "STALL_TIMEOUT",
     "STARTS_AGAIN",
     "USUAL_STALL_TIMEOUT",
+    "StopSignals",
     "command_line",
     "is_started_again",
     "stall_timeout",
@@ -31,6 +36,9 @@ DONE = 0
 FAILED = 1  # as all others up to 127: the next start would fail again
 RESTART = 138  # 128 + SIGUSR1: "start me again"
 PREEMPTED = 143  # 128 + SIGTERM: "start me again, and do not count it"
+
+# Seconds in which the same signal again is the same request: timeout(1) sends two.
+_SAME = 1.0
 
 # In the environment of tasks.
 PREEMPTION_SIGNAL = "TFDIST_PREEMPTION_SIGNAL"  # the name of a signal like SIGTERM
@@ -64,3 +72,54 @@ def command_line() -> str | None:
     if hasattr(sys, "ps1") or not sys.argv[0]:
         return None
     return shlex.join(sys.orig_argv)
+
+
+class StopSignals:
+    """SIGINT, SIGTERM, SIGHUP and the preemption signal, sent to this process.
+
+    The first signal ends the run, and no other start follows. A later signal kills the tasks.
+
+    Attributes:
+        preemption: the signal that asks the training to save, beside SIGTERM.
+        first: the signal that came first; None before that.
+        notify: called in the handler with each signal that is a new request; None while nothing
+            runs.
+    """
+
+    def __init__(self, preemption: signal.Signals = signal.SIGTERM) -> None:
+        self.preemption = preemption
+        self.first: signal.Signals | None = None
+        self.notify: Callable[[signal.Signals], None] | None = None
+        self._at = 0.0
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        """Scope in which the signals are handled; outside of the main thread it changes nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        wanted = {signal.SIGINT, signal.SIGTERM, self.preemption}
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored: nohup
+            wanted.add(signal.SIGHUP)
+        before = {number: signal.signal(number, self._handle) for number in wanted}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                # None: a handler that was not set from Python cannot be given back.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    @property
+    def status(self) -> int:
+        """The exit status of a run that the first signal has ended, as shells give it."""
+        assert self.first is not None
+        return PREEMPTED if self.first == self.preemption else 128 + self.first
+
+    def _handle(self, number: int, _: object) -> None:
+        now = time.monotonic()
+        if self.first is None:
+            self.first, self._at = signal.Signals(number), now
+        elif number == self.first and now - self._at < _SAME:
+            return
+        if self.notify is not None:
+            self.notify(signal.Signals(number))

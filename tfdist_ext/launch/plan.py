@@ -122,17 +122,17 @@ def task_counts(
     check_int(ps, "--ps", error=LaunchError)
     if ps and not workers:
         raise LaunchError(
-            f"--ps must come with workers, got --ps {ps} alone: parameter servers only hold"
-            " variables. Add --workers 1 or more."
+            f"--ps {ps} needs workers, because parameter servers only hold variables. Add --workers"
+            " 1 or more."
         )
     if ps and not has_chief:
         raise LaunchError(
-            f"--ps must come with a chief, got --ps {ps} without one: the chief is the coordinator"
-            " of the training. Leave out --no-chief or --ps."
+            f"--ps {ps} needs a chief, which is the coordinator of the training. Leave out"
+            " --no-chief or --ps."
         )
     if not workers and not has_chief:
         raise LaunchError(
-            "at least one task must train, got --workers 0 and no chief; add --workers 1 or more"
+            "no task would train, with --workers 0 and no chief. Add --workers 1 or more."
         )
     counts = {"chief": int(has_chief), "worker": workers, "ps": ps, "evaluator": int(evaluator)}
     return {job: count for job, count in counts.items() if count}

@@ -53,8 +53,8 @@ def reserve_ports(count: int) -> Iterator[tuple[int, ...]]:
                 lock.close()
         if len(ports) < count:
             raise LaunchError(
-                f"{count} ports must be free, got {len(ports)}; end what uses them, ask for fewer"
-                " tasks, or raise the limit of open files (ulimit -n)"
+                f"only {len(ports)} of {count} ports are free. End what uses them, ask for fewer"
+                " tasks, or raise the limit of open files (ulimit -n)."
             )
         yield tuple(ports)
 
@@ -120,7 +120,7 @@ def gpus_of(env: Mapping[str, str]) -> list[str]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise LaunchError(
-            f"nvidia-smi must list the GPUs, got {error}; set CUDA_VISIBLE_DEVICES to those to use,"
-            " or to -1 for none"
+            f"nvidia-smi failed: {error}. Set CUDA_VISIBLE_DEVICES to the GPUs to use, or to -1 for"
+            " none."
         ) from error
     return done.stdout.split()

@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TextIO, TypeAlias
 
-from tfdist_ext.launch.exit_codes import FAILED, PREEMPTED, PREEMPTION_SIGNAL, RESTART
+from tfdist_ext.launch.exit_codes import FAILED, PREEMPTED, PREEMPTION_SIGNAL, RESTART, StopSignals
 from tfdist_ext.launch.output import Blame, Printer
 from tfdist_ext.launch.plan import LaunchPlan
 from tfdist_ext.launch.processes import StartProcess, TaskProcess, Tasks, start_process
-from tfdist_ext.launch.stop_signals import StopSignals
 
 __all__ = ["Limits", "RunResult", "run_plan"]
 

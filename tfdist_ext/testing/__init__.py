@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tfdist_ext.errors import TaskError as TaskError
-    from tfdist_ext.testing.assertions import (
+    from tfdist_ext.testing.conformance import StrategyConformance as StrategyConformance
+    from tfdist_ext.testing.conformance import (
         assert_same_on_all_replicas as assert_same_on_all_replicas,
     )
-    from tfdist_ext.testing.assertions import (
+    from tfdist_ext.testing.conformance import (
         assert_trains_like_one_device as assert_trains_like_one_device,
     )
-    from tfdist_ext.testing.conformance import StrategyConformance as StrategyConformance
     from tfdist_ext.testing.matrix import logical_cpus as logical_cpus
     from tfdist_ext.testing.matrix import strategy_matrix as strategy_matrix
     from tfdist_ext.testing.tasks import run_tasks as run_tasks
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _HOME = {
     "StrategyConformance": "testing.conformance",
     "TaskError": "errors",
-    "assert_same_on_all_replicas": "testing.assertions",
-    "assert_trains_like_one_device": "testing.assertions",
+    "assert_same_on_all_replicas": "testing.conformance",
+    "assert_trains_like_one_device": "testing.conformance",
     "logical_cpus": "testing.matrix",
     "run_tasks": "testing.tasks",
     "strategy_matrix": "testing.matrix",

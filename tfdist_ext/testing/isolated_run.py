@@ -81,15 +81,15 @@ def needs_of(item: pytest.Item, strategy: str | None) -> Needs:
     timeout = counts.pop("timeout")
     if mark.args or not counts:
         raise LaunchError(
-            f"tfdist_cluster must get numbers of tasks by name, got {mark.args!r}: write"
+            f"tfdist_cluster takes numbers of tasks by name, not {mark.args!r}. Write"
             " @pytest.mark.tfdist_cluster(worker=2, ps=1)."
         )
     check_timeout(timeout)
     tasks_of(counts)
     if case is not None and case.workers not in (0, counts.get("worker")):
         raise StrategyError(
-            f"the mark and the strategy of a test must agree on the number of workers, got"
-            f" {counts} and {case.name}, which has {case.workers} workers: remove one of them."
+            f"the mark of the test says {counts}, and its strategy {case.name} has"
+            f" {case.workers} workers. Remove one of them."
         )
     return Needs(counts, cpus, timeout)
 
@@ -102,7 +102,7 @@ def _cpus_of(item: pytest.Item) -> int:
     if len(mark.args) != 1 or mark.kwargs or type(mark.args[0]) is not int or mark.args[0] < 1:
         got = ", ".join([*map(repr, mark.args), *(f"{k}={v!r}" for k, v in mark.kwargs.items())])
         raise StrategyError(
-            f"tfdist_logical_cpus must get one integer from 1, got ({got}): write"
+            f"tfdist_logical_cpus takes one integer from 1, not ({got}). Write"
             " @pytest.mark.tfdist_logical_cpus(4)."
         )
     return mark.args[0]

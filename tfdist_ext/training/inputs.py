@@ -22,13 +22,15 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.data.ordered import Order, sorted_at_random
-from tfdist_ext.data.pipelines import in_parallel, takes_elements, without_autotune
-from tfdist_ext.data.rows import (
+from tfdist_ext.data.pipelines import (
     SHARED_TENSOR,
     batch_size_of,
     checked_batch_size,
+    in_parallel,
     named_parts,
     rows_between,
+    takes_elements,
+    without_autotune,
 )
 from tfdist_ext.data.shards import bounds
 from tfdist_ext.errors import TrainingError

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.testing.conformance.strategy_case import (
+from tfdist_ext.testing.conformance.replica_checks import (
     RUN_MODES,
     StrategyCase,
     expect_equal,

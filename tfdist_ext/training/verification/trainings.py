@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.rows import batch_size_of, rows_between
+from tfdist_ext.data.pipelines import batch_size_of, rows_between
 from tfdist_ext.errors import TfDistError, TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.model import check_counts, distribute

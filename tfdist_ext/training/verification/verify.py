@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.rows import rows_between
+from tfdist_ext.data.pipelines import rows_between
 from tfdist_ext.errors import TfDistError, TrainingError
 from tfdist_ext.training.building.build import batch_normalization_layers
 from tfdist_ext.training.protocols import Structure
