@@ -104,12 +104,12 @@ def test_what_is_no_function_of_a_shard(function: Any, message: str) -> None:
 
 def test_what_the_function_returns_is_checked() -> None:
     with pytest.raises(
-        DataError, match=r"function must return a tf\.data\.Dataset, got \[1, 2\] for shard 0"
+        DataError, match=r"the function returned \[1, 2\] for shard 0 of 1, not a tf\.data"
     ):
         from_dataset_fn(lambda shard: [1, 2]).dataset()
     with pytest.raises(DataError, match=r"has single examples.*or give global_batch_size"):
         from_dataset_fn(of_shard).dataset()
-    with pytest.raises(DataError, match=r"must be at least 3, got .* for shard 0 of 3"):
+    with pytest.raises(DataError, match=r"leaves no example for shard 0 of 3"):
         from_dataset_fn(of_shard, global_batch_size=2).dataset(Shard(0, 3))
     with pytest.raises(DataError, match="global_batch_size must be an integer of at least 1"):
         from_dataset_fn(of_shard, global_batch_size=0)

@@ -53,7 +53,7 @@ WRONG_MARKS = {
     "tfdist_cluster(2)": "tfdist_cluster takes numbers of tasks by name, not (2,). Write"
     " @pytest.mark.tfdist_cluster(worker=2, ps=1).",
     "tfdist_logical_cpus(4, cores=2)": "tfdist_logical_cpus takes one integer from 1, not (4,"
-    " cores=2): write @pytest.mark.tfdist_logical_cpus(4).",
+    " cores=2). Write @pytest.mark.tfdist_logical_cpus(4).",
 }
 
 
