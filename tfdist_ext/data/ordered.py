@@ -293,7 +293,7 @@ class OrderedDataset(ShardedDataset):
         if state["seed"] != self.order.seed:
             raise DataError(
                 f"the seed is {self.order.seed}, and that of the saved position is"
-                f" {state['seed']}. Use the same seed."
+                f" {state['seed']!r}. Use the same seed."
             )
         epoch = check_int(state["epoch"], "the position's epoch", error=DataError)
         done = check_int(
