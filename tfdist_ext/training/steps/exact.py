@@ -339,15 +339,10 @@ def _clear_losses(context: StepContext, original: Original, layer: keras.Layer) 
     A layer keeps the ids of its losses, and all replicas share the layer. While a replica waits for
     the others in the middle of its step, their calls of the layer would drop its losses.
     """
-    del context
-    if (scope := _scope()) is None:
+    scope = stateless_scope()
+    if not isinstance(scope, ReplicaScope):
         return original(layer)
     scope.forget_losses(layer)
-
-
-def _scope() -> ReplicaScope | None:
-    scope = stateless_scope()
-    return scope if isinstance(scope, ReplicaScope) else None
 
 
 def _added_loss(

@@ -43,7 +43,6 @@ __all__ = [
     "ReplicaScope",
     "StepScope",
     "assign_each",
-    "assign_written",
     "check_equal",
     "check_value",
     "metric_in_inner_graph",
@@ -188,8 +187,8 @@ class ReplicaScope(StepScope):
         To be called in the replica's context, after the scope.
 
         Returns:
-            By the number of a watched variable, as a string, the means that are left for
-            `assign_written`. They are equal on all replicas.
+            By the number of a watched variable, as a string, the means that are left to be assigned
+            after the step. They are equal on all replicas.
         """
         collected = [each for key, each in self._watched.items() if key in self.state_mapping]
         variables: list[Any] = [variable for _, variable in collected]
@@ -437,23 +436,6 @@ def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
         kind = keras.Model if isinstance(layer, keras.Model) else keras.Layer
         found += kind.metrics.fget(layer)
     return list({id(metric): metric for metric in found}.values())
-
-
-def assign_written(
-    strategy: tf.distribute.Strategy,
-    watched: Sequence[keras.Variable],
-    written: dict[str, tf.Tensor],
-) -> None:
-    """Assign what the replicas' steps wrote, in cross-replica context.
-
-    Args:
-        watched: as given to the ReplicaScope.
-        written: from `ReplicaScope.written`, as `strategy.run` returned it.
-    """
-    variables = [watched[int(number)] for number in written]
-    # The value is equal on all replicas, so any of them will do.
-    values = [strategy.experimental_local_results(value)[0] for value in written.values()]
-    assign_each(strategy, variables, values)
 
 
 def assign_each(

@@ -37,7 +37,7 @@ from tfdist_ext.training.steps.scope import (
     OwnCopies,
     OwnOutputs,
     ReplicaScope,
-    assign_written,
+    assign_each,
     metrics_and_others,
     metrics_of,
     observed_metrics,
@@ -57,9 +57,9 @@ __all__ = ["ModelStep", "OneTrace", "trace_for_each"]
 OneTrace: TypeAlias = Literal["auto", True, False]
 
 
-# The result of a step on one replica: the metrics' states after it, stacked; new values of other
-# variables, for `assign_written`; its outputs; and when it was ready, if there is a timer. Outputs
-# are contributions to means over all rows, by name, or predictions.
+# The result of a step on one replica: the metrics' states after it, stacked; by number, means to be
+# assigned to other variables; its outputs; and when it was ready, if there is a timer. Outputs are
+# contributions to means over all rows, by name, or predictions.
 ReplicaResult: TypeAlias = tuple[list[tf.Tensor], dict[str, tf.Tensor], Any, tf.Tensor | None]
 
 
@@ -180,7 +180,9 @@ class ModelStep:
         ):
             results = self._results(batch, states, rows)
         states, written, outputs, ready = map(list, zip(*results, strict=True))
-        assign_written(self.reduction.strategy, self._others, written[0])
+        variables = [self._others[int(number)] for number in written[0]]
+        # The value is equal on all replicas, so any of them will do.
+        assign_each(self.reduction.strategy, variables, written[0].values())
         if self.timer is not None:
             self.timer.step_is_done(ready)
         return states, outputs
