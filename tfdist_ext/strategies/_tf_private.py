@@ -55,6 +55,7 @@ NAMES = PrivateNames(
         "eager.context.device_policy": "copies from device to device",
         "eager.polymorphic_function.atomic_function.AtomicFunction": "functions that replicas call",
         "eager.polymorphic_function.atomic_function.make_call_op_in_graph": "the same",
+        "eager.record.could_possibly_record": "gradients of the global batch",
         "eager.record.stop_recording": "initial values that tapes do not see",
         "grappler.cluster.Cluster": "functions that replicas call, optimized once",
         "grappler.cluster.device_properties_pb2": "the same",
@@ -186,6 +187,11 @@ def outside_of_tapes() -> contextlib.AbstractContextManager[None]:
     Private because `tape.stop_recording` needs the tape.
     """
     return NAMES("eager.record.stop_recording")()
+
+
+def is_recording() -> bool:
+    """Whether any gradient tape records in this thread. Private: a tape knows no other tapes."""
+    return NAMES("eager.record.could_possibly_record")()
 
 
 @contextlib.contextmanager

@@ -6,9 +6,6 @@ All turns of a loop in the graph make a collective with one key, and what goes u
 have one shape. So each size needs a key of its own. TensorFlow keeps what it knows of a key as
 long as the process lives, and asks the first worker about each new one: keys must be few. Values
 are padded to one of `SIZES`, of which there are four in an octave.
-
-Sparse gradients (`tf.IndexedSlices`) of one dtype are put into one vector, so that one collective
-gathers all of them.
 """
 
 from __future__ import annotations
@@ -28,21 +25,17 @@ __all__ = [
     "OTHER",
     "SIZES",
     "STATISTIC",
-    "KeysOfSize",
     "Reduced",
+    "Scope",
     "all_reduce",
-    "batch_reduce_to",
-    "from_vectors",
-    "in_one_vector",
     "key_of_size",
-    "padded",
     "padded_to_size",
     "reduce_parts",
     "tells_what_it_reduces",
 ]
 
-# Makes a scope in which collectives have the keys of a size, one of `SIZES`.
-KeysOfSize: TypeAlias = Callable[[tf.Tensor], AbstractContextManager[None]]
+# Makes a scope of reductions.
+Scope: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 Kind = Literal["gradient", "metric", "statistic", "assignment", "other"]
 
@@ -76,23 +69,24 @@ def all_reduce(
     op: tf.distribute.ReduceOp,
     values: Sequence[Value],
     what: Sequence[Reduced],
-    keys: KeysOfSize | None = None,
+    scope: Scope = contextlib.nullcontext,
 ) -> list[Value]:
     """`ReplicaContext.all_reduce` of a list, which tells a StrategyTemplate what the values are.
 
     It has no gradient.
 
     Args:
-        keys: given with a single value whose size may change from step to step.
+        scope: opened around the reduction, which may run in another thread.
     """
     context = tf.distribute.get_replica_context()
     if reduce := all_reduce_in_replica(context.strategy.extended):
-        with _scope_of_keys(keys, values[0]):
+        with scope():
             options = tf.distribute.experimental.CommunicationOptions()
             return list(reduce(op, list(values), options))
 
     def of_all(strategy: tf.distribute.Strategy, *parts: Any) -> Any:
-        return reduce_parts(strategy, op, parts, what, keys)
+        with scope():
+            return reduce_parts(strategy, op, parts, what)
 
     return list(context.merge_call(of_all, args=tuple(values)))
 
@@ -102,40 +96,18 @@ def reduce_parts(
     op: tf.distribute.ReduceOp,
     parts: Sequence[Any],
     what: Sequence[Reduced],
-    keys: KeysOfSize | None = None,
 ) -> list[Any]:
-    """Values per replica, each reduced to where it came from; in cross-replica context.
-
-    Args:
-        keys: given with a single value whose size may change from step to step.
-    """
+    """Values per replica, each reduced to where it came from; in cross-replica context."""
     # With one replica a part is a tensor, and its device is its destination.
     pairs = [(part, part.device if isinstance(part, tf.Tensor) else part) for part in parts]
-    with _scope_of_keys(keys, strategy.experimental_local_results(parts[0])[0]):
-        return batch_reduce_to(strategy, op, pairs, what)
-
-
-def _scope_of_keys(keys: KeysOfSize | None, value: Value) -> AbstractContextManager[None]:
-    if keys is None:
-        return contextlib.nullcontext()
-    return keys(tf.size(value.values if isinstance(value, tf.IndexedSlices) else value))
+    if tells_what_it_reduces(strategy):
+        return list(strategy.extended.batch_reduce_described(op, pairs, what))
+    return list(strategy.extended.batch_reduce_to(op, pairs))
 
 
 def tells_what_it_reduces(strategy: tf.distribute.Strategy) -> bool:
     """Whether it is a StrategyTemplate: its hook is told what each value is."""
     return hasattr(strategy.extended, "batch_reduce_described")
-
-
-def batch_reduce_to(
-    strategy: tf.distribute.Strategy,
-    op: tf.distribute.ReduceOp,
-    pairs: Sequence[tuple[Any, Any]],
-    what: Sequence[Reduced],
-) -> list[Any]:
-    """`extended.batch_reduce_to`, which tells a StrategyTemplate what the values are."""
-    if tells_what_it_reduces(strategy):
-        return list(strategy.extended.batch_reduce_described(op, pairs, what))
-    return list(strategy.extended.batch_reduce_to(op, pairs))
 
 
 # 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...
@@ -163,54 +135,3 @@ def key_of_size(key: int | tf.Tensor, size: tf.Tensor) -> tf.Tensor:
 def _number(size: tf.Tensor) -> tf.Tensor:
     sizes = tf.constant(SIZES, tf.int64)
     return tf.searchsorted(sizes, tf.reshape(tf.cast(size, tf.int64), [1]))[0]
-
-
-def padded(slices: tf.IndexedSlices, count: tf.Tensor) -> tf.IndexedSlices:
-    """Slices, and after them zeros for an index that they have, so that there are `count`."""
-    more = count - tf.size(slices.indices, tf.int64)
-    index = tf.concat([slices.indices[:1], tf.zeros([1], slices.indices.dtype)], 0)[0]
-    rest = tf.shape(slices.values, tf.int64)[1:]
-    zeros = tf.zeros(tf.concat([[more], rest], 0), slices.values.dtype)
-    return tf.IndexedSlices(
-        tf.concat([slices.values, zeros], 0),
-        tf.concat([slices.indices, tf.fill([more], index)], 0),
-        slices.dense_shape,
-    )
-
-
-def in_one_vector(gradients: Sequence[tf.IndexedSlices]) -> tf.Tensor:
-    """The values and the indices of gradients of one dtype, in a vector of that dtype.
-
-    An index becomes one or more elements with its 64 bits, which no one may compute with.
-    """
-    pieces = []
-    for slices in gradients:
-        words = tf.bitcast(tf.cast(slices.indices, tf.int64), slices.dtype)
-        pieces += [tf.reshape(slices.values, [-1]), tf.reshape(words, [-1])]
-    return tf.concat(pieces, 0)
-
-
-def from_vectors(
-    gathered: tf.Tensor, replicas: int, gradients: Sequence[tf.IndexedSlices]
-) -> list[tf.IndexedSlices]:
-    """The slices of all replicas for each gradient, those of the first replica first.
-
-    Args:
-        gathered: the vectors of all replicas, each of them padded to one size.
-        gradients: this replica's, as `in_one_vector` got them; the others have as many slices.
-    """
-    vectors = tf.reshape(gathered, [replicas, -1])
-    words = max(1, tf.int64.size // vectors.dtype.size)  # of an index
-    sizes = []
-    for slices in gradients:
-        sizes += [tf.size(slices.values), tf.size(slices.indices) * words]
-    rest = tf.shape(vectors)[1] - tf.add_n(sizes)
-    pieces = tf.split(vectors, tf.stack([*sizes, rest]), axis=1, num=len(sizes) + 1)
-    found = []
-    for slices, values, indices in zip(gradients, pieces[::2], pieces[1::2], strict=False):
-        shape = tf.concat([[replicas * tf.size(slices.indices)], tf.shape(slices.values)[1:]], 0)
-        values = tf.ensure_shape(tf.reshape(values, shape), [None, *slices.values.shape[1:]])
-        indices = tf.bitcast(tf.reshape(indices, [-1, words] if words > 1 else [-1]), tf.int64)
-        indices = tf.cast(indices, slices.indices.dtype)
-        found.append(tf.IndexedSlices(values, indices, slices.dense_shape))
-    return found

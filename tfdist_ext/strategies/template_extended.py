@@ -16,13 +16,13 @@ from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import shown
 from tfdist_ext.placement import VariableSpec
 from tfdist_ext.placement.live._tf_private import partitioned_variable_class
-from tfdist_ext.placement.live.creating import Where, is_partitioned, made_in_pieces
+from tfdist_ext.placement.live.creating import Where, is_partitioned, made_in_pieces, pieces_of
 from tfdist_ext.placement.live.initial_values import InitialValue
 from tfdist_ext.strategies import _tf_private as tp
 from tfdist_ext.strategies.one_machine import pick_devices
 from tfdist_ext.strategies.reductions import OTHER, Reduced
 
-__all__ = ["TemplateExtended", "check_owner"]
+__all__ = ["TemplateExtended"]
 
 
 class TemplateExtended(tf.distribute.StrategyExtended):
@@ -199,8 +199,24 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         reduced = []
         for pair, description in zip(pairs, what, strict=True):
             value, destinations = self._per_replica(*pair)
+            variable = description.variable
+            if description.kind == "gradient" and self._is_updated_once(variable):
+                destinations = pieces_of(self.owner_copy(variable))[0][0].device
             reduced.append(self._reduced(op, value.values, destinations, description))
         return reduced
+
+    def _is_updated_once(self, variable: tf.Variable) -> bool:
+        strategy = self._container_strategy()
+        copies = len(strategy.experimental_local_results(variable))
+        return strategy.has_own_updates or copies < len(self._devices)
+
+    def owner_copy(self, variable: tf.Variable) -> tf.Variable:
+        """The plain tf.Variable on whose device an update that is computed once is computed."""
+        strategy = self._container_strategy()
+        copies = strategy.experimental_local_results(variable)
+        copy = copies[_check_owner(strategy, strategy.owner(variable), variable) % len(copies)]
+        # One copy for all replicas comes in a wrapper that insists on its strategy.
+        return copy.get() if hasattr(copy, "get") else copy
 
     def _per_replica(self, value: Any, destinations: Any) -> tuple[Any, Any]:
         """A value per replica, and where it is needed; a tensor comes from every replica alike."""
@@ -267,7 +283,7 @@ def _what(value: Any, destinations: Any) -> Reduced:
     return OTHER
 
 
-def check_owner(strategy: tf.distribute.Strategy, number: Any, variable: tf.Variable) -> int:
+def _check_owner(strategy: tf.distribute.Strategy, number: Any, variable: tf.Variable) -> int:
     """The number that the hook `owner` returned.
 
     Raises:

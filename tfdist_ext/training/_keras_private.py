@@ -128,10 +128,9 @@ _REPLACED = {
         "keras.src.losses.loss:reduce_weighted_values",
     ),
     "average_loss": (
-        "marks a call of `tf.nn.compute_average_loss`, which must divide by the rows of all parts",
-        f"{_OPS}.losses.util:check_per_example_loss_rank",
+        "makes a sum over a part, divided by the rows of all parts, a mean over the part",
+        "tensorflow:nn.compute_average_loss",
     ),
-    "divide_average_loss": ("the same: the division itself", f"{_OPS}.math_ops:div_no_nan"),
     "added_loss": (
         "sums what a layer gives to add_loss, and a sum over a part's rows is no mean",
         "keras:Model._aggregate_additional_loss",
@@ -200,10 +199,6 @@ _REPLACED = {
     "collective_key": (
         "returns one key per size; TensorFlow uses one key for all turns of a loop",
         f"{_LAUNCHER}._next_instance_key",
-    ),
-    "reduce_slices": (
-        "gathers the slices of all tables in one collective",
-        f"{_LAUNCHER}.all_reduce_indexed_slices",
     ),
 }
 

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -20,7 +20,6 @@ NAMES = PrivateNames(
     {
         "distribute.mirrored_strategy.MirroredExtended": "variables of several workers",
         "eager.context.context": "the other workers",
-        "eager.record.could_possibly_record": "gradients of the global batch",
     },
 )
 
@@ -58,21 +57,6 @@ def has_coordination_service() -> bool:
     nowhere. It is the one channel between workers that works while a collective waits.
     """
     return _context().coordination_service is not None
-
-
-def gathered_values(
-    original: Callable[..., Any],
-    launcher: Any,
-    slices: tf.IndexedSlices,
-    options: tf.distribute.experimental.CommunicationOptions | None = None,
-) -> tf.IndexedSlices:
-    """Instead of `CollectiveReplicaLauncher.all_reduce_indexed_slices`: the values of all replicas.
-
-    Private because each public gathering asks for sizes first, which `padded_to_size` has made
-    equal, and gathers values and indices apart: three collectives instead of one.
-    """
-    gather = NAMES.of(launcher, "_all_gather", "gradients of tables")
-    return tf.IndexedSlices(gather(slices.values, options), slices.indices, slices.dense_shape)
 
 
 def insert_value(key: str, value: str) -> bool:
@@ -128,14 +112,6 @@ def abort_collectives(message: str) -> None:
     Private because there is no public way to end a collective that waits.
     """
     _context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
-
-
-def is_recording() -> bool:
-    """Whether any gradient tape records in this thread.
-
-    Private because a tape does not report other tapes.
-    """
-    return NAMES("eager.record.could_possibly_record")()
 
 
 def busy_workers() -> str:

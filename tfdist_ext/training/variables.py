@@ -33,8 +33,7 @@ from tfdist_ext.placement.live.creating import (
 )
 from tfdist_ext.strategies import StrategyTemplate
 from tfdist_ext.strategies._tf_private import with_scalar_conversions
-from tfdist_ext.strategies.template_extended import check_owner
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._keras_private import distribution_strategy_of, raw_value, step_variables
 
 __all__ = [
     "LocalCopies",
@@ -44,7 +43,6 @@ __all__ = [
     "copies_of_model",
     "copies_of_one_name",
     "default_strategy_scope",
-    "device_of_update",
     "is_updated_once",
     "local_copies",
     "local_copy",
@@ -76,7 +74,7 @@ class LocalCopies(keras.StatelessScope):
         super().__init__(initialize_variables=False)
         self._copy_of = copy_of
         self._used: dict[int, keras.Variable] = {}
-        self._of_steps = {id(v) for each in optimizers for v in kp.step_variables(each)}
+        self._of_steps = {id(v) for each in optimizers for v in step_variables(each)}
         # By variable and graph: the tensors of a cond or a loop cannot be used outside of it.
         self._read: dict[tuple[int, tf.Graph], tf.Tensor] = {}
 
@@ -131,13 +129,8 @@ class UpdatesInPlace:
                 with tf.device(piece.device), as_piece(number):
                     fn(var, *mine)
             return
-        with tf.device(device_of_update(var)):
+        with tf.device(pieces_of(var)[0][0].device):
             fn(var, *args)
-
-
-def device_of_update(copy: tf.Variable) -> str:
-    """The device that computes the update of a whole variable: that of its first piece."""
-    return str(pieces_of(copy)[0][0].device)
 
 
 def local_copies(
@@ -147,7 +140,7 @@ def local_copies(
 
     A variable in pieces has one copy, the ShardedVariable of its plain pieces.
     """
-    copies = strategy.experimental_local_results(kp.raw_value(variable))
+    copies = strategy.experimental_local_results(raw_value(variable))
     # One copy for all replicas comes in a wrapper that insists on its strategy.
     return [copy.get() if hasattr(copy, "get") else copy for copy in copies]
 
@@ -175,11 +168,9 @@ def copies_of_model(
 
 def owner_copy(variable: keras.Variable, strategy: tf.distribute.Strategy) -> tf.Variable:
     """The plain tf.Variable on which an update that is computed once is computed."""
-    number = 0
     if isinstance(strategy, StrategyTemplate):
-        raw = kp.raw_value(variable)
-        number = check_owner(strategy, strategy.owner(raw), raw)
-    return local_copy(variable, strategy, number)
+        return strategy.extended.owner_copy(raw_value(variable))
+    return local_copy(variable, strategy, 0)
 
 
 def is_updated_once(
@@ -210,7 +201,7 @@ def broadcast_from_owner(
             with tf.device(source.device):
                 value = source.read_value()
             take_value = functools.partial(take, source=source, value=value)
-            strategy.extended.update(kp.raw_value(variable), take_value, group=False)
+            strategy.extended.update(raw_value(variable), take_value, group=False)
 
 
 @contextlib.contextmanager
@@ -224,7 +215,7 @@ def default_strategy_scope(
         updates: what the optimizers see instead.
     """
     instead = _default_context().strategy if updates is None else updates
-    with _default_context(), kp.distribution_strategy_of(optimizers, instead):
+    with _default_context(), distribution_strategy_of(optimizers, instead):
         yield
 
 
@@ -288,11 +279,16 @@ def optimizers_of(
 ) -> dict[str, keras.optimizers.Optimizer]:
     """Returns attribute -> optimizer, also for optimizers in attributes that are lists or dicts."""
     found: dict[int, tuple[str, keras.optimizers.Optimizer]] = {}
-    for attribute, value in vars(model).items():
-        if attribute.startswith("_self_"):
-            continue  # TensorFlow's list of what is tracked, under other names
-        for name, optimizer in _optimizers_in(attribute, value):
-            found.setdefault(id(optimizer), (name, optimizer))
+    # TensorFlow's list of what is tracked has the same optimizers under other names.
+    names = [name for name in vars(model) if not name.startswith("_self_")]
+    waiting = [(name, vars(model)[name]) for name in reversed(names)]
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, keras.optimizers.Optimizer):
+            found.setdefault(id(value), (name, value))
+        elif isinstance(value, dict | list | tuple):
+            inside = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += reversed([(f"{name}.{key}", each) for key, each in inside])
     return dict(found.values())
 
 
@@ -314,15 +310,3 @@ def check_built(model: keras.Model) -> None:
                 f"the optimizer {type(model).__name__}.{name} has no variables. Call its"
                 " build(variables) in the function given to distribute(), after the model is built."
             )
-
-
-def _optimizers_in(name: str, value: object) -> Iterator[tuple[str, keras.optimizers.Optimizer]]:
-    inside: Iterable[tuple[object, object]] = ()
-    if isinstance(value, keras.optimizers.Optimizer):
-        yield name, value
-    elif isinstance(value, dict):
-        inside = value.items()
-    elif isinstance(value, list | tuple):
-        inside = enumerate(value)
-    for key, each in inside:
-        yield from _optimizers_in(f"{name}.{key}", each)

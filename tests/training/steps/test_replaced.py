@@ -255,7 +255,7 @@ def test_a_function_that_is_gone_is_missed_by_those_who_need_it(
         Replaced("moments", "keras:layers.BatchNormalization._moved", "sums"),
         *(replaced for replaced in REPLACED if replaced.key != "moments"),
     ]
-    monkeypatch.setattr("tfdist_ext.training._keras_private.REPLACED", tuple(moved))
+    monkeypatch.setattr("tfdist_ext.training.steps.replaced.REPLACED", tuple(moved))
     step_targets.cache_clear()
     try:
         tfd.distribute(classifier(), mirrored()).fit(X, Y, **FIT)

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist_ext.training.steps import rows
-from tfdist_ext.training.steps.rows import EqualTensors
+from tfdist_ext.training.steps.rows import EqualTensors, Lookups
 
 
 @functools.cache
@@ -88,30 +88,28 @@ def test_sums_are_equal() -> None:
 
 
 @tf.function(autograph=False)
-def slots(x: Any) -> Any:
+def parts_and_sum(x: Any) -> Any:
     """Of a table that is looked up by positions, by a column, and by distinct numbers."""
     distinct = tf.unique(tf.reshape(x, [-1]))[0]
     indices = tf.concat([tf.concat([tf.range(3), x[:, 0]], 0), distinct], 0)
     slices = tf.IndexedSlices(tf.ones([tf.size(indices), 2]), indices, tf.constant([9, 2]))
-    (_, found), numbers = rows.with_slots([slices], EqualTensors(x))
-    assert numbers == [0]
-    return found.values
+    lookups = Lookups(slices, EqualTensors(x))
+    assert lookups.has_keys == [True, False, True]
+    of_two = [
+        tf.IndexedSlices(*(tf.concat([each, each], 0) for each in (part.values, part.indices)))
+        for part in lookups.parts
+    ]
+    return [part.indices for part in lookups.parts], lookups.joined(of_two)
 
 
-def test_slots_of_the_lookups_of_one_table() -> None:
-    lookup = 2**24
-    found = slots(tf.constant([[5, 5], [6, 5]])).numpy().tolist()
-    assert found == [0, 1, 2, -1, -1, 2 * lookup, 2 * lookup]
-
-
-def test_slices_of_one_slot_are_summed() -> None:
-    """Two replicas with positions 0, 1 and 0, 1, 2, a shorter one of them padded, and a row."""
-    values, indices = tf.range(1.0, 9.0)[:, None], tf.constant([0, 1, 0, 4, 0, 1, 2, 4])
-    slots = tf.constant([0, 1, 0, -1, 0, 1, 2, -1], tf.int64)
-    sums = [tf.IndexedSlices(values, indices), tf.IndexedSlices(slots, indices)]
-    (total,) = rows.merged(sums, [0])
-    assert total.indices.numpy().tolist() == [0, 1, 4, 2, 4]
-    assert total.values[:, 0].numpy().tolist() == [9, 8, 4, 7, 8]
+def test_the_lookups_of_one_table() -> None:
+    """On two replicas with the same rows; a row of the batch has a slice for each."""
+    (positions, rows, distinct), total = parts_and_sum(tf.constant([[5, 5], [6, 5]]))
+    assert positions.numpy().tolist() == [0, 2**32 + 1, 2 * 2**32 + 2]
+    assert rows.numpy().tolist() == [5, 6]
+    assert distinct.numpy().tolist() == [5, 6]
+    assert total.indices.numpy().tolist() == [0, 1, 2, 5, 6, 5, 6, 5, 6]
+    assert total.values[:, 0].numpy().tolist() == [2, 2, 2, 1, 1, 1, 1, 2, 2]
 
 
 BLOCKS = {

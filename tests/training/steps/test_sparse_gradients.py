@@ -7,6 +7,7 @@ parts of 2.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import tensorflow as tf
 from training_cases import RNG, compiled, mirrored, plain_fit, strategy_of, weights_of
 
 import tfdist_ext as tfd
+from tfdist_ext.training.steps.context import StepContext
 
 LENGTH = 4
 TOKENS = RNG.integers(0, 7, (26, LENGTH))
@@ -138,3 +140,22 @@ def test_sparse_ids() -> None:
 
     ids = tf.sparse.from_dense(TOKENS.astype("int32"))
     assert_same_tables(build, strategy_of("central_storage", 3), (ids, Y), **FIT)
+
+
+def test_workers_gather_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two replicas of one process, which have 2 and 3 slices: sums need no keys there."""
+    monkeypatch.setattr(StepContext, "keys_of_size", lambda *_: contextlib.nullcontext())
+    strategy = mirrored(2)
+
+    def step() -> tuple[tf.Tensor, tf.Tensor]:
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        part = tf.constant(2), tf.constant(4), 2, 2, tf.ones([2, 1])
+        values = tf.fill([2 + number, 3], tf.cast(number + 1, tf.float32))
+        slices = tf.IndexedSlices(values, tf.range(2 + number) + 10 * number, tf.constant([20, 3]))
+        (total,) = StepContext(*part, between_workers=True).all_reduce([slices])
+        return total.values, total.indices
+
+    run = tf.function(lambda: strategy.run(step), autograph=False)
+    values, indices = (strategy.experimental_local_results(each)[0] for each in run())
+    assert indices.numpy().tolist() == [0, 1, 10, 11, 12]
+    assert values[:, 0].numpy().tolist() == [1, 1, 2, 2, 2]

@@ -36,8 +36,7 @@ from tfdist_ext.training.parameter_server.scope import WorkerScope, step_on_work
 from tfdist_ext.training.parameter_server.worker_data import Answer, ShardIterators, WorkerBatches
 from tfdist_ext.training.programs import Engine, Execution, StepProgram, step_of
 from tfdist_ext.training.protocols import Logs, Specs, Structure
-from tfdist_ext.training.steps.logs import OwnOutputs
-from tfdist_ext.training.steps.scope import metrics_and_others
+from tfdist_ext.training.steps.scope import OwnOutputs, metrics_and_others
 from tfdist_ext.training.variables import default_strategy_scope, optimizers_of
 from tfdist_ext.user_frames import warn
 
@@ -127,7 +126,6 @@ class ParameterServerProgram(StepProgram):
         self._step = step_of(model, kind)
         self._own = OwnOutputs(model, kind)
         self._metrics, others = metrics_and_others(model)
-        self._updated: set[int] = set()  # ids of metric variables that the step writes
         self._watched = [v for v in others if not v.trainable]
         self._counter: keras.Variable | None = None
         self._rate: keras.Variable | None = None
@@ -293,7 +291,6 @@ class ParameterServerProgram(StepProgram):
             outputs = self._own.others(self._step(batch), scope, [states], warns=True)
         scope.write_watched()
         self._counted = scope.counted
-        self._updated |= scope.updated
         after = [tf.cast(scope.get_current_value(v), tf.float64) for v in self._metrics]
         flat = [tf.zeros([0], tf.float64), *(tf.reshape(value, [-1]) for value in after)]
         return tf.concat(flat, axis=0), outputs
@@ -301,7 +298,7 @@ class ParameterServerProgram(StepProgram):
     def _logs(self, outputs: dict[str, np.ndarray]) -> Logs:
         values = zip(self._metrics, self._unpacked(self._totals), strict=True)
         with keras.StatelessScope(values):  # without reading them from servers
-            found = self._own.results(outputs, self._updated)
+            found = self._own.results(outputs)
         logs = {name: value.numpy() for name, value in sorted(found.items())}
         return {name: float(v) if v.ndim == 0 else v for name, v in logs.items()}
 

@@ -16,9 +16,14 @@ import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.steps.context import current_graph
-from tfdist_ext.training.steps.logs import StepScope, metrics_of, observed_metrics
 from tfdist_ext.training.steps.replaced import functions_in_place, step_targets, substitutes
-from tfdist_ext.training.steps.scope import metric_in_inner_graph, take_rows
+from tfdist_ext.training.steps.scope import (
+    StepScope,
+    metric_in_inner_graph,
+    metrics_of,
+    observed_metrics,
+    take_rows,
+)
 from tfdist_ext.training.variables import (
     UpdatesInPlace,
     optimizers_of,
@@ -37,9 +42,6 @@ class WorkerScope(StepScope):
         watched: variables that the step may write (moving statistics, seeds). What the step adds
             to them is added on the server at the end of the step.
         counter: the variable of `values` that counts steps. The scope counts its writes.
-
-    Attributes:
-        updated: ids of the given values that were written.
     """
 
     def __init__(
@@ -55,7 +57,6 @@ class WorkerScope(StepScope):
         self._watched = {id(variable): variable for variable in watched}
         self._before: dict[int, tf.Tensor] = {}  # of watched variables that were read
         self._graph = current_graph()
-        self.updated: set[int] = set()
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         key = id(variable)

@@ -4,15 +4,15 @@ A replica's step computes on its part what one device would compute on the whole
 counts with the fraction of the global batch's rows that the part has. `tfd.all_rows` gives the rows
 of all parts.
 
-Slices of sparse gradients (`tf.IndexedSlices`) may be summed; see `rows.with_slots`. Between
-workers, a value whose size may differ from step to step is padded; see
+Between workers, a value whose size may differ from step to step is padded; see
 `strategies/reductions.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -27,25 +27,20 @@ from tfdist_ext.strategies.reductions import (
     STATISTIC,
     Kind,
     Reduced,
-    from_vectors,
-    in_one_vector,
     key_of_size,
-    padded,
     padded_to_size,
 )
 from tfdist_ext.strategies.traced_replica import replica_number, sum_up
-from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training._tf_private import gathered_values
+from tfdist_ext.training._keras_private import raw_value
 from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.replaced import not_called, substitutes
 from tfdist_ext.training.steps.rows import (
     EqualTensors,
     Gradient,
-    merged,
-    with_slots,
+    Lookups,
     with_unknown_rows,
 )
-from tfdist_ext.training.steps.step_timer import ReplicaTimer
+from tfdist_ext.training.steps.step_timer import Waits
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = [
@@ -75,13 +70,10 @@ class StepContext:
         replicas: number of parts of the global batch, over all workers.
         local_replicas: number of parts on this worker.
         batch: the argument of the replica's step, a structure of tensors.
-        keras_step: whether the step is Keras's own, which passes its gradients to an optimizer
-            unchanged.
         between_workers: TensorFlow's collectives sum over workers.
-        timer: records the times of the step; None if nobody asks for times.
+        waits: records when the replica waits for others; None if nobody asks for times.
         cut_evenly: the parts are as `shards.bounds` cuts the global batch.
         batch_size: rows of a complete global batch; None if not known.
-        weight_shapes: the shapes of the model's variables.
 
     Attributes:
         rows_read: rows that the part's tensors have: one row where the part has none of its own.
@@ -94,8 +86,8 @@ class StepContext:
         called: the keys of the replaced functions that the step has called.
         has_all_rows_tensors: whether the step has called `all_rows`.
         computes_gradients: True while a gradient tape is computing gradients.
-        gradients_are_weighted: the gradients of Keras's own step are weighted with the part's
-            fraction of the rows, and are not summed yet.
+        gradients_are_weighted: the loss whose gradients are computed has the weight
+            `batch_fraction`.
         row_numbers: shuffled numbers of rows in the global batch.
     """
 
@@ -104,12 +96,10 @@ class StepContext:
     replicas: int
     local_replicas: int
     batch: Structure
-    keras_step: bool = False
     between_workers: bool = False
-    timer: ReplicaTimer | None = None
+    waits: Waits | None = None
     cut_evenly: bool = True
     batch_size: int | None = None
-    weight_shapes: Set[tuple[int | None, ...]] = frozenset()
 
     def __post_init__(self) -> None:
         self._batch_fraction = tf.cast(self.rows, tf.float64) / tf.cast(
@@ -144,15 +134,14 @@ class StepContext:
         """Returns (rows of the parts before this one, rows of all parts)."""
         if self._position is None:
             with outside_of_inner_graphs(self.graph):
-                number = replica_number()
                 if self.cut_evenly:
                     rows = tf.cast(self.global_rows, tf.int64)
-                    first, _ = bounds(rows, tf.cast(number, tf.int64), self.replicas)
+                    number = tf.cast(replica_number(), tf.int64)
+                    first, _ = bounds(rows, number, self.replicas)
                     self._position = first, rows
                 else:
-                    counts = self.of_replicas(self.rows[tf.newaxis])[:, 0]
-                    before = tf.where(tf.range(self.replicas) < number, counts, 0)
-                    self._position = tf.reduce_sum(before), tf.reduce_sum(counts)
+                    before, rows = self._before_and_all(self.rows[tf.newaxis])
+                    self._position = before[0], rows[0]
         return self._position
 
     def rows_in(self, value: tf.Tensor) -> Literal["part", "batch", "unclear"] | None:
@@ -247,9 +236,7 @@ class StepContext:
 
     def synchronize(self, function: Callable[[_Values], _Result], values: _Values) -> _Result:
         """Returns `function(values)`, in which this replica waits for the others."""
-        if self.timer is None:
-            return function(values)
-        return self.timer.synchronize(function, values)
+        return function(values) if self.waits is None else self.waits.synchronize(function, values)
 
     def all_reduce(
         self, values: Sequence[Gradient], what: Sequence[Reduced] | None = None
@@ -265,16 +252,25 @@ class StepContext:
         what = [STATISTIC] * len(values) if what is None else what
         for value, each in zip(values, what, strict=True):
             _set_shape(value, each)
-        parts, numbers = with_slots(values, self.equal)
-        what = [*what, *[OTHER] * len(numbers)]
-        summed = merged(self.synchronize(lambda mine: self._sums(mine, what), parts), numbers)
+        lookups = [Lookups(value, self.equal) for value in values]
+        parts = [part for each in lookups for part in each.parts]
+        of_parts = [
+            OTHER if has_keys else kind
+            for each, kind in zip(lookups, what, strict=True)
+            for has_keys in each.has_keys
+        ]
+        sums = iter(self.synchronize(lambda mine: self._sums(mine, of_parts), parts))
+        summed = [each.joined([next(sums) for _ in each.parts]) for each in lookups]
         self.equal.add(summed)
         return summed
 
-    def of_replicas(self, numbers: tf.Tensor) -> tf.Tensor:
-        """Returns the numbers (int64, a vector) of each replica, one row per replica."""
-        mine = tf.one_hot(replica_number(), self.replicas, dtype=tf.int64)[:, tf.newaxis] * numbers
-        return self.all_reduce([mine], [OTHER])[0]
+    def _before_and_all(self, counts: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the sums of a vector (int64) over the replicas before this one, and over all."""
+        number = tf.range(self.replicas)[:, tf.newaxis]
+        mine = tf.where(number == replica_number(), counts, 0)
+        (of_all,) = self.all_reduce([mine], [OTHER])
+        before = tf.where(number < replica_number(), of_all, 0)
+        return tf.reduce_sum(before, 0), tf.reduce_sum(of_all, 0)
 
     def _sums(self, values: Sequence[Gradient], what: Sequence[Reduced]) -> list[Gradient]:
         groups: dict[tuple[Any, ...], list[int]] = {}
@@ -304,7 +300,9 @@ class StepContext:
         """Sums dense tensors of one dtype; each has one shape on all workers."""
         sizes = [tf.size(value) for value in values]
         flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
-        (total,) = sum_up([padded_to_size(flat)], what[:1], self.keys_of_size)
+        padded = padded_to_size(flat)
+        keys = functools.partial(self.keys_of_size, tf.size(padded))
+        (total,) = sum_up([padded], what[:1], keys)
         pieces = tf.split(total[: tf.size(flat)], tf.stack(sizes), num=len(values))
         return [
             tf.ensure_shape(tf.reshape(piece, tf.shape(value)), value.shape)
@@ -314,26 +312,37 @@ class StepContext:
     def _sum_of_slices(
         self, values: Sequence[tf.IndexedSlices], what: Sequence[Reduced]
     ) -> list[tf.IndexedSlices]:
-        """Gathers the slices of all replicas, for all tables of one dtype in one collective."""
+        """Gathers the slices of all replicas, for all tables of one dtype in two collectives."""
         counts = tf.stack([tf.size(value.indices, tf.int64) for value in values])
-        most = tf.unstack(tf.reduce_max(self.of_replicas(counts), axis=0), len(values))
-        alike = [padded(slices, number) for slices, number in zip(values, most, strict=True)]
-        # `keys_of_size` makes a gathering of the reduction of slices.
-        vector = tf.IndexedSlices(padded_to_size(in_one_vector(alike)), tf.zeros([1], tf.int64))
-        (gathered,) = sum_up([vector], what[:1], self.keys_of_size)
-        return from_vectors(gathered.values, self.replicas, alike)
+        places = [tf.unstack(each, len(values)) for each in self._before_and_all(counts)]
+        tensors = [value.values for value in values]
+        indices = [tf.cast(value.indices, tf.int64) for value in values]
+        tensors, indices = (
+            self._sum_of_elements(list(map(among_zeros, each, *places)), what)
+            for each in (tensors, indices)
+        )
+        return [
+            tf.IndexedSlices(tensor, tf.cast(index, value.indices.dtype), value.dense_shape)
+            for tensor, index, value in zip(tensors, indices, values, strict=True)
+        ]
 
     @contextlib.contextmanager
     def keys_of_size(self, size: tf.Tensor) -> Iterator[None]:
-        """Scope in which collectives have the keys of a size, and slices are gathered."""
+        """Scope in which collectives have the keys of a size."""
 
         def key(original: Callable[..., int], launcher: object) -> tf.Tensor:
             return key_of_size(original(launcher), size)
 
-        with substitutes({"collective_key": key, "reduce_slices": gathered_values}, self.called):
+        with substitutes({"collective_key": key}, self.called):
             yield
         if "collective_key" not in self.called:
             raise not_called("collective_key")
+
+
+def among_zeros(value: tf.Tensor, before: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+    """Returns the rows of a tensor in their places among `count` rows, of which others are 0."""
+    after = count - before - tf.shape(value, tf.int64)[0]
+    return tf.pad(value, [[before, after], *[[0, 0]] * (value.shape.rank - 1)])
 
 
 # Of this thread: TensorFlow runs each replica in a thread of its own.
@@ -413,8 +422,7 @@ def gather_rows(context: StepContext, values: Sequence[tf.Tensor]) -> list[tf.Te
             # Collectives sum few types of integers.
             dtype = tensor.dtype if tensor.dtype.is_floating else tf.int64
             mine = tf.cast(tensor, dtype)[: context.rows]
-        others = [[0, 0]] * (tensor.shape.rank - 1)
-        padded.append(tf.pad(mine, [[before, count - before - context.rows], *others]))
+        padded.append(among_zeros(mine, before, count))
     gathered = []
     for tensor, total in zip(tensors, _totals(context, padded), strict=True):
         rows = tf.cast(total, tensor.dtype)
@@ -470,7 +478,7 @@ def _set_shape(value: Gradient, what: Reduced) -> None:
 def reduced_for(kind: Kind, variable: keras.Variable | tf.Variable) -> Reduced:
     """Returns what a value of this kind for a variable is."""
     path = getattr(variable, "path", "")
-    raw = kp.raw_value(variable) if isinstance(variable, keras.Variable) else variable
+    raw = raw_value(variable) if isinstance(variable, keras.Variable) else variable
     return Reduced(kind=kind, variable=raw, path=path or raw.name.removesuffix(":0"))
 
 

@@ -6,10 +6,9 @@ whole batch. docs/exactness.md states the rules; each function here is a part of
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -17,10 +16,9 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.strategies.reductions import OTHER, batch_reduce_to
+from tfdist_ext.strategies._tf_private import is_recording
 from tfdist_ext.strategies.traced_replica import computed_once, replica_id
-from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training._tf_private import is_recording
+from tfdist_ext.training._keras_private import stateless_scope, trained_by
 from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.context import (
     StepContext,
@@ -30,8 +28,8 @@ from tfdist_ext.training.steps.context import (
     running_step,
 )
 from tfdist_ext.training.steps.random_numbers import RANDOM, rows_at
-from tfdist_ext.training.steps.replaced import Original, Target, substitutes
-from tfdist_ext.training.steps.rows import Gradient, compared_rows, merged, with_slots
+from tfdist_ext.training.steps.replaced import Original, Target
+from tfdist_ext.training.steps.rows import Gradient, compared_rows
 from tfdist_ext.training.steps.scope import (
     ReplicaScope,
     check_equal,
@@ -45,7 +43,6 @@ from tfdist_ext.training.variables import (
     UpdatesInPlace,
     broadcast_from_owner,
     default_strategy_scope,
-    device_of_update,
     is_updated_once,
     local_copy,
     optimizers_of,
@@ -93,7 +90,7 @@ def _write_variable(
     context: StepContext, original: Original, variable: tf.Variable, *args: Any, **named: Any
 ) -> Any:
     """A method of a tf.Variable of the user's that writes one copy."""
-    scope = kp.stateless_scope()
+    scope = stateless_scope()
     if isinstance(scope, ReplicaScope):
         given, how = [*args, *named.values()], original.__name__
         if isinstance(given[0], tf.IndexedSlices):
@@ -156,84 +153,71 @@ def _apply(
         grads, variables = map(list, zip(*grads, strict=True))
     else:
         given = [each for each in [*more, *named.values()] if isinstance(each, list | tuple)]
-        variables = list(given[0]) if given else kp.trained_by(optimizer)
+        variables = list(given[0]) if given else trained_by(optimizer)
 
-    def apply(sums: Mapping[int, Gradient]) -> Any:
-        new = [sums.get(i, gradient) for i, gradient in enumerate(grads)]
+    def apply(grads: Sequence[Gradient | None]) -> Any:
         if not has_pairs:
-            return original(optimizer, new, *more, **named)
-        result = original(optimizer, list(zip(new, variables, strict=True)), *more, **named)
+            return original(optimizer, grads, *more, **named)
+        result = original(optimizer, list(zip(grads, variables, strict=True)), *more, **named)
         return optimizer.iterations if result is None else result
 
-    # If the numbers of gradients and variables differ, Keras raises an error.
-    local = {i: g for i, g in enumerate(grads[: len(variables)]) if g is not None}
     # Gradients that the step has summed are equal on all replicas, whatever the step did to them.
-    summed = {i: g for i, g in local.items() if context.replicas > 1 and context.equal.has(g)}
-    for i in summed:
-        del local[i]
-    if not context.gradients_are_weighted:
-        local = {i: context.weighted(gradient) for i, gradient in local.items()}
-    # Keras's own step applies them at once. The next gradients are those of user code.
-    context.gradients_are_weighted = False
-    if context.on_tpu:  # Keras sums, after it has clipped
+    # If the numbers of gradients and variables differ, Keras raises an error.
+    local = [
+        i
+        for i, gradient in enumerate(grads[: len(variables)])
+        if gradient is not None and not context.equal.has(gradient)
+    ]
+    sums = [context.weighted(grads[i]) for i in local]
+    if not context.on_tpu:  # there Keras sums, after it has clipped
+        sums = context.all_reduce(sums, [reduced_for("gradient", variables[i]) for i in local])
+    for i, total in zip(local, sums, strict=True):
+        grads[i] = total
+    if context.on_tpu:
         with running_step(None):
-            return apply({**summed, **local})
+            return apply(grads)
     strategy = tf.distribute.get_strategy()
     optimizers = with_inner_optimizers(optimizer)
     touched = [*variables, *(v for each in optimizers for v in each.variables)]
     if context.local_replicas > 1 and is_updated_once(touched, strategy, context.local_replicas):
-        owned = [variables[i] for i in local]
-        return _update_once(context, optimizer, local, summed, owned, touched, apply)
-    what = [reduced_for("gradient", variables[i]) for i in local]
-    summed |= zip(local, context.all_reduce(list(local.values()), what), strict=True)
+        _update_once(context, optimizer, grads, touched, apply)
+        return optimizer.iterations
     number = replica_id()
     copies = LocalCopies(lambda variable: local_copy(variable, strategy, number), optimizers)
     with running_step(None), default_strategy_scope(optimizers), copies:
-        return apply(summed)
+        return apply(grads)
 
 
 def _update_once(
     context: StepContext,
     optimizer: keras.optimizers.Optimizer,
-    local: Mapping[int, Gradient],
-    summed: Mapping[int, Gradient],
-    variables: Sequence[keras.Variable],
+    grads: Sequence[Gradient | None],
     touched: Sequence[keras.Variable],
-    apply: Callable[[Mapping[int, Gradient]], Any],
-) -> Any:
+    apply: Callable[[Sequence[Gradient | None]], Any],
+) -> None:
     """Update each variable on its owner, for all replicas of this worker.
 
     Args:
-        local: this replica's weighted gradients, by index.
-        summed: gradients that are summed already.
-        variables: the variables of `local`.
+        grads: the gradients of the global batch.
         touched: the variables that the update may write.
-        apply: called with the global gradients, by index.
+        apply: called with the gradients.
     """
     strategy = tf.distribute.get_strategy()
     optimizers = with_inner_optimizers(optimizer)
-    parts, numbers = with_slots(list(local.values()), context.equal)
-    owners = [*variables, *(variables[number] for number in numbers)]
-    what = [reduced_for("gradient", variable) for variable in variables]
-    what += [OTHER] * len(numbers)
 
-    def update(values: tuple[list[Gradient], list[Gradient]]) -> tf.Tensor:
-        devices = [device_of_update(owner_copy(variable, strategy)) for variable in owners]
-        pairs = list(zip(values[0], devices, strict=True))
-        sums = batch_reduce_to(strategy, tf.distribute.ReduceOp.SUM, pairs, what) if pairs else []
-        sums = merged(sums, numbers)
-        sums += [strategy.experimental_local_results(each)[0] for each in values[1]]
+    def update(values: list[Gradient]) -> tf.Tensor:
+        sums = [strategy.experimental_local_results(each)[0] for each in values]
+        rest = iter(sums)
         copies = LocalCopies(lambda variable: owner_copy(variable, strategy), optimizers)
         scope = default_strategy_scope(optimizers, UpdatesInPlace(optimizer))
         with running_step(None), scope, copies:
-            apply(dict(zip([*local, *summed], sums, strict=True)))
+            apply([None if each is None else next(rest) for each in grads])
         broadcast_from_owner([*touched, *copies.used], strategy)
         return timestamp_after(sums)
 
     context.check_graph()
-    mine = parts, list(summed.values())
-    context.synchronize(functools.partial(computed_once, update), mine)
-    return optimizer.iterations
+    values = [gradient for gradient in grads if gradient is not None]
+    context.synchronize(functools.partial(computed_once, update), values)
 
 
 def _update_mean(
@@ -332,25 +316,21 @@ def _loss_of_batch(
     return original(loss, y_true, y_pred, *more, **named)
 
 
-@contextlib.contextmanager
-def _average_loss(context: StepContext, original: Original, losses: tf.Tensor) -> Iterator[None]:
-    """Scope of `tf.nn.compute_average_loss`, which makes its result a mean over the part.
+def _average_loss(
+    context: StepContext,
+    original: Original,
+    per_example_loss: tf.Tensor,
+    sample_weight: tf.Tensor | None = None,
+    global_batch_size: tf.Tensor | int | None = None,
+) -> tf.Tensor:
+    """Calls `tf.nn.compute_average_loss`, and makes a sum over the part a mean over the part.
 
     With a `global_batch_size`, TensorFlow divides the sum over the part by the rows of all parts.
     """
-    is_mean = context.rows_in(losses) == "batch"
-
-    def replicas(*_: Any) -> int:
-        nonlocal is_mean
-        is_mean = True  # without a size, TensorFlow divides by the rows of the part
-        return 1
-
-    def divide(original: Original, total: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
-        loss = original(total, size)
-        return loss if is_mean else original(loss, context.batch_fraction(loss.dtype))
-
-    with original(losses), substitutes({"replicas": replicas, "divide_average_loss": divide}):
-        yield
+    loss = original(per_example_loss, sample_weight, global_batch_size)
+    if global_batch_size is None or context.rows_in(per_example_loss) == "batch":
+        return loss
+    return tf.math.divide_no_nan(loss, context.batch_fraction(loss.dtype))
 
 
 def _clear_losses(context: StepContext, original: Original, layer: keras.Layer) -> None:
@@ -359,15 +339,10 @@ def _clear_losses(context: StepContext, original: Original, layer: keras.Layer) 
     A layer keeps the ids of its losses, and all replicas share the layer. While a replica waits for
     the others in the middle of its step, their calls of the layer would drop its losses.
     """
-    del context
-    if (scope := _scope()) is None:
+    scope = stateless_scope()
+    if not isinstance(scope, ReplicaScope):
         return original(layer)
     scope.forget_losses(layer)
-
-
-def _scope() -> ReplicaScope | None:
-    scope = kp.stateless_scope()
-    return scope if isinstance(scope, ReplicaScope) else None
 
 
 def _added_loss(
@@ -392,44 +367,39 @@ def _gradient(
 ) -> Structure:
     """Returns a tape's gradient with respect to variables: that of the global batch.
 
-    A loss with one number per row is a sum over rows, not a mean. The gradients of Keras's own step
-    are weighted by this function, and summed by `_apply`.
+    A loss with one number per row is a sum over rows, not a mean. Inside another tape, or a graph
+    in the step's graph, it is the gradient of the part, and `_apply` sums it.
     """
-    to_variables = all(
-        isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources)
-    )
+    variables = tf.nest.flatten(sources)
+    to_variables = all(isinstance(each, tf.Variable | keras.Variable) for each in variables)
     if not to_variables or context.replicas == 1 or context.computes_gradients:
         return original(tape, target, sources, output_gradients, *options, **named_options)
     targets = tf.nest.flatten(target)
     _warn_of_compared_rows(context, targets)
     upstream = _upstream(context, targets, output_gradients)
-    # Keras takes a step's gradient after its tape has ended; inner tapes end earlier.
-    of_step = context.keras_step and not is_recording()
-    if of_step:
+    # Replicas cannot wait for each other in inner graphs. On TPUs Keras's optimizer sums.
+    in_step = current_graph() is context.graph and not context.on_tpu
+    is_weighted = in_step and not is_recording()
+    if is_weighted:
         upstream = list(map(context.weighted, upstream))
-    context.computes_gradients, context.gradients_are_weighted = True, of_step
+    context.computes_gradients, context.gradients_are_weighted = True, is_weighted
     try:
         made = original(tape, target, sources, upstream, *options, **named_options)
     finally:
         context.computes_gradients = False
-    # Replicas cannot wait for each other in graphs inside the step's graph. A tape that still
-    # records would want the gradient of the sum. On TPUs Keras's optimizer sums.
-    in_step = current_graph() is context.graph and not is_recording()
-    if of_step or context.on_tpu or not in_step:
+    # A tape that still records would want the gradient of the sum. This tape may have ended.
+    if not in_step or is_recording():
         return made
-    return _summed(context, made, sources)
-
-
-def _summed(context: StepContext, gradients: Structure, variables: Structure) -> Structure:
-    """Returns the gradients of the global batch, from those of the part."""
-    flat = tf.nest.flatten(gradients)
-    weighted = [context.weighted(each) for each in flat if each is not None]
-    pairs = zip(flat, tf.nest.flatten(variables), strict=True)
-    what = [reduced_for("gradient", v) for each, v in pairs if each is not None]
-    rest = iter(context.all_reduce(weighted, what))
-    return tf.nest.pack_sequence_as(
-        gradients, [None if each is None else next(rest) for each in flat]
-    )
+    flat = tf.nest.flatten(made)
+    parts = [each for each in flat if each is not None]
+    what = [
+        reduced_for("gradient", variable)
+        for each, variable in zip(flat, variables, strict=True)
+        if each is not None
+    ]
+    parts = parts if is_weighted else list(map(context.weighted, parts))
+    rest = iter(context.all_reduce(parts, what))
+    return tf.nest.pack_sequence_as(made, [None if each is None else next(rest) for each in flat])
 
 
 def _upstream(context: StepContext, targets: list[tf.Tensor], given: Structure) -> list[tf.Tensor]:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -33,7 +32,7 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.initial_values import counter_at, group_size
 from tfdist_ext.strategies.traced_replica import replica_id
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._keras_private import global_seed_generator
 from tfdist_ext.training.steps.context import StepContext, gather_rows
 from tfdist_ext.training.steps.replaced import Original, substitutes
 from tfdist_ext.training.steps.rows import blocks_of_rows, first_size
@@ -46,48 +45,51 @@ __all__ = ["RANDOM", "Seeds", "rows_at"]
 _PARAMETERS = frozenset(["alpha", "counts", "lam", "logits", "probs"])
 
 
-@dataclass
 class Seeds:
     """The generators from which a worker's replicas draw without a seed.
 
-    Attributes:
+    Args:
         devices: of the replicas; none where Keras's own generator serves.
         from_chief: returns the chief's number on every worker.
-        generators: one for each replica, from the first draw on.
+
+    Attributes:
+        generators: one for each replica.
+        are_drawn: whether a step has drawn from them.
     """
 
-    devices: Sequence[str]
-    from_chief: Callable[[Any], Any]
-    generators: list[keras.random.SeedGenerator] = field(default_factory=list)
+    def __init__(self, devices: Sequence[str], from_chief: Callable[[Any], Any]):
+        self._from_chief = from_chief
+        self.generators = outside_of_scopes(_generators_on, devices)
+        self.are_drawn = False
 
     def of_replica(
         self, original: Callable[[], keras.random.SeedGenerator]
     ) -> keras.random.SeedGenerator:
         """Returns the generator of the running replica."""
-        if not self.devices:
+        if not self.generators:
             return original()
-        self.generators = self.generators or outside_of_scopes(self._new)
+        self.are_drawn = True
         return self.generators[replica_id() % len(self.generators)]
 
     def begin(self) -> None:
         """Begin where the chief's calling thread is; every worker must call."""
-        if self.devices:
-            self.generators = self.generators or outside_of_scopes(self._new)
-            state = self.from_chief(kp.global_seed_generator().state.numpy())
+        if self.generators:
+            state = self._from_chief(global_seed_generator().state.numpy())
             for generator in self.generators:
                 generator.state.assign(state)
 
     def end(self) -> None:
         """Leave the calling thread's generator where the replicas' generators are."""
         if self.generators:
-            kp.global_seed_generator().state.assign(self.generators[0].state.numpy())
+            global_seed_generator().state.assign(self.generators[0].state.numpy())
 
-    def _new(self) -> list[keras.random.SeedGenerator]:
-        generators = []
-        for device in self.devices:
-            with tf.device(device):
-                generators.append(keras.random.SeedGenerator(0))
-        return generators
+
+def _generators_on(devices: Sequence[str]) -> list[keras.random.SeedGenerator]:
+    generators = []
+    for device in devices:
+        with tf.device(device):
+            generators.append(keras.random.SeedGenerator(0))
+    return generators
 
 
 def _blocks_of_rows(context: StepContext, shape: tf.Tensor, known: tf.TensorShape) -> int:
@@ -100,8 +102,6 @@ def _blocks_of_rows(context: StepContext, shape: tf.Tensor, known: tf.TensorShap
         return 0
     if tf.is_symbolic_tensor(shape) and (known.rank is None or known[0] is None):
         return 0 if context.equal.has(first_size(shape)) else blocks_of_rows(shape)
-    if tuple(known) in context.weight_shapes:
-        return 0
     if context.graph is not None and known[0] == context.batch_size and known[0] > 1:
         raise TrainingError(
             f"A step draws random numbers of shape {known}, which begins with the batch size as a"
@@ -131,10 +131,7 @@ def _drawn(
     op = "".join(word.title() for word in original.__name__.split("_"))
     sizes = tf.cast(shape, tf.int64)
     group = group_size(whole.dtype)
-    width = whole.shape[1:].num_elements()  # None where it is not known
-    # A replica begins with a whole group, and drops the values before its own.
-    spare = 0 if width is not None and width % group == 0 else group - 1
-    width = tf.reduce_prod(sizes[1:]) if width is None else width
+    width = tf.reduce_prod(sizes[1:])
     entries = -(-sizes[0] // (blocks * context.rows_read))  # of a row in a block
     before, global_rows = context.position()
     length = -(-sizes[0] // blocks) * width
@@ -143,7 +140,8 @@ def _drawn(
         first = (block * global_rows + before) * entries * width
         dropped = first % group
         start = counter_at(counter, first - dropped, op, whole.dtype)
-        values = original([length + spare], counter=start, **named)
+        # A replica begins with a whole group, and drops the values before its own.
+        values = original([length + group - 1], counter=start, **named)
         pieces.append(tf.slice(values, [dropped], [length]))
     drawn = tf.concat(pieces, 0)[: sizes[0] * width]
     return tf.ensure_shape(tf.reshape(drawn, shape), whole.shape)

@@ -24,7 +24,7 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._keras_private import REPLACED, flat_layers
 
 __all__ = [
     "Original",
@@ -32,7 +32,6 @@ __all__ = [
     "check_activity_regularizers",
     "check_called",
     "functions_in_place",
-    "has_own_apply",
     "not_called",
     "redirect_methods",
     "step_targets",
@@ -134,7 +133,7 @@ def _in_place(target: Target) -> Iterator[None]:
 def step_targets() -> list[Target]:
     """The targets of a step: the functions of `REPLACED` that exist in this release."""
     found = []
-    for replaced in kp.REPLACED:
+    for replaced in REPLACED:
         with contextlib.suppress(ImportError, AttributeError):
             owner, name = replaced.place()
             found.append(target_of(replaced.key, owner, name))
@@ -174,11 +173,6 @@ def uses_keras_step(model: keras.Model, kind: str) -> bool:
     return getattr(step, "__func__", None) is getattr(keras.Model, f"{kind}_step")
 
 
-def has_own_apply(optimizer: object) -> bool:
-    """Whether an optimizer has an `apply` of the object alone, which may do anything."""
-    return not vars(optimizer).keys().isdisjoint(("apply", "apply_gradients"))
-
-
 def check_called(model: keras.Model, kind: str, called: Set[str], written: Container[int]) -> None:
     """Checks that a "train" or "test" step has called what its model must call.
 
@@ -199,7 +193,7 @@ def check_called(model: keras.Model, kind: str, called: Set[str], written: Conta
             expected += ["replicas", "loss"] if reduced else ["replicas"]
         if kind == "train" and model.trainable_variables:
             expected += ["gradient", "apply"]
-    for layer in kp.flat_layers(model):
+    for layer in flat_layers(model):
         if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
             is_written = id(layer.moving_mean) in written
             expected += ["moments"] if is_written else []
@@ -221,7 +215,7 @@ def check_activity_regularizers(model: keras.Model) -> None:
     """Raise TrainingError if this release of Keras sums the losses of activities over rows."""
     if tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14):
         return
-    for layer in kp.flat_layers(model):
+    for layer in flat_layers(model):
         if layer.activity_regularizer is not None:
             raise TrainingError(
                 f"The activity_regularizer of layer {layer.name!r} is not supported on several"
@@ -233,7 +227,7 @@ def check_activity_regularizers(model: keras.Model) -> None:
 
 def not_called(key: str) -> TrainingError:
     """Returns the error of a step that did not call the functions of a key."""
-    functions = [replaced for replaced in kp.REPLACED if replaced.key == key]
+    functions = [replaced for replaced in REPLACED if replaced.key == key]
     names = " or ".join(str(replaced) for replaced in functions)
     return TrainingError(
         f"the step must call {names}, where its numbers become those of the global batch"

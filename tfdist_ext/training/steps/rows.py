@@ -9,12 +9,12 @@ values as they are.
 It matters for the slices of a sparse gradient (`tf.IndexedSlices`), because optimizers with second
 moments square slices one by one. Slices of the batch's rows stay apart, as on one device. What all
 replicas look up by the same constant indices, such as positions, is one lookup on one device, so
-these slices are summed (`with_slots`).
+these slices are summed (`Lookups`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import tensorflow as tf
@@ -24,13 +24,12 @@ from tfdist_ext.training.protocols import Structure
 __all__ = [
     "EqualTensors",
     "Gradient",
+    "Lookups",
     "blocks_of_rows",
     "compared_rows",
     "first_size",
     "follows_from",
-    "merged",
     "places_rows",
-    "with_slots",
     "with_unknown_rows",
 ]
 
@@ -131,15 +130,21 @@ def follows_from(value: tf.Tensor, sources: Sequence[tf.Tensor]) -> bool:
     return any(_key(tensor) in wanted for tensor in _tensors_before([value]))
 
 
-def _tensors_before(targets: Sequence[tf.Tensor]) -> Iterator[tf.Tensor]:
-    """Yields tensors of a graph, and all tensors from which they are computed."""
+def _tensors_before(
+    targets: Iterable[tf.Tensor], follows: Callable[[tf.Tensor], bool] = lambda _: True
+) -> Iterator[tf.Tensor]:
+    """Yields tensors of a graph, and all tensors from which they are computed.
+
+    Args:
+        follows: whether to go on to an input.
+    """
     waiting, seen = list(targets), set[_Key]()
     while waiting:
         tensor = waiting.pop()
         if _key(tensor) not in seen:
             seen.add(_key(tensor))
             yield tensor
-            waiting += tensor.op.inputs
+            waiting += filter(follows, tensor.op.inputs)
 
 
 # Operations by which losses compare rows with each other.
@@ -186,31 +191,27 @@ def with_unknown_rows(batch: Structure) -> Structure:
     return tf.nest.map_structure(hidden, batch)
 
 
-# Operations that put rows into others, and those that add rows where indices say. On each replica
-# they write other rows of a variable. For a metric, sums at indices are sums of rows as others are.
-_PLACING = {"TensorScatterUpdate", "TensorStridedSliceUpdate", "XlaDynamicUpdateSlice"}
-_SCATTERING = {
+# Operations that write or add rows where indices say: on each replica other rows.
+_PLACING = {
     *("ScatterNd", "SegmentMax", "SegmentMean", "SegmentMin", "SegmentSum", "SparseToDense"),
     *("TensorScatterAdd", "TensorScatterMax", "TensorScatterMin", "TensorScatterSub"),
-    *("UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd", "UnsortedSegmentSum"),
+    *("TensorScatterUpdate", "TensorStridedSliceUpdate", "UnsortedSegmentMax"),
+    *("UnsortedSegmentMin", "UnsortedSegmentProd", "UnsortedSegmentSum", "XlaDynamicUpdateSlice"),
 }
 
 
-def places_rows(value: tf.Tensor, equal: EqualTensors, *, is_metric: bool) -> str | None:
+def places_rows(value: tf.Tensor, equal: EqualTensors) -> str | None:
     """Returns the type of the operation that writes a part's rows to a variable, or None.
 
     Such an operation has an unknown size, or it updates a slice.
     """
-    kinds = _PLACING if is_metric else _PLACING | _SCATTERING
-    waiting, seen = [value], set[_Key]()
-    while waiting:
-        tensor = waiting.pop()
-        if _key(tensor) in seen or equal.has(tensor):
-            continue
-        seen.add(_key(tensor))
-        if _unknown_sizes(tensor) or tensor.op.type in kinds:
+
+    def follows(tensor: tf.Tensor) -> bool:
+        return tensor.shape == value.shape and not equal.has(tensor)
+
+    for tensor in _tensors_before(filter(follows, [value]), follows):
+        if _unknown_sizes(tensor) or tensor.op.type in _PLACING:
             return str(tensor.op.type)
-        waiting += [each for each in tensor.op.inputs if each.shape == value.shape]
     return None
 
 
@@ -248,68 +249,58 @@ _OF_DISTINCT = {
 _SAME_ORDER = ("Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StopGradient")
 
 _INDICES = 1 << 32  # more than a table has rows
-_PLACES = 1 << 24  # more than a lookup that is the same on all replicas has indices
 
 
-def with_slots(
-    gradients: Sequence[Gradient], equal: EqualTensors
-) -> tuple[list[Gradient], list[int]]:
-    """Returns gradients and the slots of their slices, both to be summed over replicas.
+class Lookups:
+    """A gradient as parts that are summed over replicas: one for each lookup of a table.
 
-    The slices of one slot and one index are one slice on one device. A slice of a row of the batch
-    has the slot -1, and stays apart.
+    On one device, a lookup by the same indices on all replicas, or by distinct ids, has one slice
+    for each index. The key of such a slice is its place in the lookup and its index.
 
-    Returns:
-        The gradients, and after them the slots. The gradients, by number, that have slots.
+    Attributes:
+        parts: the gradient itself, or slices of each lookup.
+        has_keys: for each part, whether its indices are keys, of which one device has one slice.
     """
-    slots = {
-        number: _slots(gradient, equal)
-        for number, gradient in enumerate(gradients)
-        if isinstance(gradient, tf.IndexedSlices)
-    }
-    slots = {number: each for number, each in slots.items() if each is not None}
-    return [*gradients, *slots.values()], list(slots)
 
+    def __init__(self, gradient: Gradient, equal: EqualTensors):
+        self.parts: list[Gradient] = [gradient]
+        self.has_keys = [False]
+        if not isinstance(gradient, tf.IndexedSlices):
+            return
+        lookups = _concatenated(gradient.indices)
+        kinds = [_kind_of(each, equal) for each in lookups]
+        if set(kinds) == {"rows"}:
+            return
+        sizes = tf.stack([tf.size(each) for each in lookups])
+        values = tf.split(gradient.values, sizes, num=len(lookups))
+        indices = tf.split(gradient.indices, sizes, num=len(lookups))
+        self.has_keys = [kind != "rows" for kind in kinds]
+        self.parts = []
+        for kind, value, index in zip(kinds, values, indices, strict=True):
+            keys, shape = index, gradient.dense_shape
+            if kind != "rows":
+                place = tf.range(tf.size(index, tf.int64)) if kind == "equal" else 0
+                keys, shape = place * _INDICES + tf.cast(index, tf.int64), None
+            self.parts.append(tf.IndexedSlices(value, keys, shape))
+        self._indices, self._shape = gradient.indices.dtype, gradient.dense_shape
 
-def _slots(gradient: tf.IndexedSlices, equal: EqualTensors) -> tf.IndexedSlices | None:
-    """Returns the slots of a gradient's slices, which may come from several lookups."""
-    parts = _concatenated(gradient.indices)
-    kinds = [_kind_of(each, equal) for each in parts]
-    if set(kinds) == {"rows"}:
-        return None
-    slots = []
-    for number, (part, kind) in enumerate(zip(parts, kinds, strict=True)):
-        size = tf.size(part, tf.int64)
-        places = tf.range(size) if kind == "equal" else tf.zeros([size], tf.int64)
-        slots.append(places - 1 if kind == "rows" else number * _PLACES + places)
-    shape = gradient.dense_shape
-    return tf.IndexedSlices(
-        tf.concat(slots, 0), gradient.indices, None if shape is None else shape[:1]
-    )
+    def joined(self, sums: Sequence[Gradient]) -> Gradient:
+        """Returns the gradient, from the sums of its parts, with the slices of one device."""
+        if not any(self.has_keys):
+            return sums[0]
+        slices = [
+            self._merged(each) if has_keys else each
+            for each, has_keys in zip(sums, self.has_keys, strict=True)
+        ]
+        if any(not isinstance(each, tf.IndexedSlices) for each in slices):
+            return tf.add_n(list(map(tf.convert_to_tensor, slices)))  # by a StrategyTemplate
+        values = tf.concat([each.values for each in slices], 0)
+        return tf.IndexedSlices(values, tf.concat([x.indices for x in slices], 0), self._shape)
 
-
-def merged(sums: Sequence[Gradient], numbers: Sequence[int]) -> list[Gradient]:
-    """Returns sums of gradients, with the slices that one device would have.
-
-    Args:
-        sums: of the gradients and slots that `with_slots` returned.
-        numbers: of the gradients that have slots.
-    """
-    count = len(sums) - len(numbers)
-    found = list(sums[:count])
-    for number, slots in zip(numbers, sums[count:], strict=True):
-        total = found[number]
-        if not isinstance(total, tf.IndexedSlices):  # a StrategyTemplate's sum may be dense
-            continue
-        apart = -1 - tf.range(tf.size(slots.values, tf.int64))
-        keys = tf.where(slots.values < 0, apart, slots.values) * _INDICES
-        keys, places = tf.unique(keys + tf.cast(total.indices, tf.int64), tf.int64)
-        found[number] = tf.IndexedSlices(
-            tf.math.unsorted_segment_sum(total.values, places, tf.size(keys)),
-            tf.cast(keys % _INDICES, total.indices.dtype),
-            total.dense_shape,
-        )
-    return found
+    def _merged(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        keys, places = tf.unique(slices.indices)
+        values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(keys))
+        return tf.IndexedSlices(values, tf.cast(keys % _INDICES, self._indices), self._shape)
 
 
 def _concatenated(indices: tf.Tensor) -> list[tf.Tensor]:

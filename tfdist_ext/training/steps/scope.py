@@ -14,7 +14,8 @@ some strategies wrong. So `ReplicaScope` decides what a write does:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -23,30 +24,79 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies.traced_replica import replica_id, replica_number
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._keras_private import flat_layers, loss_ids, raw_value, stateless_scope
+from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.context import (
     StepContext,
     current_graph,
     current_step,
     outside_of_inner_graphs,
 )
-from tfdist_ext.training.steps.logs import StepScope, metric_variables, metrics_of
-from tfdist_ext.training.steps.replaced import substitutes
-from tfdist_ext.training.steps.rows import places_rows
+from tfdist_ext.training.steps.replaced import redirect_methods, substitutes
+from tfdist_ext.training.steps.rows import follows_from, places_rows
 from tfdist_ext.training.variables import is_updated_once, local_copies
+from tfdist_ext.user_frames import warn
 
 __all__ = [
     "OwnCopies",
+    "OwnOutputs",
     "ReplicaScope",
+    "StepScope",
     "assign_each",
-    "assign_written",
     "check_equal",
     "check_value",
     "metric_in_inner_graph",
     "metrics_and_others",
+    "metrics_of",
+    "observed_metrics",
     "shared_by_replicas",
     "take_rows",
 ]
+
+
+class StepScope(keras.StatelessScope):
+    """The scope of a replica's or a worker's step.
+
+    Attributes:
+        updated: ids of the variables that were written.
+        results: by id, a value of a metric's result: the metric, the index of the value in the flat
+            result, and the value itself.
+    """
+
+    def __init__(self, values: Iterable[tuple[keras.Variable, tf.Tensor]]):
+        super().__init__(values, collect_losses=True, initialize_variables=False)
+        self.updated: set[int] = set()
+        self.results: dict[int, tuple[keras.metrics.Metric, int, Any]] = {}
+
+    def rows(self, variable: keras.Variable, ids: tf.Tensor) -> tf.Tensor | None:
+        """Rows of a table, moved without its other rows; None if that is not possible."""
+        raise NotImplementedError
+
+    def record(self, metric: keras.metrics.Metric, result: Structure) -> None:
+        """Record the result of a metric."""
+        for index, value in enumerate(keras.tree.flatten(result)):
+            self.results[id(value)] = metric, index, value
+
+
+@contextlib.contextmanager
+def observed_metrics(metrics: Iterable[keras.metrics.Metric]) -> Iterator[None]:
+    """Scope in which a StepScope records the calls of metrics' `result`."""
+    with contextlib.ExitStack() as stack:
+        for metric in metrics:
+            stack.enter_context(redirect_methods(metric, result=_recording(metric)))
+        yield
+
+
+def _recording(metric: keras.metrics.Metric) -> Callable[..., Structure]:
+    original = metric.result
+
+    def result(*args: Any, **kwargs: Any) -> Structure:
+        value, scope = original(*args, **kwargs), stateless_scope()
+        if isinstance(scope, StepScope):
+            scope.record(metric, value)
+        return value
+
+    return result
 
 
 class ReplicaScope(StepScope):
@@ -55,41 +105,37 @@ class ReplicaScope(StepScope):
     Args:
         metrics: (variable, value) of each metric's variable.
         watched: the model's other variables.
-        own: knows the replicas' own copies. Not needed to read metrics.
-
-    Attributes:
-        updated: ids of the variables that were written.
+        own: the replicas' own copies.
     """
 
     def __init__(
         self,
         metrics: Iterable[tuple[keras.Variable, tf.Tensor]],
-        watched: Sequence[keras.Variable] = (),
-        own: OwnCopies | None = None,
+        watched: Sequence[keras.Variable],
+        own: OwnCopies,
     ):
         metrics = list(metrics)
         super().__init__(metrics)
         self._metrics = {id(variable): variable for variable, _ in metrics}
         self._watched = {id(variable): (i, variable) for i, variable in enumerate(watched)}
-        self.own = own or OwnCopies(tf.distribute.get_strategy(), 1)
+        self.own = own
         self._graph = current_graph()
-        self.updated: set[int] = set()
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         variable, value = update
         key, context = id(variable), current_step()
         self.updated.add(key)
-        if context is not None:
-            check_value(context, variable, value, is_metric=key in self._metrics)
         if key in self._metrics:
             self._update_metric(variable, value, context)
             return
+        if context is not None:
+            check_value(context, variable, value)
         if key not in self._watched:
             _check_is_no_metric(variable)
         elif not variable.trainable or self._in_inner_graph():
             if self.own.is_collected(variable):
                 if self._in_inner_graph():
-                    raise shared_by_replicas(kp.raw_value(variable), self.own.local_replicas)
+                    raise shared_by_replicas(raw_value(variable), self.own.local_replicas)
                 super().add_update(update)
                 return
             self.own.add(variable)
@@ -102,7 +148,7 @@ class ReplicaScope(StepScope):
         if id(variable) in self.state_mapping:
             return self.state_mapping[id(variable)]
         # Never None: Keras reads regularized weights through the scope.
-        raw = kp.raw_value(variable)
+        raw = raw_value(variable)
         if not is_partitioned(raw):
             return raw
         if not self._in_inner_graph():
@@ -111,15 +157,10 @@ class ReplicaScope(StepScope):
         with outside_of_inner_graphs(self._graph):
             return tf.convert_to_tensor(self.own.copy_of(variable))
 
-    @property
-    def updated_metrics(self) -> set[int]:
-        """Ids of the metrics' variables that were written."""
-        return self.updated & self._metrics.keys()
-
     def forget_losses(self, layer: keras.Layer) -> None:
         """Drop the losses that a layer and its sublayers gave to add_loss in this step."""
-        for each in kp.flat_layers(layer) if self.losses else ():
-            ids = kp.loss_ids(each)
+        for each in flat_layers(layer) if self.losses else ():
+            ids = loss_ids(each)
             mine = {id(loss) for loss in self.losses} & ids
             self.losses[:] = [loss for loss in self.losses if id(loss) not in mine]
             ids -= mine
@@ -146,8 +187,8 @@ class ReplicaScope(StepScope):
         To be called in the replica's context, after the scope.
 
         Returns:
-            By the number of a watched variable, as a string, the means that are left for
-            `assign_written`. They are equal on all replicas.
+            By the number of a watched variable, as a string, the means that are left to be assigned
+            after the step. They are equal on all replicas.
         """
         collected = [each for key, each in self._watched.items() if key in self.state_mapping]
         variables: list[Any] = [variable for _, variable in collected]
@@ -178,6 +219,104 @@ class ReplicaScope(StepScope):
         return current_graph() is not self._graph
 
 
+class OwnOutputs:
+    """The logs of "train" or "test" steps of a model, and what an overridden step returns.
+
+    A step returns values such as `{"acc": self.accuracy.result()}`. During the step a metric has
+    seen only the rows of its replica. So `result()` is called again at the end of the execution, on
+    the states of all replicas. Any other number is the mean over rows.
+
+    Attributes:
+        exist: whether steps return more than metrics, as Keras's own do not.
+    """
+
+    def __init__(self, model: keras.Model, kind: str):
+        self.exist = any(
+            getattr(type(model), name) is not getattr(keras.Model, name)
+            for name in (f"{kind}_step", "compute_metrics")
+        )
+        # Name of a log -> the metric whose result it is, and the index in the flat result.
+        self._of_metrics: dict[str, tuple[keras.metrics.Metric, int]] = {}
+        self._model = model
+        self._kind = kind
+        self._warned_of: set[str] = set()  # names of logs
+        self._updated: set[int] = set()  # ids of variables that the step writes
+
+    def others(
+        self, returned: Structure, scope: StepScope, before: Sequence[tf.Tensor], *, warns: bool
+    ) -> dict[str, tf.Tensor]:
+        """Returns what the step returned, by name, other than metrics' results.
+
+        To be called in the scope of the step: a metric's result may be a variable.
+
+        Args:
+            before: the states of the metrics before the step.
+            warns: a number that is computed from a metric gets a warning, in a compiled step.
+
+        Raises:
+            TrainingError: an overridden step returned something else than a dict.
+        """
+        if not self.exist:
+            return {}
+        if not isinstance(returned, dict):
+            raise TrainingError(
+                f"{type(self._model).__name__}'s own step must return a dict of names and values,"
+                f" got {returned!r}."
+            )
+        self._updated |= scope.updated
+        logs, known = _flat(returned), scope.results
+        self._of_metrics = {
+            name: known[id(value)][:2] for name, value in logs.items() if id(value) in known
+        }
+        others = {
+            name: tf.convert_to_tensor(value)
+            for name, value in logs.items()
+            if name not in self._of_metrics
+        }
+        if warns and not tf.executing_eagerly():
+            self._warn_of([n for n, value in others.items() if follows_from(value, before)])
+        return others
+
+    def _warn_of(self, names: Sequence[str]) -> None:
+        new = [name for name in names if name not in self._warned_of]
+        self._warned_of.update(new)
+        if new:
+            warn(
+                f"{type(self._model).__name__}.{self._kind}_step returns"
+                f" {', '.join(map(repr, new))}, computed from a metric. Only a metric's result() is"
+                " logged over all examples; any other number is the mean over the replicas of what"
+                " each computed from its own rows. Return the result() of a metric that computes"
+                " this value from its own state."
+            )
+
+    def results(self, outputs: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Returns the logs, in a scope that holds the metrics' states of the whole epoch.
+
+        Args:
+            outputs: the other values that an overridden step returned, over all replicas. One has
+                the value of the metric of its name, if the step updates that metric, as in Keras.
+        """
+        if not self.exist:
+            found = _flat(self._model.get_metrics_result())
+        else:
+            found = dict(outputs)
+            for metric in self._model.metrics:
+                if any(id(variable) in self._updated for variable in metric.variables):
+                    named = _flat({metric.name: metric.result()})
+                    found.update({name: named[name] for name in named.keys() & outputs.keys()})
+            for name, (metric, index) in self._of_metrics.items():
+                found[name] = keras.tree.flatten(metric.result())[index]
+        return {name: tf.convert_to_tensor(value) for name, value in found.items()}
+
+
+def _flat(outputs: dict[str, Any]) -> dict[str, Any]:
+    """The values of nested dicts in one dict: a metric may have a dict of results."""
+    found: dict[str, Any] = {}
+    for name, value in outputs.items():
+        found.update(_flat(value) if isinstance(value, dict) else {name: value})
+    return found
+
+
 class OwnCopies:
     """The variables that replicas write at once, each replica its own copy.
 
@@ -195,7 +334,7 @@ class OwnCopies:
         self._written: dict[int, keras.Variable | tf.Variable] = {}  # by id of the container
 
     def __contains__(self, variable: keras.Variable) -> bool:
-        return id(kp.raw_value(variable)) in self._written
+        return id(raw_value(variable)) in self._written
 
     def add(self, variable: keras.Variable | tf.Variable) -> None:
         """Note that replicas write a variable, given as a container or as one of its copies.
@@ -203,7 +342,7 @@ class OwnCopies:
         Raises:
             TrainingError: the replicas of this worker share one copy.
         """
-        container = self._strategy.extended.value_container(kp.raw_value(variable))
+        container = self._strategy.extended.value_container(raw_value(variable))
         if getattr(container, "synchronization", None) == tf.VariableSynchronization.ON_READ:
             return
         if self.is_shared(container):
@@ -214,7 +353,7 @@ class OwnCopies:
     def copy_of(self, variable: keras.Variable | tf.Variable) -> tf.Variable:
         """The running replica's copy of a variable, or the one copy that replicas share."""
         if self._on_tpu:
-            return kp.raw_value(variable)
+            return raw_value(variable)
         copies = local_copies(variable, self._strategy)
         return copies[replica_id() % len(copies)] if len(copies) > 1 else copies[0]
 
@@ -239,21 +378,11 @@ class OwnCopies:
 
 
 def check_value(
-    context: StepContext,
-    variable: keras.Variable | tf.Variable,
-    value: object,
-    *,
-    is_metric: bool = False,
+    context: StepContext, variable: keras.Variable | tf.Variable, value: object
 ) -> None:
-    """Raise TrainingError if rows of this part are written into a variable's rows.
-
-    A metric may add them to its rows, because it is summed over replicas.
-    """
-    if context.replicas == 1 or context.graph is None or context.on_tpu:
-        return
-    if not tf.is_symbolic_tensor(value):
-        return
-    if (how := places_rows(value, context.equal, is_metric=is_metric)) is not None:
+    """Raise TrainingError if rows of this part are written into a variable's rows."""
+    checks = context.replicas > 1 and context.graph is not None and not context.on_tpu
+    if checks and tf.is_symbolic_tensor(value) and (how := places_rows(value, context.equal)):
         raise _rows_written(context, variable, how)
 
 
@@ -294,27 +423,19 @@ def _assign(variable: tf.Variable, value: tf.Tensor) -> None:
 
 
 def metrics_and_others(model: keras.Model) -> tuple[list[keras.Variable], list[keras.Variable]]:
-    """(the variables of a model's metrics, its other variables), each variable once."""
-    metrics = metric_variables(metrics_of(model))
-    known = {id(variable) for variable in metrics}
-    return metrics, [variable for variable in model.variables if id(variable) not in known]
+    """Returns (the variables of a model's metrics, its other variables), each variable once."""
+    metrics = {id(v): v for metric in metrics_of(model) for v in metric.variables}
+    others = [variable for variable in model.variables if id(variable) not in metrics]
+    return list(metrics.values()), others
 
 
-def assign_written(
-    strategy: tf.distribute.Strategy,
-    watched: Sequence[keras.Variable],
-    written: dict[str, tf.Tensor],
-) -> None:
-    """Assign what the replicas' steps wrote, in cross-replica context.
-
-    Args:
-        watched: as given to the ReplicaScope.
-        written: from `ReplicaScope.written`, as `strategy.run` returned it.
-    """
-    variables = [watched[int(number)] for number in written]
-    # The value is equal on all replicas, so any of them will do.
-    values = [strategy.experimental_local_results(value)[0] for value in written.values()]
-    assign_each(strategy, variables, values)
+def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
+    """The model's metrics, including those that its own `metrics` property leaves out."""
+    found = list(model.metrics)
+    for layer in flat_layers(model):
+        kind = keras.Model if isinstance(layer, keras.Model) else keras.Layer
+        found += kind.metrics.fget(layer)
+    return list({id(metric): metric for metric in found}.values())
 
 
 def assign_each(
@@ -328,7 +449,7 @@ def assign_each(
     """
     for variable, value in zip(variables, values, strict=True):
         strategy.extended.update(
-            kp.raw_value(variable),
+            raw_value(variable),
             lambda copy, value: copy.assign(value, read_value=False),
             args=(value,),
             group=False,
@@ -363,7 +484,7 @@ def take_rows(
     axis: int | None = None,
 ) -> tf.Tensor | tf.RaggedTensor:
     """`keras.ops.take`, which gathers rows of a table where the table is, if the step can."""
-    scope, is_ragged = kp.stateless_scope(), isinstance(indices, tf.RaggedTensor)
+    scope, is_ragged = stateless_scope(), isinstance(indices, tf.RaggedTensor)
     is_table = axis == 0 and isinstance(x, keras.Variable)
     if not is_table or not isinstance(scope, StepScope) or isinstance(indices, tf.SparseTensor):
         return original(x, indices, axis=axis)

@@ -1,8 +1,7 @@
 """Records when a task's steps begin, and when the task's own part of each step is ready.
 
 In synchronous training a step takes as long on each worker as on the slowest one. The own time of a
-worker is from the end of the last step to the moment from which it waits for the others. Waits in
-the middle of the step are not counted.
+worker is the time of its step until the last wait for the others, less all waits.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import tensorflow as tf
 
 from tfdist_ext.training.protocols import Structure
 
-__all__ = ["ReplicaTimer", "StepTimer", "timestamp_after"]
+__all__ = ["StepTimer", "Waits", "timestamp_after"]
 
 
 _Value = TypeVar("_Value")
@@ -32,64 +31,56 @@ def timestamp_after(values: Structure) -> tf.Tensor:
         return tf.timestamp()
 
 
-class ReplicaTimer:
-    """Times of one replica's step: to be used while that step is traced, or runs eagerly."""
+class Waits:
+    """The waits of a step for others, recorded while it is traced, or runs eagerly."""
 
     def __init__(self) -> None:
-        self._waits: list[tuple[tf.Tensor, tf.Tensor]] = []  # begin and end of each
+        self._times: list[tuple[tf.Tensor, tf.Tensor]] = []  # begin and end of each
         self._is_waiting = False
 
     def synchronize(self, function: Callable[[_Value], _Result], values: _Value) -> _Result:
         """Returns `function(values)`, which waits for all replicas."""
         if self._is_waiting:  # a wait inside of another one counts once
             return function(values)
-        ready = timestamp_after(values)
+        begin = timestamp_after(values)
         self._is_waiting = True
         try:
             result = function(values)
         finally:
             self._is_waiting = False
-        self._waits.append((ready, timestamp_after(result)))
+        self._times.append((begin, timestamp_after(result)))
         return result
 
-    def waited(self) -> tf.Tensor | float:
-        """How long all waits took together, in seconds."""
-        return _seconds(self._waits)
+    def seconds(self) -> tf.Tensor | float:
+        """Returns how long all waits took together."""
+        return sum((end - begin for begin, end in self._times), start=0.0)
 
     def ready(self, outcome: Structure) -> tf.Tensor:
-        """When the last wait began, less what the waits before it took.
-
-        Args:
-            outcome: of a step without waits; it is ready when these tensors are there.
-        """
-        *before, (ready, _) = self._waits or [(timestamp_after(outcome), None)]
-        return ready - _seconds(before)
-
-
-def _seconds(waits: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> tf.Tensor | float:
-    return sum((end - begin for begin, end in waits), start=0.0)
+        """Returns when the last wait is over and these tensors are computed, less all waits."""
+        return timestamp_after([outcome, *(end for _, end in self._times)]) - self.seconds()
 
 
 class StepTimer:
-    """Times of the steps of one task, in a queue until they are read."""
+    """Times of the steps of one task, in a queue until they are read.
+
+    Attributes:
+        waits: for all workers, before the replicas' steps.
+    """
 
     def __init__(self) -> None:
+        self.waits = Waits()
         with tf.init_scope(), tf.device("CPU:0"):
             self._queue = tf.queue.FIFOQueue(-1, [tf.float64], [[2]])  # -1: no limit
 
     def step(self) -> contextlib.AbstractContextManager[None]:
         """Scope of the first operations of a step, which read its batch."""
         self._begun = timestamp_after([])
-        self._before = ReplicaTimer()
+        self.waits = Waits()
         return tf.control_dependencies([self._begun])
 
-    def synchronize(self, function: Callable[[_Value], _Result], values: _Value) -> _Result:
-        """Returns `function(values)`, which waits for all workers before the replicas' steps."""
-        return self._before.synchronize(function, values)
-
     def step_is_done(self, ready: Sequence[tf.Tensor]) -> None:
-        """Take the result of `ReplicaTimer.ready` of each replica; the last one counts."""
-        own = tf.reduce_max(tf.stack(ready)) - self._begun - self._before.waited()
+        """Take the result of `Waits.ready` of each replica; the last one counts."""
+        own = tf.reduce_max(tf.stack(ready)) - self._begun - self.waits.seconds()
         self._note(self._begun, own)
 
     def execution_is_done(self, last: tf.Tensor) -> None:

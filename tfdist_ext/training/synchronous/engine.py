@@ -21,7 +21,6 @@ from tfdist_ext.training.inputs import Epoch, GlobalBatches, Parts
 from tfdist_ext.training.programs import Engine, Execution, StepProgram
 from tfdist_ext.training.protocols import BatchIterator, Structure
 from tfdist_ext.training.steps.random_numbers import Seeds
-from tfdist_ext.training.steps.scope import ReplicaScope
 from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.synchronous.model_step import ModelStep, OneTrace
 from tfdist_ext.training.synchronous.reduction import States, SynchronousReduction
@@ -87,8 +86,8 @@ class SynchronousProgram(StepProgram):
         """The metrics over this task's own rows of the epoch so far, without the other tasks."""
         metrics = self._step.states
         values = metrics.of_this_task(self._states)
-        with ReplicaScope(zip(metrics.variables, values, strict=True)):
-            logs = self._step.own.results({}, set())
+        with keras.StatelessScope(zip(metrics.variables, values, strict=True)):
+            logs = self._step.own.results({})
         return {name: float(value) for name, value in logs.items() if value.shape.rank == 0}
 
     def _run(
@@ -135,8 +134,8 @@ class SynchronousProgram(StepProgram):
         values, outputs, report = metrics.over_all(*last, report)
         if self.timer is not None:
             self.timer.execution_is_done(steps)
-        with ReplicaScope(zip(metrics.variables, values, strict=True)):
-            logs = self._step.own.results(outputs, self._step.updated)
+        with keras.StatelessScope(zip(metrics.variables, values, strict=True)):
+            logs = self._step.own.results(outputs)
         return logs, last[0], steps, report
 
     def _next_if_any(self, batches: BatchIterator, before: Carried) -> tuple[tf.Tensor, Carried]:
@@ -171,7 +170,9 @@ class SynchronousProgram(StepProgram):
 
     def _synchronize(self, function: Callable[[Any], Any], value: Any) -> Any:
         """`function(value)`, which waits for all workers before the step of a batch."""
-        return function(value) if self.timer is None else self.timer.synchronize(function, value)
+        if self.timer is None:
+            return function(value)
+        return self.timer.waits.synchronize(function, value)
 
     def _one_step(self, batch: Parts, before: Carried, rows: tf.Tensor | None = None) -> Carried:
         """One global batch, in cross-replica context."""
@@ -237,7 +238,7 @@ class Predictor:
         step, on = self._step, self._reduction
         rows_of_all = on.rows_of_all(batch)[0] if needs_row_count else None
         states, outputs = step(batch, step.states.at_start(), rows_of_all)
-        if step.updated:  # layers may update metrics in their call
+        if step.updates_metrics:  # layers may update metrics in their call
             step.states.over_all(states, {}, tf.constant(0.0))
         return keras.tree.map_structure(self._rows_of_all, *outputs)
 
@@ -286,8 +287,11 @@ class SynchronousEngine(Engine):
     def _make_program(
         self, model: keras.Model, kind: str, timed: bool
     ) -> SynchronousProgram | Predictor:
-        if timed and model.jit_compile and not model.run_eagerly:
-            warn("jit_compile=True is off: XLA cannot note the times of a WorkerTensorBoard.")
+        if model.jit_compile and not model.run_eagerly and kind != "predict":
+            if timed:
+                warn("jit_compile=True is off: XLA cannot note the times of a WorkerTensorBoard.")
+            elif self.reduction.replicas > 1:
+                warn("jit_compile=True is off: XLA cannot compile sums over replicas.")
         timer = StepTimer() if timed else None
         step = ModelStep(model, self.reduction, kind, self._seeds, timer, self._one_trace)
         return Predictor(step) if kind == "predict" else SynchronousProgram(step)

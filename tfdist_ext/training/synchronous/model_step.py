@@ -20,29 +20,29 @@ from tfdist_ext.errors import StrategyError, TrainingError
 from tfdist_ext.strategies._tf_private import lightly_optimized
 from tfdist_ext.strategies.shared_step import SharedStep, kind_of
 from tfdist_ext.strategies.stages import NotSharedError
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._keras_private import raw_value
 from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.programs import step_of
 from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps import exact
 from tfdist_ext.training.steps.context import StepContext, running_step
-from tfdist_ext.training.steps.logs import OwnOutputs, metrics_of, observed_metrics
 from tfdist_ext.training.steps.random_numbers import Seeds
 from tfdist_ext.training.steps.replaced import (
     check_activity_regularizers,
     check_called,
     functions_in_place,
-    has_own_apply,
     step_targets,
-    uses_keras_step,
 )
 from tfdist_ext.training.steps.scope import (
     OwnCopies,
+    OwnOutputs,
     ReplicaScope,
-    assign_written,
+    assign_each,
     metrics_and_others,
+    metrics_of,
+    observed_metrics,
 )
-from tfdist_ext.training.steps.step_timer import ReplicaTimer, StepTimer
+from tfdist_ext.training.steps.step_timer import StepTimer, Waits
 from tfdist_ext.training.synchronous.reduction import (
     MetricStates,
     States,
@@ -57,9 +57,9 @@ __all__ = ["ModelStep", "OneTrace", "trace_for_each"]
 OneTrace: TypeAlias = Literal["auto", True, False]
 
 
-# The result of a step on one replica: the metrics' states after it, stacked; new values of other
-# variables, for `assign_written`; its outputs; and when it was ready, if there is a timer. Outputs
-# are contributions to means over all rows, by name, or predictions.
+# The result of a step on one replica: the metrics' states after it, stacked; by number, means to be
+# assigned to other variables; its outputs; and when it was ready, if there is a timer. Outputs are
+# contributions to means over all rows, by name, or predictions.
 ReplicaResult: TypeAlias = tuple[list[tf.Tensor], dict[str, tf.Tensor], Any, tf.Tensor | None]
 
 
@@ -74,7 +74,7 @@ class ModelStep:
         timer: records the times of steps; None where nobody asks for them.
         states: the states of the model's metrics.
         own: what an overridden step returns.
-        updated: ids of the metric variables that the step writes.
+        updates_metrics: whether the step writes variables of metrics.
         batch_size: rows of a whole global batch; None if not known. To be set before a trace.
     """
 
@@ -93,32 +93,29 @@ class ModelStep:
         variables, self._others = metrics_and_others(model)
         self.states = MetricStates(reduction, variables)
         self.own = OwnOutputs(model, kind)
-        self.updated: set[int] = set()
+        self.updates_metrics = False
         self.batch_size: int | None = None
         self._kind = kind
         self._step = step_of(model, kind)
         self._seeds = seeds
         self._one_trace = one_trace
-        # An optimizer whose instance has its own `apply` gets gradients that are summed already.
-        own_apply = kind != "predict" and has_own_apply(model.optimizer)
-        self._keras_step = uses_keras_step(model, kind) and not own_apply
         self._replaced = [*step_targets(), *exact.own_applies(model)]
         self._metric_objects = metrics_of(model)
         self._local = OwnCopies(reduction.strategy, reduction.local_replicas)
-        self._weight_shapes = frozenset(tuple(variable.shape) for variable in self._others)
         self._checked = False
         # XLA knows no time of day.
         compiles = kind != "predict" and not model.run_eagerly and timer is None
+        compiles &= reduction.replicas == 1  # XLA cannot compile sums over replicas
         self._jit_compile = compiles and model.jit_compile
         self._run_once = self._run_replica
         # As a function the step is traced once, although the loop must know in advance what the
         # step returns.
-        if compiles and reduction.replicas == 1 and (self._jit_compile or self.own.exist):
+        if compiles and (self._jit_compile or self.own.exist):
             self._run_once = tf.function(
                 self._run_replica, jit_compile=self._jit_compile or None, autograph=False
             )
         self._not_shared: str | None = None
-        if why := trace_for_each(reduction, one_trace, jit_compile=self._jit_compile):
+        if why := trace_for_each(reduction, one_trace):
             self._trace_for_each(why)
         self._shared: dict[Any, SharedStep] = {}  # by the kind of arguments
 
@@ -130,10 +127,10 @@ class ModelStep:
             return "none: run_eagerly=True"
         if self._not_shared is not None and replicas > 1:
             return f"a trace for each of {replicas} replicas: {self._not_shared}"
+        if replicas > 1:
+            return f"one trace for the {replicas} replicas of this task"
         by_xla = ", compiled by XLA" if self._jit_compile else ""
-        if replicas == 1:
-            return f"a trace for the one replica of this task{by_xla}"
-        return f"one trace for the {replicas} replicas of this task{by_xla}"
+        return f"a trace for the one replica of this task{by_xla}"
 
     def in_graph(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run`, which calls this step, as a tf.function; as it is under `run_eagerly`."""
@@ -149,7 +146,7 @@ class ModelStep:
                 function.get_concrete_function(*args)
         is_shared = in_graph and self._not_shared is None
         # Only a trace tells whether the step draws without a seed.
-        if draws := not in_graph or bool(self._seeds.generators):
+        if draws := not in_graph or self._seeds.are_drawn:
             self._seeds.begin()
         # A shared step is optimized already, and the graph around it has little to gain.
         optimization = lightly_optimized() if is_shared else contextlib.nullcontext()
@@ -183,7 +180,9 @@ class ModelStep:
         ):
             results = self._results(batch, states, rows)
         states, written, outputs, ready = map(list, zip(*results, strict=True))
-        assign_written(self.reduction.strategy, self._others, written[0])
+        variables = [self._others[int(number)] for number in written[0]]
+        # The value is equal on all replicas, so any of them will do.
+        assign_each(self.reduction.strategy, variables, written[0].values())
         if self.timer is not None:
             self.timer.step_is_done(ready)
         return states, outputs
@@ -202,27 +201,16 @@ class ModelStep:
     def _shared_step(self, args: Sequence[Sequence[Any]]) -> SharedStep:
         on, kind = self.reduction, kind_of(args)
         if kind not in self._shared:
-            self._shared[kind] = step = SharedStep(
-                on.strategy,
-                on.devices,
-                on.first_replica,
-                self._run_once,
-                args,
-                self._copies,
-                jit_compile=self._jit_compile,
+            self._shared[kind] = SharedStep(
+                on.strategy, on.devices, self._run_once, args, self._copies
             )
-            self._jit_compile = step.jit_compile
         return self._shared[kind]
 
     def _trace_for_each(self, why: str) -> None:
         """Trace the step for each replica; warn where something else was asked for."""
         self._not_shared = why
-        several = self.reduction.local_replicas > 1
-        if several and self._one_trace is True:
+        if self._one_trace is True and self.reduction.local_replicas > 1:
             warn(f"one_trace=True is off: {why}.")
-        if self._jit_compile and self.reduction.replicas > 1:
-            self._jit_compile = False
-            warn(f"jit_compile=True is off: {why}.")
 
     def _error_of_replica(self, function: Any, args: Sequence[Any]) -> Exception:
         """Raise or return the error of the replica because of which the others were cancelled.
@@ -244,10 +232,10 @@ class ModelStep:
     ) -> ReplicaResult:
         """Run the step on one replica's part of a global batch, in that replica's context."""
         before = self.states.of_variables(states)
-        timer = None if self.timer is None else ReplicaTimer()
+        waits = None if self.timer is None else Waits()
         context = None
-        if tf.distribute.has_strategy() or timer is not None:
-            context = self._context(part, rows_of_all, timer)
+        if tf.distribute.has_strategy() or waits is not None:
+            context = self._context(part, rows_of_all, waits)
         metrics = zip(self.states.variables, before, strict=True)
         with (
             tf.name_scope(""),  # a summary's tag would begin with "while/"
@@ -259,9 +247,9 @@ class ModelStep:
         if context is not None:
             self._check(scope, context)
         scope.forget_losses(self.model)
-        self.updated |= scope.updated_metrics
+        self.updates_metrics |= not scope.updated.isdisjoint(map(id, self.states.variables))
         new = self.states.stacked(scope.states())
-        ready = None if timer is None else timer.ready(new)
+        ready = None if waits is None else waits.ready(new)
         return new, scope.written(context), outputs, ready
 
     def _outputs(
@@ -281,7 +269,7 @@ class ModelStep:
         return {name: context.weighted(value) for name, value in outputs.items()}
 
     def _context(
-        self, part: Part, rows_of_all: tf.Tensor | None, timer: ReplicaTimer | None
+        self, part: Part, rows_of_all: tf.Tensor | None, waits: Waits | None
     ) -> StepContext:
         """The context of the running replica."""
         rows, of, batch = part
@@ -291,12 +279,10 @@ class ModelStep:
             self.reduction.replicas,
             self.reduction.local_replicas,
             batch,
-            keras_step=self._keras_step,
             between_workers=self.reduction.between_workers,
-            timer=timer,
+            waits=waits,
             cut_evenly=rows_of_all is None,
             batch_size=self.batch_size,
-            weight_shapes=self._weight_shapes,
         )
         context.substitutes = {
             **exact.substitutes_of(context),
@@ -320,8 +306,7 @@ class ModelStep:
         on = self.reduction
         yield from copies_of_model(self.model, on.strategy, on.local_replicas)
         yield from self._local.all_copies()
-        if self._seeds.generators:
-            yield [kp.raw_value(generator.state) for generator in self._seeds.generators]
+        yield [raw_value(generator.state) for generator in self._seeds.generators]
 
     @contextlib.contextmanager
     def _reporting_compilation(self) -> Iterator[None]:
@@ -343,9 +328,7 @@ class ModelStep:
             report.cancel()
 
 
-def trace_for_each(
-    on: SynchronousReduction, one_trace: OneTrace, *, jit_compile: bool
-) -> str | None:
+def trace_for_each(on: SynchronousReduction, one_trace: OneTrace) -> str | None:
     """Why each replica of a task has its own trace; None if the step can share one.
 
     On devices other than CPUs, "auto" leaves the traces to TensorFlow, because one trace has never
@@ -354,11 +337,10 @@ def trace_for_each(
     kinds = on.device_types
     if "TPU" in kinds:
         return "a TPU compiles the step"
-    if on.multi_worker and on.local_replicas > 1:  # several GPUs on each: untested
-        return "other workers have replicas, too"
-    # XLA cannot compile the sums over tasks. A shared step is compiled between the sums.
-    if on.local_replicas == 1 and not (on.multi_worker and jit_compile):
+    if on.local_replicas == 1:
         return "there is one replica"
+    if on.multi_worker:  # several GPUs on each: untested
+        return "other workers have replicas, too"
     if one_trace == "auto" and kinds != ["CPU"]:
         return f"one_trace='auto' shares a trace on CPUs only, and devices are {', '.join(kinds)}"
     return None if one_trace else "one_trace=False"

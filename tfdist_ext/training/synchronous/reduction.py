@@ -19,7 +19,7 @@ from tfdist_ext.strategies.reductions import (
     all_reduce,
     tells_what_it_reduces,
 )
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._keras_private import raw_value
 from tfdist_ext.training.agreement.barriers import SAME_CALLS, peers_of
 from tfdist_ext.training.agreement.equality import check_equal_across_workers
 from tfdist_ext.training.agreement.single_task import Reduction
@@ -216,7 +216,7 @@ class MetricStates:
         What is summed over replicas starts from its value on the first replica, and from zero on
         all others, so that `over_all` counts the value once.
         """
-        values = self.stacked([kp.raw_value(variable) for variable in self.variables])
+        values = self.stacked([raw_value(variable) for variable in self.variables])
         zeros = [
             tf.zeros_like(value) if aggregation == "sum" else value
             for value, aggregation in zip(values, self._aggregations, strict=True)
