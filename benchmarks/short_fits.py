@@ -20,14 +20,16 @@ from report import closing_line, put_into
 MARKERS = ("<!-- short_fits begin -->", "<!-- short_fits end -->")
 MLP, TRANSFORMER = "MLP 64-256-10", "4-layer transformer, d=128"
 RESNET, EMBEDDING = "ResNet50", "Embedding of 100,000 x 32"
-FIT, PLACED, HAND = ("fit", "plain"), ("fit", "PlacedStrategy"), ("by hand", "plain")
+FIT, PLACED, XLA = ("fit", "plain"), ("fit", "PlacedStrategy"), ("fit", "jit_compile")
+HAND = "by hand", "plain"
 
 # title -> (workers; 0: a process without a cluster, model, rows of a global batch, steps of a
 # training, trainings, contestants; the others are compared with the last one).
 SETTINGS: dict[str, tuple[int, str, int, int, int, list[tuple[str, str]]]] = {
+    "2 workers, transformer, 32 steps": (2, TRANSFORMER, 32, 32, 3, [XLA, HAND]),
     "mirrored on 4 logical CPUs, MLP, 1,024 steps": (0, MLP, 64, 1024, 5, [FIT, PLACED, HAND]),
     "mirrored on 4 logical CPUs, transformer, 32 steps": (
-        0, TRANSFORMER, 32, 32, 3, [FIT, PLACED, HAND]
+        0, TRANSFORMER, 32, 32, 3, [FIT, XLA, PLACED, HAND]
     ),
     "mirrored on 4 logical CPUs, ResNet50, 8 steps": (0, RESNET, 32, 8, 1, [FIT, PLACED, HAND]),
     "mirrored on 4 logical CPUs, Embedding of 100,000 x 32, 64 steps": (

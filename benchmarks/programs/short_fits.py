@@ -1,7 +1,7 @@
 """Short trainings of one model, one after another; each counts with its beginning and its end.
 
 Arguments: "fit" or "by hand", the strategy, the name of a model, rows of a global batch, steps of a
-training, and what it is done with: "plain" or "PlacedStrategy".
+training, and what it is done with: "plain", "jit_compile" or "PlacedStrategy".
 """
 
 import os
@@ -23,7 +23,8 @@ x, y = first_models.batch(name, rows * steps)
 
 def compiled():
     model = first_models.compiled(name)
-    model.compile(model.optimizer, model.loss, metrics=["accuracy"], jit_compile=False)
+    jit_compile = extra == "jit_compile"
+    model.compile(model.optimizer, model.loss, metrics=["accuracy"], jit_compile=jit_compile)
     return model
 
 

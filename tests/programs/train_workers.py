@@ -34,6 +34,13 @@ result["evaluate"] = model.evaluate(x, y, batch_size=mlp.BATCH, verbose=0)
 rows = np.asarray(model.predict(x[:50], batch_size=mlp.BATCH, verbose=0))  # 24, 24 and 2 rows
 result["predict"] = rows.astype(float).tolist()
 
+# The same training, what each worker does between the sums compiled by XLA.
+keras.utils.set_random_seed(7 + 100 * rank)
+by_xla = tfd.distribute(lambda: mlp.build(jit_compile=True), strategy)
+by_xla.fit(x, y, batch_size=mlp.BATCH, epochs=3, verbose=0)
+result["weights_by_xla"] = mlp.flat(by_xla.keras_model)
+result["steps_by_xla"] = tfd.explain(by_xla).steps
+
 model.save(shared / "model.keras")
 result["saved_when_save_returns"] = (shared / "model.keras").exists()
 result["bits_saved"] = mlp.fingerprint(model.keras_model)

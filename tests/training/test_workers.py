@@ -63,6 +63,9 @@ def test_every_worker_ends_with_the_same_bits(cluster: Cluster) -> None:
 
 def test_weights_are_those_of_one_process(cluster: Cluster, one_process: dict[str, Any]) -> None:
     np.testing.assert_allclose(cluster.same("weights"), one_process["weights"], atol=1e-6)
+    np.testing.assert_allclose(cluster.same("weights_by_xla"), one_process["weights"], atol=1e-6)
+    by_xla = "train: a trace for the one replica of this task, compiled by XLA"
+    assert cluster.same("steps_by_xla") == [by_xla]
 
 
 def test_history_evaluate_and_predict_are_those_of_one_process(

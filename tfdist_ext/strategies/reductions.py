@@ -25,8 +25,8 @@ __all__ = [
     "OTHER",
     "SIZES",
     "STATISTIC",
+    "KeysOfSize",
     "Reduced",
-    "Scope",
     "all_reduce",
     "key_of_size",
     "padded_to_size",
@@ -34,8 +34,8 @@ __all__ = [
     "tells_what_it_reduces",
 ]
 
-# Makes a scope of reductions.
-Scope: TypeAlias = Callable[[], AbstractContextManager[None]]
+# Makes a scope in which collectives have the keys of a size, one of `SIZES`.
+KeysOfSize: TypeAlias = Callable[[tf.Tensor], AbstractContextManager[None]]
 
 Kind = Literal["gradient", "metric", "statistic", "assignment", "other"]
 
@@ -69,24 +69,23 @@ def all_reduce(
     op: tf.distribute.ReduceOp,
     values: Sequence[Value],
     what: Sequence[Reduced],
-    scope: Scope = contextlib.nullcontext,
+    keys: KeysOfSize | None = None,
 ) -> list[Value]:
     """`ReplicaContext.all_reduce` of a list, which tells a StrategyTemplate what the values are.
 
     It has no gradient.
 
     Args:
-        scope: opened around the reduction, which may run in another thread.
+        keys: given with a single value whose size may change from step to step.
     """
     context = tf.distribute.get_replica_context()
     if reduce := all_reduce_in_replica(context.strategy.extended):
-        with scope():
+        with _scope_of_keys(keys, values[0]):
             options = tf.distribute.experimental.CommunicationOptions()
             return list(reduce(op, list(values), options))
 
     def of_all(strategy: tf.distribute.Strategy, *parts: Any) -> Any:
-        with scope():
-            return reduce_parts(strategy, op, parts, what)
+        return reduce_parts(strategy, op, parts, what, keys)
 
     return list(context.merge_call(of_all, args=tuple(values)))
 
@@ -96,13 +95,23 @@ def reduce_parts(
     op: tf.distribute.ReduceOp,
     parts: Sequence[Any],
     what: Sequence[Reduced],
+    keys: KeysOfSize | None = None,
 ) -> list[Any]:
-    """Values per replica, each reduced to where it came from; in cross-replica context."""
+    """Values per replica, each reduced to where it came from; in cross-replica context.
+
+    Args:
+        keys: given with a single value whose size may change from step to step.
+    """
     # With one replica a part is a tensor, and its device is its destination.
     pairs = [(part, part.device if isinstance(part, tf.Tensor) else part) for part in parts]
-    if tells_what_it_reduces(strategy):
-        return list(strategy.extended.batch_reduce_described(op, pairs, what))
-    return list(strategy.extended.batch_reduce_to(op, pairs))
+    with _scope_of_keys(keys, strategy.experimental_local_results(parts[0])[0]):
+        if tells_what_it_reduces(strategy):
+            return list(strategy.extended.batch_reduce_described(op, pairs, what))
+        return list(strategy.extended.batch_reduce_to(op, pairs))
+
+
+def _scope_of_keys(keys: KeysOfSize | None, value: tf.Tensor) -> AbstractContextManager[None]:
+    return contextlib.nullcontext() if keys is None else keys(tf.size(value))
 
 
 def tells_what_it_reduces(strategy: tf.distribute.Strategy) -> bool:

@@ -16,14 +16,10 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
-from tfdist_ext.strategies._tf_private import (
-    call_in_graph,
-    optimized,
-    per_replica,
-    unchanged_by_calls,
-)
+from tfdist_ext.strategies import _tf_private as tp
 from tfdist_ext.strategies.stages import NotSharedError, Stage, cut, tensor_name
 from tfdist_ext.strategies.traced_replica import SyncPoint, TracedReplica
+from tfdist_ext.user_frames import warn
 
 __all__ = ["SharedStep", "kind_of"]
 
@@ -38,10 +34,15 @@ class SharedStep:
     """A step of one replica, as functions that each local replica calls.
 
     Args:
-        devices: of the replicas, which are all on this worker.
+        devices: of the local replicas.
+        first: the index of the first of them, over all workers.
         step: called once, with the arguments of a replica, in the context of a `TracedReplica`.
         args: for each local replica, its arguments: of one structure, with tensors of any shapes.
         copies: after the trace, the copies of each variable that it may use, one for each replica.
+        jit_compile: XLA compiles the functions if it can; never the sums between them.
+
+    Attributes:
+        jit_compile: whether XLA compiles the functions.
 
     Raises:
         NotSharedError: it needs a trace for each replica.
@@ -51,16 +52,19 @@ class SharedStep:
         self,
         strategy: tf.distribute.Strategy,
         devices: Sequence[str],
+        first: int,
         step: Callable[..., Any],
         args: Sequence[Sequence[Any]],
         copies: Callable[[], Iterable[Sequence[tf.Variable]]],
+        *,
+        jit_compile: bool = False,
     ):
         self._strategy = strategy
         self._devices = devices
         with tf.init_scope():  # constants in the graph would make the calls differ
-            self._numbers = [tf.constant(number) for number in range(len(devices))]
+            self._numbers = [tf.constant(first + local) for local in range(len(devices))]
         specs = _specs(args)
-        self._trace = self._traced(step, args[0], specs)
+        self._trace = self._traced(step, args[0], first, specs, jit_compile)
         graph = self._trace.graph
         definition = graph.as_graph_def()
         names = [tensor.name for tensor in graph.inputs]
@@ -82,29 +86,41 @@ class SharedStep:
         self._handles = {id(each[0].handle): [copy.handle for copy in each] for each in variables}
         for operation in graph.get_operations():
             self._check_captures(operation)
+        self.jit_compile = jit_compile
+        if jit_compile and (why := self._why_no_xla(stages)):
+            self.jit_compile = False
+            warn(f"jit_compile=True is off: {why}.")
 
         def optimized(stage: Stage) -> tf.compat.v1.GraphDef | None:
-            return _optimized(stage, graph, definition, devices[0])
+            return _optimized(stage, graph, definition, devices[0], self.jit_compile)
 
         with ThreadPoolExecutor() as pool:  # TensorFlow's optimizer releases the GIL
             self._functions = [
-                None if nodes is None else _StageFunction(stage, nodes, graph, self._sources)
+                None
+                if nodes is None
+                else _StageFunction(stage, nodes, graph, self._sources, self.jit_compile)
                 for stage, nodes in zip(stages, pool.map(optimized, stages), strict=True)
             ]
 
     def _traced(
-        self, step: Callable[..., Any], args: Sequence[Any], specs: list[tf.TensorSpec]
+        self,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        first: int,
+        specs: list[tf.TensorSpec],
+        jit_compile: bool,
     ) -> tf.types.experimental.ConcreteFunction:
         """The trace of the step. It keeps the Python functions alive that the step calls."""
 
         def run(number: tf.Tensor, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-            self._replica = TracedReplica(self._strategy, number)
+            self._replica = TracedReplica(self._strategy, first, number)
             with self._replica:
                 self._result = step(*_packed(args, tensors))
             return _leaves(self._result)
 
+        # For XLA, TensorFlow traces other gradients of loops.
+        trace = tf.function(run, autograph=False, jit_compile=jit_compile or None)
         try:
-            trace = tf.function(run, autograph=False)
             return trace.get_concrete_function(tf.TensorSpec([], tf.int32), specs)
         except Exception:
             if self._replica.refused is None:
@@ -138,11 +154,22 @@ class SharedStep:
             values = _packed(point.values, leaves)
             of_all.append(tf.nest.map_structure(_of_known_shape, values, point.values))
         local = self._strategy.experimental_local_results
-        results = [local(each) for each in point.reduce(per_replica(of_all, always=True))]
+        results = [local(each) for each in point.reduce(tp.per_replica(of_all, always=True))]
         names = [leaf.name for leaf in _leaves(point.results)]
         for replica, tensors in enumerate(known):
             got = _leaves([each[replica % len(each)] for each in results])
             tensors.update(zip(names, got, strict=True))
+
+    def _why_no_xla(self, stages: Sequence[Stage]) -> str | None:
+        """Why XLA cannot compile the stages; None if no reason is known."""
+        for source in self._sources.values():
+            copies = self._handles.get(id(source), [])
+            if copies and len({copy.device for copy in copies}) < len(self._devices):
+                return "replicas use a variable that is on another device"
+        passed = [self._trace.graph.get_tensor_by_name(x) for each in stages for x in each.outputs]
+        if any(tensor.dtype == tf.variant for tensor in passed):
+            return "a sum over replicas is between the turns of a loop and their gradients"
+        return None
 
     def _check_captures(self, operation: tf.Operation) -> None:
         """Check that each replica can run an operation with its own copies of variables.
@@ -170,6 +197,7 @@ class _StageFunction:
         nodes: from `_optimized`.
         graph: of the trace.
         sources: what the trace has captured, by the name that it has there.
+        jit_compile: XLA compiles the function.
     """
 
     def __init__(
@@ -178,6 +206,7 @@ class _StageFunction:
         nodes: tf.compat.v1.GraphDef,
         graph: tf.Graph,
         sources: Tensors,
+        jit_compile: bool,
     ):
         taken = [graph.get_tensor_by_name(name) for name in stage.inputs if name not in sources]
         self._taken = [tensor.name for tensor in taken]
@@ -200,11 +229,12 @@ class _StageFunction:
         traced = tf.function(
             run,
             autograph=False,
+            jit_compile=jit_compile or None,
             experimental_attributes={"_noinline": True},
         )
         # Kept, because the functions that it calls live as long as it does.
         self._known = traced.get_concrete_function(specs)
-        self._function = unchanged_by_calls(self._known, nodes)
+        self._function = tp.unchanged_by_calls(self._known, nodes)
 
     def __call__(self, tensors: Tensors, replica: int, handles: Handles) -> Tensors:
         """The outputs of the stage on one replica, by name."""
@@ -212,7 +242,7 @@ class _StageFunction:
         for source in self._known.captured_inputs:
             copies = handles.get(id(source))
             args.append(copies[replica % len(copies)] if copies else source)
-        call = call_in_graph(self._function, args)
+        call = tp.call_in_graph(self._function, args)
         for output, shape in zip(call.outputs, self._shapes, strict=True):
             output.set_shape(shape)
         return dict(zip(self._outputs, call.outputs, strict=True))
@@ -228,10 +258,12 @@ def _optimized(
     graph: tf.Graph,
     definition: tf.compat.v1.GraphDef,
     device: str,
+    jit_compile: bool,
 ) -> tf.compat.v1.GraphDef | None:
     """The nodes of a stage, optimized for a device but bound to none; None if it does nothing.
 
-    The stage's inputs are named as in `_marks`.
+    The stage's inputs are named as in `_marks`. XLA gets the nodes as they are, and optimizes them
+    itself.
 
     Raises:
         NotSharedError: TensorFlow cannot optimize the stage by itself.
@@ -257,12 +289,13 @@ def _optimized(
         node = found.node.add(name=mark, op="Placeholder", device=device)
         node.attr["dtype"].type = tensor.dtype.as_datatype_enum
         node.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
-    try:
-        found = optimized(found, [*stage.outputs, *effects, *placeholders], device)
-    except StrategyError:
-        raise
-    except ValueError as error:
-        raise NotSharedError(f"TensorFlow cannot optimize a part of it: {error}") from error
+    if not jit_compile:
+        try:
+            found = tp.optimized(found, [*stage.outputs, *effects, *placeholders], device)
+        except StrategyError:
+            raise
+        except ValueError as error:
+            raise NotSharedError(f"TensorFlow cannot optimize a part of it: {error}") from error
     kept = [node for node in found.node if node.name not in placeholders]
     for node in kept:
         node.device = "" if node.device == device else node.device

@@ -7,7 +7,6 @@ trace. In place of a sum over replicas the trace has placeholders, which `Shared
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,8 +15,8 @@ import tensorflow as tf
 from tfdist_ext.strategies._tf_private import Value
 from tfdist_ext.strategies.reductions import (
     OTHER,
+    KeysOfSize,
     Reduced,
-    Scope,
     all_reduce,
     reduce_parts,
     tells_what_it_reduces,
@@ -57,16 +56,17 @@ class TracedReplica(tf.distribute.ReplicaContext):
     """The context of a step that is traced once.
 
     Args:
-        number: the index of the replica that runs, a tensor of the trace. The step is traced on the
-            variables of the first replica.
+        first: the index of this worker's first replica. The step is traced on its variables.
+        number: the index of the replica that runs, over all workers; a tensor of the trace.
 
     Attributes:
         sync_points: in the order of the trace.
         refused: why the step cannot be traced once; None as long as it can.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, number: tf.Tensor):
-        super().__init__(strategy, 0)
+    def __init__(self, strategy: tf.distribute.Strategy, first: int, number: tf.Tensor):
+        super().__init__(strategy, first)
+        self.first = first
         self.number = number
         self.sync_points: list[SyncPoint] = []
         self.refused: str | None = None
@@ -102,23 +102,23 @@ def replica_id() -> int:
     """Returns the index of the variable copies that the replica uses. Not available on a TPU."""
     context = tf.distribute.get_replica_context()
     if isinstance(context, TracedReplica):
-        return 0
+        return context.first
     return int(tf.get_static_value(context.replica_id_in_sync_group))
 
 
 def sum_up(
-    values: Sequence[Value], what: Sequence[Reduced], scope: Scope = contextlib.nullcontext
+    values: Sequence[Value], what: Sequence[Reduced], keys: KeysOfSize | None = None
 ) -> list[Value]:
     """The sum of each value over all replicas. It has no gradient.
 
     Args:
         what: what each value is, for a StrategyTemplate.
-        scope: for TensorFlow's collectives.
+        keys: given with a single value whose size may change from step to step.
     """
     op = tf.distribute.ReduceOp.SUM
     context = tf.distribute.get_replica_context()
     if not isinstance(context, TracedReplica):
-        return all_reduce(op, values, what, scope)
+        return all_reduce(op, values, what, keys)
     values = [v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v) for v in values]
     # The hook of a StrategyTemplate gets a description of each value.
     small = [] if tells_what_it_reduces(context.strategy) else _small_values(values)
@@ -129,7 +129,7 @@ def sum_up(
         kinds.append(OTHER)
 
     def reduce(of_all: Sequence[Any]) -> list[Any]:
-        return reduce_parts(context.strategy, op, of_all, kinds)
+        return reduce_parts(context.strategy, op, of_all, kinds, keys)
 
     summed = [_sum_placeholder(value) for value in brought]
     context.sync_points.append(SyncPoint(brought, summed, reduce))

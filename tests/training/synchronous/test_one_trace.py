@@ -22,6 +22,7 @@ from training_cases import (
     mirrored,
     plain_fit,
     stack,
+    strategy_of,
 )
 
 import tfdist_ext as tfd
@@ -141,7 +142,7 @@ def test_which_replicas_share_a_trace(devices: list[str], one_trace: Any, why: s
     count = max(1, len(devices))
     kinds = sorted({device[:3] for device in devices})
     on: Any = SimpleNamespace(device_types=kinds, multi_worker=False, local_replicas=count)
-    assert trace_for_each(on, one_trace) == why
+    assert trace_for_each(on, one_trace, jit_compile=False) == why
 
 
 def test_one_trace_is_turned_off() -> None:
@@ -165,7 +166,7 @@ class AsksForItsNumber(keras.Sequential):
 
 
 def test_a_step_that_asks_for_its_number_has_a_trace_for_each_replica() -> None:
-    """XLA is off on several replicas."""
+    """XLA is off there."""
 
     def build() -> keras.Model:
         model = AsksForItsNumber([keras.Input((5,)), layers.Dense(1, "sigmoid")])
@@ -173,18 +174,63 @@ def test_a_step_that_asks_for_its_number_has_a_trace_for_each_replica() -> None:
 
     assert tfd.explain(tfd.distribute(build, mirrored(3))).steps == ()
     CALLS.clear()
-    with pytest.warns(UserWarning, match="jit_compile=True is off: XLA cannot compile sums"):
+    with pytest.warns(UserWarning, match="jit_compile=True is off: it asks for the number") as told:
         _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), **FIT)
+    assert len(told) == 1
     assert len(set(CALLS)) >= 3
-    with pytest.warns(UserWarning, match="jit_compile=True is off"):
-        ours.evaluate(X, Y, verbose=0)
+    ours.evaluate(X, Y, verbose=0)
     why = "it asks for the number of its replica"
     explained = tfd.explain(ours)
     assert explained.steps == (
         f"train: a trace for each of 3 replicas: {why}",
-        "test: one trace for the 3 replicas of this task",
+        "test: one trace for the 3 replicas of this task, compiled by XLA",
     )
     assert f"steps        train: a trace for each of 3 replicas: {why}" in str(explained)
+
+
+# XLA compiles a step again for each number of rows: batches of 31 are parts of 10, 10 and 11 rows.
+NUMBERS = np.random.default_rng(0).integers(0, 20, (62, 5))
+
+
+def by_xla(*between: Callable[[], layers.Layer]) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        inputs = x = keras.Input((5,), dtype="int32")
+        for layer in (layers.Embedding(20, 3), *(make() for make in between)):
+            x = layer(x)
+        model = keras.Model(inputs, layers.Dense(1, activation="sigmoid")(x))
+        clipped = keras.optimizers.SGD(0.1, clipnorm=1.0)
+        settings = {"metrics": ["accuracy"], "jit_compile": True}
+        return compiled(model, clipped, "binary_crossentropy", **settings)
+
+    return build
+
+
+def lstm() -> layers.Layer:
+    """A loop: its gradient must be traced for XLA."""
+    return layers.LSTM(4)
+
+
+def test_xla_compiles_what_replicas_do_between_sums() -> None:
+    _, ours = assert_trains_as_keras(
+        by_xla(lstm), NUMBERS, Y[:62], strategy=mirrored(3), eager=False, batch_size=31
+    )
+    assert ours.keras_model.jit_compile
+    assert tfd.explain(ours).steps == (f"{ONE_TRACE}, compiled by XLA",)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "between", "why"),
+    [
+        ("central_storage", [layers.Flatten], "replicas use a variable that is on another device"),
+        ("mirrored", [lstm, statistics], "a sum over replicas is between the turns of a loop"),
+    ],
+)
+def test_xla_is_off_where_it_cannot_compile_the_step(strategy: str, between: Any, why: str) -> None:
+    with pytest.warns(UserWarning, match=f"jit_compile=True is off: {why}"):
+        ours, _ = distributed_fit(
+            by_xla(*between), NUMBERS, Y[:62], strategy=strategy_of(strategy, 3), batch_size=31
+        )
+    assert tfd.explain(ours).steps == (ONE_TRACE,)
 
 
 def test_an_operation_takes_variables_of_several_devices() -> None:

@@ -11,7 +11,6 @@ Between workers, a value whose size may differ from step to step is padded; see
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -300,9 +299,7 @@ class StepContext:
         """Sums dense tensors of one dtype; each has one shape on all workers."""
         sizes = [tf.size(value) for value in values]
         flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
-        padded = padded_to_size(flat)
-        keys = functools.partial(self.keys_of_size, tf.size(padded))
-        (total,) = sum_up([padded], what[:1], keys)
+        (total,) = sum_up([padded_to_size(flat)], what[:1], self.keys_of_size)
         pieces = tf.split(total[: tf.size(flat)], tf.stack(sizes), num=len(values))
         return [
             tf.ensure_shape(tf.reshape(piece, tf.shape(value)), value.shape)

@@ -287,11 +287,8 @@ class SynchronousEngine(Engine):
     def _make_program(
         self, model: keras.Model, kind: str, timed: bool
     ) -> SynchronousProgram | Predictor:
-        if model.jit_compile and not model.run_eagerly and kind != "predict":
-            if timed:
-                warn("jit_compile=True is off: XLA cannot note the times of a WorkerTensorBoard.")
-            elif self.reduction.replicas > 1:
-                warn("jit_compile=True is off: XLA cannot compile sums over replicas.")
+        if timed and model.jit_compile and not model.run_eagerly:
+            warn("jit_compile=True is off: XLA cannot note the times of a WorkerTensorBoard.")
         timer = StepTimer() if timed else None
         step = ModelStep(model, self.reduction, kind, self._seeds, timer, self._one_trace)
         return Predictor(step) if kind == "predict" else SynchronousProgram(step)

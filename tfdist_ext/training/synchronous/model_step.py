@@ -105,17 +105,16 @@ class ModelStep:
         self._checked = False
         # XLA knows no time of day.
         compiles = kind != "predict" and not model.run_eagerly and timer is None
-        compiles &= reduction.replicas == 1  # XLA cannot compile sums over replicas
         self._jit_compile = compiles and model.jit_compile
         self._run_once = self._run_replica
         # As a function the step is traced once, although the loop must know in advance what the
         # step returns.
-        if compiles and (self._jit_compile or self.own.exist):
+        if compiles and reduction.replicas == 1 and (self._jit_compile or self.own.exist):
             self._run_once = tf.function(
                 self._run_replica, jit_compile=self._jit_compile or None, autograph=False
             )
         self._not_shared: str | None = None
-        if why := trace_for_each(reduction, one_trace):
+        if why := trace_for_each(reduction, one_trace, jit_compile=self._jit_compile):
             self._trace_for_each(why)
         self._shared: dict[Any, SharedStep] = {}  # by the kind of arguments
 
@@ -127,10 +126,10 @@ class ModelStep:
             return "none: run_eagerly=True"
         if self._not_shared is not None and replicas > 1:
             return f"a trace for each of {replicas} replicas: {self._not_shared}"
-        if replicas > 1:
-            return f"one trace for the {replicas} replicas of this task"
         by_xla = ", compiled by XLA" if self._jit_compile else ""
-        return f"a trace for the one replica of this task{by_xla}"
+        if replicas == 1:
+            return f"a trace for the one replica of this task{by_xla}"
+        return f"one trace for the {replicas} replicas of this task{by_xla}"
 
     def in_graph(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run`, which calls this step, as a tf.function; as it is under `run_eagerly`."""
@@ -201,9 +200,16 @@ class ModelStep:
     def _shared_step(self, args: Sequence[Sequence[Any]]) -> SharedStep:
         on, kind = self.reduction, kind_of(args)
         if kind not in self._shared:
-            self._shared[kind] = SharedStep(
-                on.strategy, on.devices, self._run_once, args, self._copies
+            self._shared[kind] = step = SharedStep(
+                on.strategy,
+                on.devices,
+                on.first_replica,
+                self._run_once,
+                args,
+                self._copies,
+                jit_compile=self._jit_compile,
             )
+            self._jit_compile = step.jit_compile
         return self._shared[kind]
 
     def _trace_for_each(self, why: str) -> None:
@@ -211,6 +217,9 @@ class ModelStep:
         self._not_shared = why
         if self._one_trace is True and self.reduction.local_replicas > 1:
             warn(f"one_trace=True is off: {why}.")
+        if self._jit_compile and self.reduction.replicas > 1:
+            self._jit_compile = False
+            warn(f"jit_compile=True is off: {why}.")
 
     def _error_of_replica(self, function: Any, args: Sequence[Any]) -> Exception:
         """Raise or return the error of the replica because of which the others were cancelled.
@@ -328,7 +337,9 @@ class ModelStep:
             report.cancel()
 
 
-def trace_for_each(on: SynchronousReduction, one_trace: OneTrace) -> str | None:
+def trace_for_each(
+    on: SynchronousReduction, one_trace: OneTrace, *, jit_compile: bool
+) -> str | None:
     """Why each replica of a task has its own trace; None if the step can share one.
 
     On devices other than CPUs, "auto" leaves the traces to TensorFlow, because one trace has never
@@ -337,10 +348,11 @@ def trace_for_each(on: SynchronousReduction, one_trace: OneTrace) -> str | None:
     kinds = on.device_types
     if "TPU" in kinds:
         return "a TPU compiles the step"
-    if on.local_replicas == 1:
-        return "there is one replica"
-    if on.multi_worker:  # several GPUs on each: untested
+    if on.multi_worker and on.local_replicas > 1:  # several GPUs on each: untested
         return "other workers have replicas, too"
+    # XLA cannot compile the sums over tasks. A shared step is compiled between the sums.
+    if on.local_replicas == 1 and not (on.multi_worker and jit_compile):
+        return "there is one replica"
     if one_trace == "auto" and kinds != ["CPU"]:
         return f"one_trace='auto' shares a trace on CPUs only, and devices are {', '.join(kinds)}"
     return None if one_trace else "one_trace=False"
