@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.training.verification.verify import verify
+from tfdist_ext.training.verify import verify
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["assert_same_on_all_replicas", "assert_trains_like_one_device"]

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfdist_ext.testing.assertions import assert_same_on_all_replicas
 from tfdist_ext.testing.conformance.replica_checks import ReplicaChecks
 from tfdist_ext.testing.conformance.variable_checks import VariableChecks
-from tfdist_ext.training.verification.verify import verify
+from tfdist_ext.training.verify import verify
 
 __all__ = ["StrategyConformance"]
 
