@@ -67,11 +67,10 @@ TRAINING_FLOORS = [
     {"verification"},
     {"model"},
     {"loop"},
-    {"synchronous", "parameter_server"},
-    {"callbacks"},
     {"checkpoints"},
+    {"callbacks"},
     {"building"},
-    {"programs"},
+    {"synchronous", "parameter_server"},
     {"sharded_inputs"},
     {"inputs"},
     {"steps"},
@@ -79,7 +78,6 @@ TRAINING_FLOORS = [
     {"variables"},
     {"agreement"},
     {"_keras_private", "_tf_private"},
-    {"protocols"},
 ]
 LARGEST_ROOM = 10
 

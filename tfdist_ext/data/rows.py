@@ -6,8 +6,8 @@ Losses and metrics stay exact with padding if they are weighted means, as Keras'
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -16,6 +16,8 @@ from tfdist_ext.errors import DataError
 
 __all__ = [
     "SHARED_TENSOR",
+    "Specs",
+    "Structure",
     "batch_size_of",
     "check_padded",
     "checked_batch_size",
@@ -24,6 +26,13 @@ __all__ = [
     "padded",
     "rows_between",
 ]
+
+# Tensors in tuples, lists and dicts, as models take and return them. A tensor may be ragged or
+# sparse, or a variable; None stands where one is left out.
+Structure: TypeAlias = "tf.Tensor | Sequence[Structure] | Mapping[str, Structure] | None"
+
+# The same structures of `tf.TypeSpec`s.
+Specs: TypeAlias = "tf.TypeSpec | Sequence[Specs] | Mapping[str, Specs] | None"
 
 # What to do with a tensor of a batch that has no row for each example.
 SHARED_TENSOR = (

@@ -17,12 +17,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.rows import batch_size_of, rows_between
+from tfdist_ext.data.rows import Structure, batch_size_of, rows_between
 from tfdist_ext.errors import TfDistError, TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.building.build import batch_normalization_layers
 from tfdist_ext.training.model import check_counts, distribute
-from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.state import MODEL, group_of, state_of, whole_value
 from tfdist_ext.training.verification import Results, Verification, relative_differences
 from tfdist_ext.user_frames import filter_traceback

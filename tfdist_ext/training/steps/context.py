@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 import keras
 import tensorflow as tf
 
+from tfdist_ext.data.rows import Structure
 from tfdist_ext.data.shards import bounds
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies.reductions import (
@@ -36,7 +37,6 @@ from tfdist_ext.strategies.reductions import (
 from tfdist_ext.strategies.traced_replica import replica_number, sum_up
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import gathered_values
-from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.replaced import not_called, substitutes
 from tfdist_ext.training.steps.rows import (
     EqualTensors,

@@ -16,12 +16,12 @@ import keras
 import numpy.typing as npt
 import tensorflow as tf
 
+from tfdist_ext.data.rows import Structure
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies.reductions import OTHER, batch_reduce_to
 from tfdist_ext.strategies.traced_replica import computed_once, replica_id
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import is_recording
-from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.context import (
     StepContext,
     all_rows,

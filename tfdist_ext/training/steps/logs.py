@@ -11,25 +11,31 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.data.rows import Structure
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.replaced import redirect_methods
 from tfdist_ext.training.steps.rows import follows_from
 from tfdist_ext.user_frames import warn
 
 __all__ = [
+    "Logs",
     "OwnOutputs",
     "StepScope",
     "metric_variables",
     "metrics_of",
     "observed_metrics",
 ]
+
+
+# The value of each metric by name. An output that is not a single number is an array.
+Logs: TypeAlias = dict[str, float | np.ndarray]
 
 
 class _Result(NamedTuple):

@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.training.protocols import Structure
+from tfdist_ext.data.rows import Structure
 
 __all__ = ["ReplicaTimer", "StepTimer", "timestamp_after"]
 

@@ -16,14 +16,13 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.cluster.liveness import FIRST_AFTER, say
+from tfdist_ext.data.rows import Structure
 from tfdist_ext.errors import StrategyError, TrainingError
 from tfdist_ext.strategies._tf_private import lightly_optimized
 from tfdist_ext.strategies.shared_step import SharedStep, kind_of
 from tfdist_ext.strategies.stages import NotSharedError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.inputs import Part, Parts
-from tfdist_ext.training.programs import step_of
-from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps import exact
 from tfdist_ext.training.steps.context import StepContext, running_step
 from tfdist_ext.training.steps.logs import OwnOutputs, metrics_of, observed_metrics
@@ -33,6 +32,7 @@ from tfdist_ext.training.steps.replaced import (
     check_called,
     functions_in_place,
     has_own_apply,
+    step_of,
     step_targets,
     uses_keras_step,
 )
