@@ -63,14 +63,14 @@ QUARANTINED = {"_keras_private.py", "_tf_private.py"}
 
 # The same inside of training/. Rooms side by side do not know each other.
 TRAINING_FLOORS = [
+    {"verify"},
     {"verification"},
     {"model"},
     {"loop"},
-    {"synchronous", "parameter_server"},
-    {"callbacks"},
     {"checkpoints"},
+    {"callbacks"},
     {"building"},
-    {"programs"},
+    {"synchronous", "parameter_server"},
     {"sharded_inputs"},
     {"inputs"},
     {"steps"},
@@ -78,7 +78,6 @@ TRAINING_FLOORS = [
     {"variables"},
     {"agreement"},
     {"_keras_private", "_tf_private"},
-    {"protocols"},
 ]
 LARGEST_ROOM = 10
 

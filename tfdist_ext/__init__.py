@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from tfdist_ext.training import distribute as distribute
     from tfdist_ext.training import finished_checkpoints as finished_checkpoints
     from tfdist_ext.training import training_is_done as training_is_done
-    from tfdist_ext.training.verification.result import Verification as Verification
-    from tfdist_ext.training.verification.verify import verify as verify
+    from tfdist_ext.training.verification import Verification as Verification
+    from tfdist_ext.training.verify import verify as verify
 
 __version__ = "0.1.0"
 
@@ -66,8 +66,8 @@ _HOME = {
         "strategies": "available_strategies create_strategy explain register_strategy run",
         "training": "DistributedModel WorkerTensorBoard all_rows distribute finished_checkpoints"
         " training_is_done",
-        "training.verification.result": "Verification",
-        "training.verification.verify": "verify",
+        "training.verification": "Verification",
+        "training.verify": "verify",
     }.items()
     for name in names.split()
 }

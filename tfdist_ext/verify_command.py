@@ -11,7 +11,7 @@ from tfdist_ext.launch import launch
 from tfdist_ext.plan_command import load_function
 
 if TYPE_CHECKING:
-    from tfdist_ext.training.verification.result import Verification
+    from tfdist_ext.training.verification import Verification
 
 __all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "run"]
 
@@ -59,7 +59,7 @@ def _verify(options: argparse.Namespace) -> Verification:
     builder = load_function(options.builder, "the builder", error=TrainingError)
     data_function = load_function(options.data, "the data function", error=TrainingError)
     from tfdist_ext.strategies import create_strategy
-    from tfdist_ext.training.verification.verify import verify
+    from tfdist_ext.training.verify import verify
 
     logging.getLogger("tensorflow").setLevel("ERROR")  # it warns when many models are traced
     if options.workers is None:

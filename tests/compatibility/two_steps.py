@@ -14,8 +14,8 @@ import numpy as np
 
 import tfdist_ext as tfd
 from tfdist_ext.testing import logical_cpus
-from tfdist_ext.training.verification.result import Results, relative_differences
-from tfdist_ext.training.verification.trainings import Trainings
+from tfdist_ext.training.verification import Results, relative_differences
+from tfdist_ext.training.verify import Trainings
 
 BOUND = 1e-5  # of a difference in float64; deep networks with few rows make much of rounding
 BATCH = 5  # of 8 rows: two steps, and on 2 and 3 replicas parts of different sizes

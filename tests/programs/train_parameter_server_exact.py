@@ -182,9 +182,8 @@ def gathers(rows):
 
     model = tfd.distribute(make, strategy)
     model.fit(x[:, :2], y, batch_size=16, verbose=0)
-    engine = model._engine
-    batches = iter(engine.feed(engine.read(x[:, :2], y, batch_size=16)))
-    program = engine.program(model.keras_model, "train")
+    batches = iter(model._engine.feed(model._global_batches(x[:, :2], y, batch_size=16)))
+    program = model._loop("train").program
     function = program.batch_calls.function_of(batches, 1)
     graph = function.graph.as_graph_def()
     nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]

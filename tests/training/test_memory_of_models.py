@@ -44,7 +44,7 @@ def test_a_deleted_model_is_collected_with_the_graphs_of_its_steps() -> None:
         model.fit(X, Y, callbacks=[Breaks()], **FIT)
     model.fit(X, Y, validation_data=(X[:16], Y[:16]), **FIT)
     model.predict(X, verbose=0)
-    program = model._engine.program(model.keras_model, "train")
+    program = model._loop("train").program
     (step,) = program._executions[True, False]._list_all_concrete_functions()
     alive = {
         "model": weakref.ref(model),

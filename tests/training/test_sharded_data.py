@@ -128,7 +128,6 @@ def test_killed_in_an_epoch_and_gone_on_with_other_replicas(expected: Any, tmp_p
     [
         (sharded, {"checkpoint_every": 2}, "needs checkpoint_dir"),
         (sharded, {"checkpoint_every": 0}, "checkpoint_every must be .* got 0"),
-        (lambda: X[:ROWS], {"checkpoint_every": 2, "y": Y[:ROWS]}, "data that knows its position"),
     ],
 )
 def test_checkpoints_in_an_epoch_need_a_position(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -20,6 +20,8 @@ from tfdist_ext.errors import DataError
 __all__ = [
     "PY_FUNCTIONS",
     "SHARED_TENSOR",
+    "Specs",
+    "Structure",
     "batch_size_of",
     "check_padded",
     "checked_batch_size",
@@ -34,6 +36,13 @@ __all__ = [
     "takes_elements",
     "without_autotune",
 ]
+
+# Tensors in tuples, lists and dicts, as models take and return them. A tensor may be ragged or
+# sparse, or a variable; None stands where one is left out.
+Structure: TypeAlias = "tf.Tensor | Sequence[Structure] | Mapping[str, Structure] | None"
+
+# The same structures of `tf.TypeSpec`s.
+Specs: TypeAlias = "tf.TypeSpec | Sequence[Specs] | Mapping[str, Specs] | None"
 
 # The operations that call Python: from_generator, numpy_function and py_function create them.
 PY_FUNCTIONS = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}

@@ -17,9 +17,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.private_names import PrivateNames
-from tfdist_ext.training.protocols import Logs, Structure
 
 NAMES = PrivateNames(
     "keras.src",
@@ -293,7 +293,7 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
     return arguments
 
 
-def metrics_in_order(model: keras.Model, logs: Logs) -> list[float]:
+def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> list[float]:
     """The values of `logs` in the order in which Keras's `evaluate` returns them."""
     return NAMES.of(model, "_flatten_metrics_in_order", "the order of evaluate's results")(logs)
 

@@ -24,6 +24,8 @@ import tensorflow as tf
 from tfdist_ext.data.ordered import Order, sorted_at_random
 from tfdist_ext.data.pipelines import (
     SHARED_TENSOR,
+    Specs,
+    Structure,
     batch_size_of,
     checked_batch_size,
     in_parallel,
@@ -35,13 +37,15 @@ from tfdist_ext.data.pipelines import (
 from tfdist_ext.data.shards import bounds
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.protocols import BatchIterator, Specs, Structure
+from tfdist_ext.training.steps.scope import Logs
 from tfdist_ext.user_frames import warn
 
 __all__ = [
     "EMPTY",
+    "BatchIterator",
     "Epoch",
     "Epochs",
+    "Execution",
     "GlobalBatches",
     "Part",
     "Parts",
@@ -54,6 +58,10 @@ EMPTY = "The dataset is empty: it produced no batch. Check its filters and steps
 # One replica's part of a global batch: the number of its rows, the number of rows of the global
 # batch, and the rows. A part of 0 rows still holds one row; see `_spans`.
 Part: TypeAlias = tuple[tf.Tensor, tf.Tensor, Structure]
+
+
+# An iterator over what an engine feeds: for each global batch, this task's parts of it.
+BatchIterator: TypeAlias = tf.data.Iterator | tf.distribute.DistributedIterator
 
 
 # A global batch as a task gets it: a part for each of its replicas.
@@ -403,6 +411,23 @@ class Epoch:
     completed: int
     advance: Callable[[int], None]
     batch_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Execution:
+    """The result of an execution: several steps of an epoch.
+
+    Attributes:
+        logs: over the epoch so far, the same on every worker.
+        steps: global batches that were used.
+        chief_seconds: how long the execution before this one took on the chief.
+        stop_requested: a task received SIGTERM before this execution began.
+    """
+
+    logs: Logs
+    steps: int
+    chief_seconds: float
+    stop_requested: bool = False
 
 
 class Epochs:

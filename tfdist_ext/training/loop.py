@@ -1,4 +1,4 @@
-"""The loop of `fit`, `evaluate` and `predict`: epochs, executions, steps per execution, Ctrl-C.
+"""The loop of `fit`, `evaluate` and `predict`: epochs, executions, steps per execution.
 
 Every execution is a collective, so all tasks of a cluster must run the same executions. The tasks
 agree where one may decide differently: only the chief runs callbacks that write, and a callback
@@ -6,15 +6,11 @@ may stop the training on one task.
 
 Long executions are fast, because nothing waits for Python between their steps. Short executions
 show progress, and let Ctrl-C and callbacks in. So an execution aims at a fixed time
-(`StepsPerExecutionTuner`). A KeyboardInterrupt that is raised in a finalizer is lost.
-`preserve_sigint` raises it again.
+(`StepsPerExecutionTuner`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeAlias
@@ -22,7 +18,7 @@ from typing import NoReturn, TypeAlias
 import keras
 import numpy as np
 
-from tfdist_ext.data.pipelines import data_errors_as_raised
+from tfdist_ext.data.pipelines import Structure, data_errors_as_raised
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.launch.exit_codes import PREEMPTED
 from tfdist_ext.training import _keras_private as kp
@@ -30,9 +26,13 @@ from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
-from tfdist_ext.training.inputs import EMPTY, Epoch, Epochs
-from tfdist_ext.training.programs import Engine, Execution, StepProgram
-from tfdist_ext.training.protocols import Logs, Structure
+from tfdist_ext.training.inputs import EMPTY, Epoch, Epochs, Execution
+from tfdist_ext.training.parameter_server.engine import (
+    ParameterServerPredictor,
+    ParameterServerProgram,
+)
+from tfdist_ext.training.steps.scope import Logs
+from tfdist_ext.training.synchronous.engine import Predictor, SynchronousProgram
 
 __all__ = [
     "EndOfJob",
@@ -42,9 +42,12 @@ __all__ = [
     "Validation",
     "end_training",
     "predict",
-    "preserve_sigint",
     "train",
 ]
+
+# Both kinds have the same methods.
+StepProgram: TypeAlias = SynchronousProgram | ParameterServerProgram
+
 
 # Ends the job in a validation, at a signal.
 EndOfJob: TypeAlias = Callable[[], NoReturn]
@@ -59,22 +62,29 @@ def train(
     epochs: range,
     data: Epochs,
     hooks: keras.callbacks.CallbackList,
-    saved: CheckpointManager,
+    saved: CheckpointManager | None,
     validation: Validation,
 ) -> Iterator[tuple[Logs, Progress]]:
-    """Trains; yields the logs of each epoch, and the progress of the training after it."""
+    """Trains; yields the logs of each epoch, and the progress of the training after it.
+
+    Args:
+        saved: the checkpoints of the training; None without a folder.
+    """
     model, reduction = loop.model, loop.reduction
     peers = reduction.peers
     for epoch in epochs:
         peers.enters("callbacks")
         hooks.on_epoch_begin(epoch)
-        logs, complete = saved.epoch_has_begun(), True
+        logs, complete = None if saved is None else saved.epoch_has_begun(), True
         if logs is None:
             with data.next() as batches:
                 logs, steps = loop.run(batches, hooks, f"epoch {epoch + 1}, ", saved=saved)
             complete = data.is_done(batches, steps, stopped=bool(model.stop_training))
         if (evaluate := validation(epoch)) is not None:
-            val_logs = evaluate(hooks, saved.end_of_validation(epoch, logs, complete=complete))
+            end = None
+            if saved is not None:
+                end = saved.end_of_validation(epoch, logs, complete=complete)
+            val_logs = evaluate(hooks, end)
             logs = {**logs, **{f"val_{name}": value for name, value in val_logs.items()}}
         peers.enters("callbacks")
         hooks.on_epoch_end(epoch, logs)
@@ -82,10 +92,13 @@ def train(
         with peers.barrier(f"epoch {epoch + 1}, its end"):
             flags = np.array([model.stop_training, peers.stop_requested], np.int32)
             stop, stop_requested = (reduction.sum_over_workers(flags) > 0).tolist()
-            progress = saved.epoch_is_done(epoch, logs, complete=complete, stopped=stop)
+            progress = Progress(epoch + 1)
+            if saved is not None:
+                progress = saved.epoch_is_done(epoch, logs, complete=complete, stopped=stop)
         yield logs, progress
         peers.enters("callbacks")
-        saved.announce()
+        if saved is not None:
+            saved.announce()
         if stop:
             break
         if stop_requested and epoch + 1 < epochs.stop:
@@ -96,7 +109,7 @@ def end_training(
     reduction: Reduction,
     logs: Logs,
     hooks: keras.callbacks.CallbackList,
-    saved: CheckpointManager,
+    saved: CheckpointManager | None,
 ) -> None:
     """Everything after the last step, when callbacks may compile the model again."""
     peers = reduction.peers
@@ -106,7 +119,8 @@ def end_training(
     with peers.barrier("its end"):
         # Wait: the chief's callbacks may still write.
         stop_requested = reduction.any_worker(peers.stop_requested)
-    saved.training_is_done()
+    if saved is not None:
+        saved.training_is_done()
     if stop_requested:
         raise SystemExit(PREEMPTED)
 
@@ -116,16 +130,21 @@ class Loop:
 
     Args:
         kind: "train" or "test".
-
-    Attributes:
-        is_running: an epoch is running; its callbacks may evaluate meanwhile.
+        made_for: changes when the program must be compiled again.
     """
 
-    def __init__(self, model: keras.Model, reduction: Reduction, kind: str, program: StepProgram):
+    def __init__(
+        self,
+        model: keras.Model,
+        reduction: Reduction,
+        kind: str,
+        program: StepProgram,
+        made_for: object,
+    ):
         self.model = model
         self.reduction = reduction
         self.program = program
-        self.is_running = False
+        self.made_for = made_for
         self._kind = kind
         self._stop_flag = "stop_training" if kind == "train" else "stop_evaluating"
         self._tuner = StepsPerExecutionTuner()
@@ -153,7 +172,7 @@ class Loop:
         peers = self.reduction.peers
         logs: Logs = {}
         done = 0
-        with self._running() as raise_if_interrupted:
+        with data_errors_as_raised():
             with peers.barrier(f"{where}before its first step"):
                 uses_batches = uses_batch_hooks(hooks.callbacks, self._kind)
                 spec = getattr(data.iterator, "element_spec", None)
@@ -174,7 +193,6 @@ class Loop:
                 peers.enters("callbacks")
                 getattr(hooks, f"on_{self._kind}_batch_begin")(data.completed + done)
                 result = self._execute(data, n, tuner, f"{where}steps after {done}")
-                raise_if_interrupted()
                 if result.steps == 0:
                     logs = result.logs if data.completed else logs
                     break
@@ -212,15 +230,6 @@ class Loop:
     @property
     def _stopped(self) -> bool:
         return bool(getattr(self.model, self._stop_flag))
-
-    @contextlib.contextmanager
-    def _running(self) -> Iterator[Callable[[], None]]:
-        self.is_running = True
-        try:
-            with preserve_sigint() as raise_if_interrupted, data_errors_as_raised():
-                yield raise_if_interrupted
-        finally:
-            self.is_running = False
 
 
 _TARGET = 0.8  # seconds of an execution: short enough to show progress
@@ -265,26 +274,26 @@ class StepsPerExecutionTuner:
 
 def predict(
     model: keras.Model,
-    engine: Engine,
+    reduction: Reduction,
+    predictor: Predictor | ParameterServerPredictor,
     epochs: Epochs,
     hooks: keras.callbacks.CallbackList,
 ) -> Structure:
-    """The outputs for one pass over the data, as NumPy arrays of all rows, in input order."""
+    """Returns the outputs for one pass over the data, as NumPy arrays, in input order."""
     model.stop_predicting = False
     hooks.on_predict_begin()
     collected: list[Structure] = []
     done = 0  # global batches
-    with preserve_sigint() as raise_if_interrupted, data_errors_as_raised(), epochs.next() as data:
-        each = engine.outputs(model, data)
+    with data_errors_as_raised(), epochs.next() as data:
+        each = predictor.outputs(data)
         while data.steps is None or done < data.steps:
             hooks.on_predict_batch_begin(done)
-            engine.reduction.peers.enters("steps")
+            reduction.peers.enters("steps")
             try:
-                with engine.reduction.peers.barrier(f"batch {done}"):
+                with reduction.peers.barrier(f"batch {done}"):
                     outputs = next(each)
             except StopIteration:
                 break
-            raise_if_interrupted()
             done += 1
             if outputs is not None:
                 collected.append(outputs)
@@ -296,30 +305,3 @@ def predict(
     epochs.is_done(data, done, stopped=bool(model.stop_predicting))
     hooks.on_predict_end()
     return keras.tree.map_structure(kp.in_one_array, *collected)
-
-
-@contextlib.contextmanager
-def preserve_sigint() -> Iterator[Callable[[], None]]:
-    """Scope with a function that raises a lost KeyboardInterrupt again.
-
-    The scope has no effect outside of the main thread, or if the user has a handler for Ctrl-C.
-    """
-    pressed = threading.Event()
-
-    def raise_interrupt(*_: object) -> None:
-        pressed.set()
-        raise KeyboardInterrupt
-
-    def check() -> None:
-        if pressed.is_set():
-            raise KeyboardInterrupt
-
-    in_main = threading.current_thread() is threading.main_thread()
-    replaces = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if replaces:
-        signal.signal(signal.SIGINT, raise_interrupt)
-    try:
-        yield check
-    finally:
-        if replaces:
-            signal.signal(signal.SIGINT, signal.default_int_handler)

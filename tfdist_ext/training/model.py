@@ -6,16 +6,19 @@ checks arguments before anything expensive starts, and puts the parts of a train
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import numbers
+import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import keras
 import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
+from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.messages import counted, shown
 from tfdist_ext.strategies import create_strategy
@@ -39,6 +42,7 @@ from tfdist_ext.training.building.build import (
     recompile,
 )
 from tfdist_ext.training.callbacks.in_cluster import (
+    Callbacks,
     callbacks_of_this_task,
     has_backup,
     overridable,
@@ -53,7 +57,7 @@ from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
 from tfdist_ext.training.checkpoints.saving import SavingMixin
-from tfdist_ext.training.inputs import Epochs, GlobalBatches
+from tfdist_ext.training.inputs import Epochs, GlobalBatches, read
 from tfdist_ext.training.loop import (
     EndOfJob,
     Evaluation,
@@ -63,12 +67,20 @@ from tfdist_ext.training.loop import (
     predict,
     train,
 )
-from tfdist_ext.training.parameter_server.engine import ParameterServerEngine
-from tfdist_ext.training.programs import Engine, compiled_parts
-from tfdist_ext.training.protocols import Callbacks, Logs
-from tfdist_ext.training.state import broadcast_variables, run_on_chief, snapshot, state_of
-from tfdist_ext.training.synchronous.engine import SynchronousEngine
+from tfdist_ext.training.parameter_server.engine import (
+    ParameterServerEngine,
+    ParameterServerPredictor,
+)
+from tfdist_ext.training.sharded_inputs import check_says_nothing_else, read_sharded
+from tfdist_ext.training.state import broadcast_variables, run_on_chief, state_of
+from tfdist_ext.training.steps.scope import Logs
+from tfdist_ext.training.synchronous.engine import (
+    Predictor,
+    SynchronousEngine,
+    SynchronousProgram,
+)
 from tfdist_ext.training.synchronous.model_step import OneTrace
+from tfdist_ext.training.variables import check_built
 from tfdist_ext.user_frames import filter_traceback, warn
 
 __all__ = ["DistributedModel", "check_counts", "distribute"]
@@ -98,8 +110,10 @@ class DistributedModel(SavingMixin):
         self._synchronize_batch_norm = synchronize_batch_norm
         self._built_for = None
         self._progress = Progress()
-        self._loops: dict[str, Loop] = {}  # the last one of a kind
-        self._engine: Engine
+        self._loops: dict[tuple[str, bool], Loop] = {}  # by kind, and whether steps are timed
+        self._predictor: Predictor | ParameterServerPredictor | None = None
+        self._predicts_eagerly = False
+        self._engine: SynchronousEngine | ParameterServerEngine
         if isinstance(strategy, tf.distribute.ParameterServerStrategy):
             self._engine = ParameterServerEngine(strategy)
         else:
@@ -124,7 +138,11 @@ class DistributedModel(SavingMixin):
 
     def traces(self) -> list[str]:
         """For `tfd.explain`: how steps are traced, and which layers are not synchronized."""
-        return [*self._engine.traces(), *filter(None, [self._unsynchronized()])]
+        found = {kind: loop.program.traces for (kind, _), loop in self._loops.items()}
+        if self._predictor is not None:
+            found["predict"] = self._predictor.traces
+        traces = [f"{kind}: {how}" for kind, how in found.items()]
+        return [*traces, *filter(None, [self._unsynchronized()])]
 
     @overridable
     @on_every_worker
@@ -213,34 +231,43 @@ class DistributedModel(SavingMixin):
                 verbose=verbose,
                 **sizes,
             )
-        saved = CheckpointManager(
-            checkpoint_dir,
-            self._model,
-            self._reduction,
-            x if self._engine.keeps_position(x) else None,
-            checkpoint_every,
-            epochs,
-            in_background=checkpoint_async and self._engine.state_is_here,
-        )
+        saved = None
+        # Whether `fit` knows at each step where it is in this data.
+        keeps_position = isinstance(x, ShardedDataset) and not self._workers_may_read(x)
+        if checkpoint_dir is not None:
+            saved = CheckpointManager(
+                checkpoint_dir,
+                self._model,
+                self._reduction,
+                x if keeps_position else None,
+                checkpoint_every,
+                epochs,
+                in_background=checkpoint_async and isinstance(self._engine, SynchronousEngine),
+            )
+        elif checkpoint_every is not None:
+            raise TrainingError("checkpoint_every needs checkpoint_dir, a folder for checkpoints.")
         how = {"batch_size": batch_size, "shuffle": shuffle, "class_weight": class_weight}
+        seed = self._new_seed if saved is None else saved.seed
         arrays = x, y, sample_weight
-        data = self._read("train", *arrays, steps=steps_per_epoch, seed=saved.seed, **how)
+        data = self._read("train", *arrays, steps=steps_per_epoch, seed=seed, **how)
         data.reset()
         validation = self._validation(validation_data, sizes, validation_freq)
         hooks = self._callbacks(
             callbacks, verbose, epochs=epochs, steps=data.steps, add_history=True
         )
         self._model.stop_training = False
-        initial_epoch = saved.resume(data, initial_epoch, hooks.callbacks)
+        if saved is not None:
+            initial_epoch = saved.resume(data, initial_epoch, hooks.callbacks)
         is_chief = self._reduction.is_chief
         with (
-            saved.training(),
+            contextlib.nullcontext() if saved is None else saved.training(),
             redirect_model_methods(self, self._model, callbacks, is_chief=is_chief),
         ):
             with refusing_compile(self._model, "fit"):
                 hooks.on_train_begin()
                 restored = restored_epoch(self._model, self._reduction) if backup else None
-                saved.training_has_begun()
+                if saved is not None:
+                    saved.training_has_begun()
                 remaining = range(restored or initial_epoch, epochs)
                 logs: Logs = {}
                 loop = self._train_loop(hooks)
@@ -260,15 +287,20 @@ class DistributedModel(SavingMixin):
             )
         loop = self._loop("train", timed=bool(boards))
         for board in boards:
+            assert isinstance(loop.program, SynchronousProgram)
             board.follow(loop.program, self._reduction)
         return loop
 
     def _loop(self, kind: str, *, timed: bool = False) -> Loop:
         """Returns the loop of "train" or "test" steps; a new one after `compile`."""
-        program = self._engine.program(self._model, kind, timed=timed)
-        if kind not in self._loops or self._loops[kind].program is not program:
-            self._loops[kind] = Loop(self._model, self._reduction, kind, program)
-        return self._loops[kind]
+        check_built(self._model)
+        model, compiled = self._model, _compiled_parts(self._model)
+        found = self._loops.get((kind, timed))
+        if found is None or found.made_for != compiled:
+            program = self._engine.make_program(model, kind, timed=timed)
+            found = Loop(model, self._reduction, kind, program, made_for=compiled)
+            self._loops[kind, timed] = found
+        return found
 
     @overridable
     @on_every_worker
@@ -315,7 +347,7 @@ class DistributedModel(SavingMixin):
         """
         self._check_call("predict", {"batch_size": batch_size, "steps": steps}, x=x)
         if isinstance(x, FunctionDataset) and (
-            self._reduction.multi_worker or not self._engine.keeps_position(x)
+            self._reduction.multi_worker or self._workers_may_read(x)
         ):
             raise TrainingError(
                 "the data of predict() must have an order, got from_dataset_fn, whose examples have"
@@ -323,8 +355,9 @@ class DistributedModel(SavingMixin):
                 " tf.data.Dataset."
             )
         epochs = self._read("predict", x, batch_size=batch_size, steps=steps)
-        hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
-        return predict(self._model, self._engine, epochs, hooks)
+        return self._predict(
+            epochs, self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
+        )
 
     @overridable
     @on_every_worker
@@ -354,7 +387,7 @@ class DistributedModel(SavingMixin):
     def predict_on_batch(self, x: Any) -> Any:
         """The model's outputs for one global batch, as NumPy arrays, on every task."""
         epochs = self._read("predict", x, batch_size=_rows(x))
-        return predict(self._model, self._engine, epochs, keras.callbacks.CallbackList())
+        return self._predict(epochs, keras.callbacks.CallbackList())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The Keras model's outputs for tensors, computed on this task alone."""
@@ -405,6 +438,12 @@ class DistributedModel(SavingMixin):
         else:
             setattr(self._model, name, value)
 
+    def _predict(self, epochs: Epochs, hooks: keras.callbacks.CallbackList) -> Any:
+        if self._predictor is None or self._predicts_eagerly != self._model.run_eagerly:
+            self._predictor = self._engine.make_predictor(self._model)
+            self._predicts_eagerly = self._model.run_eagerly
+        return predict(self._model, self._reduction, self._predictor, epochs, hooks)
+
     def _on_batch(self, kind: str, data: tuple[Any, ...], **options: Any) -> Logs:
         self._check_call(f"{kind}_on_batch", {})
         epochs = self._read(kind, *data, batch_size=_rows(data[0]), **options)
@@ -424,7 +463,7 @@ class DistributedModel(SavingMixin):
                 f" got {frequency!r}."
             )
         arrays = keras.utils.unpack_x_y_sample_weight(data)
-        batches = self._engine.read(*arrays, **sizes)
+        batches = self._global_batches(*arrays, **sizes)
         epochs = self._epochs(batches, sizes["steps"], "validation ")
         # What Keras's fit passes to the model's own evaluate.
         given = {**dict(zip(("x", "y", "sample_weight"), arrays, strict=True)), **sizes}
@@ -453,9 +492,6 @@ class DistributedModel(SavingMixin):
         end: EndOfJob | None = None,
     ) -> Logs:
         self._model.stop_evaluating = False
-        # A callback may evaluate in the middle of an epoch of a fit.
-        is_training = any(loop.is_running for loop in self._loops.values())
-        restore_metrics = snapshot(self._model.metrics_variables if is_training else ())
         with refusing_compile(self._model, "evaluate"):
             epochs.rewind()
             hooks.on_test_begin()
@@ -463,7 +499,6 @@ class DistributedModel(SavingMixin):
                 logs, steps = self._loop("test").run(data, hooks, end=end)
         epochs.is_done(data, steps, stopped=bool(self._model.stop_evaluating))
         hooks.on_test_end(logs)
-        restore_metrics()
         return logs
 
     def _callbacks(
@@ -492,9 +527,42 @@ class DistributedModel(SavingMixin):
         if self._reduction.multi_worker:
             check_equal_across_workers(self._reduction, {**counts, **arguments}, SAME_ARGUMENTS)
 
+    def _workers_may_read(self, x: Any) -> TypeGuard[FunctionDataset]:
+        """Returns whether workers of parameter servers may read this data themselves."""
+        on_servers = isinstance(self._engine, ParameterServerEngine)
+        return on_servers and isinstance(x, FunctionDataset) and not x.takes_epoch
+
+    def _new_seed(self) -> int:
+        """Returns a seed for the order of examples, from Python's generator, as in Keras."""
+        return int(self._reduction.from_chief(random.randint(1, 2**31 - 1)))
+
+    def _global_batches(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        seed: Callable[[], int] | None = None,
+        **options: Any,
+    ) -> GlobalBatches:
+        """Reads the data of a call as global batches; see `inputs.read`.
+
+        Args:
+            seed: given for data to train on. Without it, a ShardedDataset is read from its start.
+        """
+        if not isinstance(x, ShardedDataset):
+            replicas = self._reduction.replicas
+            return read(x, y, sample_weight, seed=seed, replicas=replicas, **options)
+        given = {name: options.get(name) for name in ("class_weight", "batch_size")}
+        check_says_nothing_else(x, y=y, sample_weight=sample_weight, **given)
+        on_workers = None
+        if isinstance(self._engine, ParameterServerEngine) and self._workers_may_read(x):
+            on_workers = self._engine.batches_on_workers(x)
+        return on_workers or read_sharded(x, self._reduction, from_position=seed is not None)
+
     def _read(self, kind: str, *data: Any, steps: int | None = None, **options: Any) -> Epochs:
         """Reads the data of a call, and builds the model for its kind of step."""
-        batches = self._engine.read(*data, steps=steps, **options)
+        batches = self._global_batches(*data, steps=steps, **options)
         epochs = self._epochs(batches, steps)
         self._build(batches, kind)
         return epochs
@@ -559,7 +627,7 @@ class DistributedModel(SavingMixin):
         self._created.clear()
         if not self._reduction.multi_worker:
             return
-        compiled = compiled_parts(self._model) if self._model.compiled else ()
+        compiled = _compiled_parts(self._model) if self._model.compiled else ()
         if self._reduction.any_worker(bool(created) or self._compared != compiled):
             described = describe_model(self._model, created)
             check_equal_across_workers(self._reduction, described, SAME_MODEL)
@@ -567,6 +635,11 @@ class DistributedModel(SavingMixin):
             others = state_of(self._model).values() if self._compared is None else ()
             broadcast_variables(self._reduction, [*others, *created])
             self._compared = compiled
+
+
+def _compiled_parts(model: keras.Model) -> tuple[object, ...]:
+    """Returns the objects that `compile` has set. They change when a model is compiled again."""
+    return model.optimizer, model.loss, model.metrics
 
 
 # Methods of Keras's models that create variables.

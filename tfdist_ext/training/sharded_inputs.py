@@ -15,11 +15,23 @@ from tfdist_ext.data.ordered import OrderedDataset
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.data.shards import Shard
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.agreement.equality import from_each_worker
+from tfdist_ext.training.agreement.equality import check_equal_positions, from_each_worker
 from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.inputs import GlobalBatches, Part, parts_of_dataset
 
-__all__ = ["batches_of_function", "batches_of_ordered", "check_says_nothing_else"]
+__all__ = ["check_says_nothing_else", "read_sharded"]
+
+
+def read_sharded(
+    data: ShardedDataset, reduction: Reduction, *, from_position: bool
+) -> GlobalBatches:
+    """Returns the global batches from the data's position, or all of them in order."""
+    if reduction.multi_worker:
+        check_equal_positions(reduction, data)
+    if isinstance(data, FunctionDataset):
+        return _batches_of_function(data, reduction, from_position=from_position)
+    assert isinstance(data, OrderedDataset)
+    return _batches_of_ordered(data if from_position else data.in_order())
 
 
 def check_says_nothing_else(data: ShardedDataset, **given: Any) -> None:
@@ -37,7 +49,7 @@ def check_says_nothing_else(data: ShardedDataset, **given: Any) -> None:
         )
 
 
-def batches_of_ordered(data: OrderedDataset) -> GlobalBatches:
+def _batches_of_ordered(data: OrderedDataset) -> GlobalBatches:
     """The global batches, beginning at the data's position.
 
     Raises:
@@ -68,7 +80,7 @@ def batches_of_ordered(data: OrderedDataset) -> GlobalBatches:
     )
 
 
-def batches_of_function(
+def _batches_of_function(
     data: FunctionDataset, reduction: Reduction, *, from_position: bool
 ) -> GlobalBatches:
     """This task's batches, from the data's position or of epoch 0; every worker must call."""

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
+from tfdist_ext.data.pipelines import Specs, Structure
 from tfdist_ext.errors import PlacementError, TrainingError
 from tfdist_ext.placement.live.learning import fresh_names, learn_specs
 from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
@@ -23,7 +24,6 @@ from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import creating_without_broadcast
 from tfdist_ext.training.building.copying import clone_model, compile_as, copy_state
-from tfdist_ext.training.protocols import Specs, Structure
 from tfdist_ext.training.state import check_has_variables
 from tfdist_ext.training.steps.replaced import (
     functions_in_place,

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
 import keras
 
@@ -19,7 +19,6 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.callbacks.worker_tensorboard import check_tensorboard
-from tfdist_ext.training.protocols import Callbacks, TrainedModel
 from tfdist_ext.training.state import broadcast_variables, state_of
 from tfdist_ext.training.steps.replaced import (
     functions_in_place,
@@ -30,7 +29,27 @@ from tfdist_ext.training.steps.replaced import (
 from tfdist_ext.user_frames import filter_traceback
 
 Function: TypeAlias = Callable[..., Any]
+
+# What Keras's fit, evaluate and predict take as callbacks.
+_Callback: TypeAlias = keras.callbacks.Callback
+Callbacks: TypeAlias = _Callback | keras.callbacks.CallbackList | Sequence[_Callback] | None
 Method = TypeVar("Method", bound=Function)
+
+
+class TrainedModel(Protocol):
+    """The methods of a `DistributedModel` that callbacks and the evaluator call."""
+
+    @property
+    def keras_model(self) -> keras.Model: ...
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def load_weights(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def restore_checkpoint(self, path: str) -> Any: ...
+
 
 # They write files, or print: only the chief runs them.
 _WRITING_CALLBACKS = (

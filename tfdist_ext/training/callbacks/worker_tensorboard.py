@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.agreement.single_task import Reduction
-from tfdist_ext.training.programs import StepProgram
-from tfdist_ext.training.protocols import Logs
+from tfdist_ext.training.steps.scope import Logs
 from tfdist_ext.training.steps.step_timer import StepTimer
+from tfdist_ext.training.synchronous.engine import SynchronousProgram
 from tfdist_ext.user_frames import filter_traceback
 
 _SLOW = 0.2  # of a step that the others wait for a worker: then the worker is named
@@ -61,7 +61,7 @@ class WorkerTensorBoard(keras.callbacks.Callback):
         self._writer: Any = None
         self.own_ms = np.empty(0)
 
-    def follow(self, program: StepProgram, reduction: Reduction) -> None:
+    def follow(self, program: SynchronousProgram, reduction: Reduction) -> None:
         """Called by `fit`, with its steps, which are timed."""
         self._timer = program.timer
         self._local_logs = program.logs_of_this_task

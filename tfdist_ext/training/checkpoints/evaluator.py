@@ -19,10 +19,10 @@ from tfdist_ext.cluster.liveness.watching import COORDINATOR_SILENT, GONE, TaskW
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.launch.exit_codes import RESTART
 from tfdist_ext.strategies.cluster_tasks import RoleEnded
+from tfdist_ext.training.callbacks.in_cluster import Callbacks, TrainedModel
 from tfdist_ext.training.checkpoints.folder import checkpoints_in, epochs_when_done
 from tfdist_ext.training.checkpoints.format import DamagedCheckpointError, Progress
 from tfdist_ext.training.checkpoints.paths import os_errors, write_errors
-from tfdist_ext.training.protocols import Callbacks, TrainedModel
 
 __all__ = ["evaluate_checkpoints"]
 

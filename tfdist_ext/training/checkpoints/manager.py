@@ -31,10 +31,9 @@ from tfdist_ext.training.checkpoints.callback_state import (
 from tfdist_ext.training.checkpoints.folder import CheckpointFolder, FolderTakenError
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.saving import arrays_of, at_step, restore_checkpoint
-from tfdist_ext.training.inputs import Epochs
-from tfdist_ext.training.programs import Execution
-from tfdist_ext.training.protocols import Logs
+from tfdist_ext.training.inputs import Epochs, Execution
 from tfdist_ext.training.state import run_on_chief, snapshot
+from tfdist_ext.training.steps.scope import Logs
 from tfdist_ext.training.variables import optimizers_of
 from tfdist_ext.user_frames import warn
 
@@ -42,7 +41,7 @@ __all__ = ["CheckpointManager"]
 
 
 class CheckpointManager:
-    """The checkpoints of one `fit`; without a folder it does nothing.
+    """The checkpoints of one `fit`.
 
     Every task makes the same calls. Only the chief needs to see the folder.
 
@@ -59,7 +58,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        folder: str | Path | None,
+        folder: str | Path,
         model: keras.Model,
         reduction: Reduction,
         data: ShardedDataset | None,
@@ -67,7 +66,6 @@ class CheckpointManager:
         epochs: int,
         in_background: bool,
     ):
-        self._folder: CheckpointFolder | None = None
         self._model = model
         self._reduction = reduction
         self._callbacks: Sequence[keras.callbacks.Callback] = ()  # those that run on this task
@@ -79,10 +77,9 @@ class CheckpointManager:
         self._resumes_inside = False  # the training may begin in the middle of an epoch
         # Restores what callbacks may change before the first step of a job that resumes.
         self._restore: Callable[[], None] = lambda: None
-        if folder is not None:
-            report = functools.partial(reduction.peers.enters, "checkpoint")
-            self._folder = CheckpointFolder(folder, report, in_background=in_background)
-            run_on_chief(reduction, self._folder.open, f"open {folder}")
+        report = functools.partial(reduction.peers.enters, "checkpoint")
+        self._folder = CheckpointFolder(folder, report, in_background=in_background)
+        run_on_chief(reduction, self._folder.open, f"open {folder}")
 
     def seed(self) -> int:
         """Returns the seed of the order of examples: of the job before, or a new one.
@@ -90,8 +87,7 @@ class CheckpointManager:
         A new seed comes from Python's generator, as in Keras.
         """
         drawn = random.randint(1, 2**31 - 1)  # also if it is not used: the next fit draws, too
-        found = 0 if self._folder is None else self._folder.progress.seed
-        seed = int(self._reduction.from_chief(found or drawn))
+        seed = int(self._reduction.from_chief(self._folder.progress.seed or drawn))
         self._progress = replace(self._progress, seed=seed)
         return seed
 
@@ -116,7 +112,7 @@ class CheckpointManager:
         self._progress = replace(
             self._progress, epoch=initial_epoch, first_epoch=initial_epoch, batch_size=batch_size
         )
-        if folder is None or not self._reduction.any_worker(folder.newest is not None):
+        if not self._reduction.any_worker(folder.newest is not None):
             return initial_epoch
         path = folder.newest or folder.path
         progress, state = restore_checkpoint(model, self._reduction, path, verified=True)
@@ -159,11 +155,11 @@ class CheckpointManager:
         self._resumes_inside = (
             data.can_begin_anywhere if known is None else known.resumes_inside_epochs
         )
-        if self._every is not None and (self._folder is None or not self._resumes_inside):
+        if self._every is not None and not self._resumes_inside:
             raise TrainingError(
-                "checkpoint_every needs checkpoint_dir, and data that knows its position in an"
-                " epoch: arrays, tfd.data.from_arrays((x, y), global_batch_size=64, seed=0) or"
-                " from_tfrecords, or from_dataset_fn where the function takes the epoch."
+                "checkpoint_every needs data that knows its position in an epoch: arrays,"
+                " tfd.data.from_arrays((x, y), global_batch_size=64, seed=0) or from_tfrecords, or"
+                " from_dataset_fn where the function takes the epoch."
             )
         return data.batch_size or 0 if known is None else 0
 
@@ -192,7 +188,7 @@ class CheckpointManager:
         """Calls `on_checkpoint_end` when the checkpoint of the last epoch is on disk."""
         progress, self._unannounced = self._unannounced, Progress()
         is_whole = progress.epoch and not progress.batches and progress.trained is None
-        if (folder := self._folder) is None or not is_whole:
+        if not is_whole:
             return
         hooks = [getattr(each, "on_checkpoint_end", None) for each in self._callbacks]
         with self._reduction.peers.barrier(f"epoch {progress.epoch}, its checkpoint"):
@@ -200,7 +196,7 @@ class CheckpointManager:
         if not has_hooks:
             return
         self._run_on_chief(CheckpointFolder.wait)
-        newest = folder.newest
+        newest = self._folder.newest
         path = newest if newest is None or "://" in newest else Path(newest)
         for hook in filter(None, hooks):
             hook(progress.epoch - 1, path)
@@ -216,8 +212,7 @@ class CheckpointManager:
             logs: of the epoch's training.
             complete: all global batches of the epoch are done.
         """
-        may_end = self._folder is not None and complete and not self._model.stop_training
-        if not may_end or not _is_finite(logs):
+        if not complete or self._model.stop_training or not _is_finite(logs):
             return None
         trained = {name: np.asarray(value).tolist() for name, value in logs.items()}
         progress = replace(self._progress, epoch=epoch + 1, batches=0, trained=trained)
@@ -271,8 +266,6 @@ class CheckpointManager:
             self._progress = replace(self._progress, epoch=epoch + 1, batches=0)
         else:  # stopped in the middle
             self._progress = replace(self._progress, epoch=epoch)
-        if self._folder is None:
-            return self._progress
         if _is_finite(logs):
             self._save(replace(self._progress, stopped=stopped))
         elif self._reduction.is_chief:
@@ -284,8 +277,7 @@ class CheckpointManager:
 
     def training_is_done(self) -> None:
         """Notes in the folder that the training has completed."""
-        if self._folder is not None:
-            self._run_on_chief(lambda folder: folder.finish(self._epochs))
+        self._run_on_chief(lambda folder: folder.finish(self._epochs))
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
@@ -293,22 +285,20 @@ class CheckpointManager:
 
         If it fails or is ended, the chief prints how to resume it.
         """
-        if (folder := self._folder) is None:
-            yield
-            return
         with self._reduction.peers.ends_at_a_step():
             try:
                 yield
             except FolderTakenError:  # its message says what to do
                 raise
             except BaseException as error:
-                self._report(folder, error)
+                self._report(error)
                 raise
             finally:
-                folder.close()
+                self._folder.close()
 
-    def _report(self, folder: CheckpointFolder, error: BaseException) -> None:
+    def _report(self, error: BaseException) -> None:
         """Waits for the last file after an error, and says how to resume the training."""
+        folder = self._folder
         try:
             folder.wait()
         except Exception as failure:
@@ -340,7 +330,6 @@ class CheckpointManager:
 
     def _run_on_chief(self, action: Callable[[CheckpointFolder], None]) -> None:
         folder = self._folder
-        assert folder is not None
         run_on_chief(self._reduction, lambda: action(folder), f"write to {folder.path}")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist_ext.data.pipelines import Specs
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.single_task import Reduction, on_every_worker
@@ -29,7 +30,6 @@ from tfdist_ext.training.checkpoints.format import (
     open_checkpoint,
 )
 from tfdist_ext.training.checkpoints.paths import write_atomically
-from tfdist_ext.training.protocols import Specs
 from tfdist_ext.training.state import (
     METRICS,
     MODEL,

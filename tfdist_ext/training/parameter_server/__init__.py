@@ -1,4 +1,4 @@
 """Steps on the workers of a parameter-server cluster: engine, remote calls, variables, data.
 
-Synchronous strategies have their own room. `programs.py` has what both engines share.
+Synchronous strategies have their own room. `model.py` and `loop.py` know both.
 """

@@ -14,9 +14,10 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
+from tfdist_ext.data.pipelines import Specs, Structure
 from tfdist_ext.errors import PeerError
 from tfdist_ext.training.agreement.single_task import TaskStatus
-from tfdist_ext.training.protocols import BatchIterator, Specs, Structure
+from tfdist_ext.training.inputs import BatchIterator
 from tfdist_ext.training.variables import default_strategy_scope
 
 __all__ = ["BATCHES_IN_A_CALL", "BatchCalls", "Call", "Calls", "traced"]

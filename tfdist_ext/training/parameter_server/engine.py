@@ -11,19 +11,19 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
-from tfdist_ext.data.sharded import ShardedDataset
+from tfdist_ext.data.pipelines import Specs, Structure
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import busy_workers
 from tfdist_ext.training.agreement.single_task import Reduction, single_task
-from tfdist_ext.training.inputs import Epoch, GlobalBatches
+from tfdist_ext.training.inputs import Epoch, Execution, GlobalBatches
 from tfdist_ext.training.parameter_server import worker_data
 from tfdist_ext.training.parameter_server.calls import (
     BATCHES_IN_A_CALL,
@@ -34,9 +34,8 @@ from tfdist_ext.training.parameter_server.calls import (
 )
 from tfdist_ext.training.parameter_server.scope import WorkerScope, step_on_worker
 from tfdist_ext.training.parameter_server.worker_data import Answer, ShardIterators, WorkerBatches
-from tfdist_ext.training.programs import Engine, Execution, StepProgram, step_of
-from tfdist_ext.training.protocols import Logs, Specs, Structure
-from tfdist_ext.training.steps.scope import OwnOutputs, metrics_and_others
+from tfdist_ext.training.steps.replaced import step_of
+from tfdist_ext.training.steps.scope import Logs, OwnOutputs, metrics_and_others
 from tfdist_ext.training.variables import default_strategy_scope, optimizers_of
 from tfdist_ext.user_frames import warn
 
@@ -49,52 +48,57 @@ StepValues: TypeAlias = tuple[tf.Tensor, dict[str, tf.Tensor]]
 StepArguments: TypeAlias = Callable[[int], tuple[np.int64, np.floating]]
 
 
-class ParameterServerEngine(Engine):
+class ParameterServerEngine:
     """Steps on the workers of a parameter server cluster, asynchronously.
 
     Each global batch is one step, on one worker. A step uses the weights as they are when its
     worker reads them.
+
+    Attributes:
+        reduction: of the coordinator alone, which reads global batches as they are.
     """
 
-    state_is_here = False  # the state may not fit into this process
-
     def __init__(self, strategy: tf.distribute.ParameterServerStrategy):
+        self._strategy = strategy
         servers = getattr(strategy, "servers", None)  # of create_strategy's
         peers = single_task("chief:0", busy_workers, servers)
-        # Of the coordinator alone, which reads global batches as they are.
-        super().__init__(strategy, Reduction(strategy, peers))
+        self.reduction = Reduction(strategy, peers)
         self._calls = Calls(strategy, peers)
 
-    def _read_sharded(self, data: ShardedDataset, *, from_position: bool) -> GlobalBatches:
-        if isinstance(data, FunctionDataset) and not data.takes_epoch:
-            why = worker_data.why_not_remote(data, self._calls.workers)
-            if not why:
-                return WorkerBatches(self._calls, data)
-            warn(
-                f"the workers cannot read this data for themselves: {why}. This process reads all"
-                " of the data and sends the batches."
-            )
-        return super()._read_sharded(data, from_position=from_position)
+    def batches_on_workers(self, data: FunctionDataset) -> WorkerBatches | None:
+        """The data as the workers read it; None with a warning if they cannot."""
+        why = worker_data.why_not_remote(data, self._calls.workers)
+        if not why:
+            return WorkerBatches(self._calls, data)
+        warn(
+            f"the workers cannot read this data for themselves: {why}. This process reads all"
+            " of the data and sends the batches."
+        )
+        return None
 
-    def keeps_position(self, data: Any) -> bool:
-        by_workers = isinstance(data, FunctionDataset) and not data.takes_epoch
-        return super().keeps_position(data) and not by_workers
-
-    def feed(self, batches: Any) -> tf.data.Dataset | WorkerBatches:
+    def feed(self, batches: GlobalBatches) -> tf.data.Dataset | WorkerBatches:
+        """The input that programs iterate over."""
         if isinstance(batches, WorkerBatches):
             return batches
         with tf.device("CPU:0"):
             return batches.on_host(0, 1, 1)
 
     def finalize(self, model: keras.Model) -> None:
+        """End a training: averaged weights replace the last ones."""
         with default_strategy_scope(), step_on_worker(WorkerScope([]), model):
             model.optimizer.finalize_variable_values(model.trainable_weights)
 
-    def _make_program(
-        self, model: keras.Model, kind: str, timed: bool
-    ) -> ParameterServerProgram | ParameterServerPredictor:
-        if kind == "predict":
-            return ParameterServerPredictor(model, self._calls)
+    def make_predictor(self, model: keras.Model) -> ParameterServerPredictor:
+        return ParameterServerPredictor(model, self._calls)
+
+    def make_program(
+        self, model: keras.Model, kind: str, *, timed: bool = False
+    ) -> ParameterServerProgram:
+        """The remote calls of "train" or "test" steps.
+
+        Raises:
+            TrainingError: the steps should be timed.
+        """
         if timed:
             raise TrainingError(
                 "WorkerTensorBoard compares workers whose steps wait for each other. Under"
@@ -111,7 +115,7 @@ class ParameterServerEngine(Engine):
         return ParameterServerProgram(model, self._calls, kind)
 
 
-class ParameterServerProgram(StepProgram):
+class ParameterServerProgram:
     """The remote calls of one step of a model.
 
     The states of all metrics travel in one float64 vector, because each tensor that is sent is a

@@ -25,9 +25,8 @@ from tfdist_ext.data.pipelines import (
     without_autotune,
 )
 from tfdist_ext.data.shards import Shard
-from tfdist_ext.training.inputs import GlobalBatches, parts_of_dataset
+from tfdist_ext.training.inputs import BatchIterator, GlobalBatches, parts_of_dataset
 from tfdist_ext.training.parameter_server.calls import Calls
-from tfdist_ext.training.protocols import BatchIterator
 from tfdist_ext.user_frames import warn
 
 __all__ = ["PATIENCE", "Answer", "ShardIterators", "WorkerBatches", "why_not_remote"]

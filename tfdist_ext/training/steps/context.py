@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 import keras
 import tensorflow as tf
 
+from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.data.shards import bounds
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies.reductions import (
@@ -31,7 +32,6 @@ from tfdist_ext.strategies.reductions import (
 )
 from tfdist_ext.strategies.traced_replica import replica_number, sum_up
 from tfdist_ext.training._keras_private import raw_value
-from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.replaced import not_called, substitutes
 from tfdist_ext.training.steps.rows import (
     EqualTensors,

@@ -15,11 +15,11 @@ import keras
 import numpy.typing as npt
 import tensorflow as tf
 
+from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies._tf_private import is_recording
 from tfdist_ext.strategies.traced_replica import computed_once, replica_id
 from tfdist_ext.training._keras_private import stateless_scope, trained_by
-from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.context import (
     StepContext,
     all_rows,

@@ -34,6 +34,7 @@ __all__ = [
     "functions_in_place",
     "not_called",
     "redirect_methods",
+    "step_of",
     "step_targets",
     "substitutes",
     "target_of",
@@ -223,6 +224,13 @@ def check_activity_regularizers(model: keras.Model) -> None:
                 " a replica. Install Keras 3.14 or newer, or call add_loss with one number per"
                 " example in a layer of your own."
             )
+
+
+def step_of(model: keras.Model, kind: str) -> Callable[..., Any]:
+    """Returns the model's "train", "test" or "predict" step."""
+    step = getattr(model, f"{kind}_step")
+    # Replicas cannot communicate inside the separate graph of a user's tf.function.
+    return getattr(step, "python_function", step)
 
 
 def not_called(key: str) -> TrainingError:

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 import tensorflow as tf
 
-from tfdist_ext.training.protocols import Structure
+from tfdist_ext.data.pipelines import Structure
 
 __all__ = [
     "EqualTensors",

@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies.traced_replica import replica_id, replica_number
 from tfdist_ext.training._keras_private import flat_layers, loss_ids, raw_value, stateless_scope
-from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.context import (
     StepContext,
     current_graph,
@@ -38,6 +39,7 @@ from tfdist_ext.training.variables import is_updated_once, local_copies
 from tfdist_ext.user_frames import warn
 
 __all__ = [
+    "Logs",
     "OwnCopies",
     "OwnOutputs",
     "ReplicaScope",
@@ -52,6 +54,9 @@ __all__ = [
     "shared_by_replicas",
     "take_rows",
 ]
+
+# The value of each metric by name. An output that is not a single number is an array.
+Logs: TypeAlias = dict[str, float | np.ndarray]
 
 
 class StepScope(keras.StatelessScope):

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.training.protocols import Structure
+from tfdist_ext.data.pipelines import Structure
 
 __all__ = ["StepTimer", "Waits", "timestamp_after"]
 

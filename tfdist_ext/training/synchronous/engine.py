@@ -16,10 +16,9 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
+from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.strategies._tf_private import per_replica
-from tfdist_ext.training.inputs import Epoch, GlobalBatches, Parts
-from tfdist_ext.training.programs import Engine, Execution, StepProgram
-from tfdist_ext.training.protocols import BatchIterator, Structure
+from tfdist_ext.training.inputs import BatchIterator, Epoch, Execution, GlobalBatches, Parts
 from tfdist_ext.training.steps.random_numbers import Seeds
 from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.synchronous.model_step import ModelStep, OneTrace
@@ -35,8 +34,12 @@ __all__ = ["SynchronousEngine"]
 Carried: TypeAlias = tuple[States, dict[str, tf.Tensor]]
 
 
-class SynchronousProgram(StepProgram):
-    """The compiled executions of a "train" or "test" step, on all replicas of a strategy."""
+class SynchronousProgram:
+    """The compiled executions of a "train" or "test" step, on all replicas of a strategy.
+
+    Attributes:
+        timer: records the times of steps; None where nobody asks for them.
+    """
 
     def __init__(self, step: ModelStep):
         self.timer = step.timer
@@ -64,7 +67,15 @@ class SynchronousProgram(StepProgram):
     def run(
         self, data: Epoch, n: int, seconds: float, *, stop_requested: bool = False
     ) -> Execution:
-        """Run `n` steps of an epoch, or fewer where its data may end and does."""
+        """Run `n` steps of an epoch, or fewer where its data may end and does.
+
+        Args:
+            n: global batches to use.
+            seconds: how long this task's last execution took. Every task gets the chief's time
+                back, so that all choose the same next `n`.
+            stop_requested: this task has received SIGTERM. The result says on every task whether
+                any task has.
+        """
         self._step.batch_size = data.batch_size
         if self._batches_read is not None:
             self._reduction.peers.reads_batches(self._batches_read.numpy)
@@ -253,19 +264,19 @@ class Predictor:
         return tf.concat(parts, axis=0)
 
 
-class SynchronousEngine(Engine):
+class SynchronousEngine:
     """Steps on all replicas of a synchronous strategy, each task running its own part.
 
     Args:
         one_trace: as `distribute` takes it.
+
+    Attributes:
+        reduction: over the workers that have to agree.
     """
 
-    reduction: SynchronousReduction
-    state_is_here = True
-
     def __init__(self, strategy: tf.distribute.Strategy, one_trace: OneTrace = "auto"):
-        super().__init__(strategy, SynchronousReduction(strategy))
-        on = self.reduction
+        self._strategy = strategy
+        self.reduction = on = SynchronousReduction(strategy)
         self._one_trace: OneTrace = one_trace
         # On a TPU steps cannot write what was made outside; they run in the calling thread. So does
         # the one replica of the default strategy, which has no devices.
@@ -284,11 +295,16 @@ class SynchronousEngine(Engine):
         with self.reduction.peers.barrier("averaged weights"), self._strategy.scope():
             model.optimizer.finalize_variable_values(model.trainable_weights)
 
-    def _make_program(
-        self, model: keras.Model, kind: str, timed: bool
-    ) -> SynchronousProgram | Predictor:
+    def make_program(
+        self, model: keras.Model, kind: str, *, timed: bool = False
+    ) -> SynchronousProgram:
+        """The compiled "train" or "test" steps; with a timer if `timed`."""
         if timed and model.jit_compile and not model.run_eagerly:
             warn("jit_compile=True is off: XLA cannot note the times of a WorkerTensorBoard.")
-        timer = StepTimer() if timed else None
-        step = ModelStep(model, self.reduction, kind, self._seeds, timer, self._one_trace)
-        return Predictor(step) if kind == "predict" else SynchronousProgram(step)
+        return SynchronousProgram(self._step(model, kind, StepTimer() if timed else None))
+
+    def make_predictor(self, model: keras.Model) -> Predictor:
+        return Predictor(self._step(model, "predict"))
+
+    def _step(self, model: keras.Model, kind: str, timer: StepTimer | None = None) -> ModelStep:
+        return ModelStep(model, self.reduction, kind, self._seeds, timer, self._one_trace)

@@ -16,14 +16,13 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.cluster.liveness import FIRST_AFTER, say
+from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.errors import StrategyError, TrainingError
 from tfdist_ext.strategies._tf_private import lightly_optimized
 from tfdist_ext.strategies.shared_step import SharedStep, kind_of
 from tfdist_ext.strategies.stages import NotSharedError
 from tfdist_ext.training._keras_private import raw_value
 from tfdist_ext.training.inputs import Part, Parts
-from tfdist_ext.training.programs import step_of
-from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps import exact
 from tfdist_ext.training.steps.context import StepContext, running_step
 from tfdist_ext.training.steps.random_numbers import Seeds
@@ -31,6 +30,7 @@ from tfdist_ext.training.steps.replaced import (
     check_activity_regularizers,
     check_called,
     functions_in_place,
+    step_of,
     step_targets,
 )
 from tfdist_ext.training.steps.scope import (

@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist_ext as tfd
-from tfdist_ext.training.verification.result import Verification, relative_differences
+from tfdist_ext.training.verification import Verification, relative_differences
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(48, 5)).astype("float32")

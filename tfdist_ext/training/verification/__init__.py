@@ -1,1 +1,0 @@
-"""`tfd.verify`: proves that a model trains the same on one device and on a strategy."""
