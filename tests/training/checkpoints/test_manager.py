@@ -26,7 +26,7 @@ from training_cases import (
 )
 
 import tfdist_ext as tfd
-from tfdist_ext.training.checkpoints import paths
+from tfdist_ext.training.checkpoints import format
 from tfdist_ext.training.checkpoints.folder import (
     CheckpointFolder,
     FolderTakenError,
@@ -307,7 +307,7 @@ def test_a_wrong_model_or_folder_is_refused_before_the_training(
     model.fit(X, Y, checkpoint_dir=tmp_path / "D", **FIT)
     refused(tmp_path / "D", "another model", tfd.distribute(dense(3, 1), mirrored()))
     backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
-    refused(tmp_path / "D", "give one of them", callbacks=[backup])
+    refused(tmp_path / "D", r"fit\(checkpoint_dir='.*backup'\) instead", callbacks=[backup])
     refused("", "checkpoint_dir is empty")
     refused(file, r"file/owner\.json cannot be written: .* is not a directory")
     refused(file / "below", "below/.* cannot be written: .* is not a directory")
@@ -316,7 +316,7 @@ def test_a_wrong_model_or_folder_is_refused_before_the_training(
     def denied(*_: Any, **__: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(paths, "open_file", denied)  # root is denied nothing
+    monkeypatch.setattr(format, "open_file", denied)  # root is denied nothing
     refused(tmp_path / "denied", "owner.json cannot be written: Permission denied")
     assert steps_taken(other) == 0
     assert file.read_text() == "what somebody keeps"
