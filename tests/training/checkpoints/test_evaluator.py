@@ -128,7 +128,7 @@ def test_checkpoints_that_are_damaged_or_gone_are_skipped(
     assert _follow(model, chief) == 0
     assert [asked["of"] for asked in model.asked] == [1.5]
     said = capsys.readouterr().err
-    assert "epoch-00001.safetensors is not evaluated: it was removed" in said
+    assert "epoch-00001.safetensors is not evaluated: there is no checkpoint" in said
     assert "epoch-00002.safetensors is not evaluated: " in said
 
 

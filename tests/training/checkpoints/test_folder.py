@@ -165,7 +165,9 @@ def test_without_a_complete_checkpoint_nothing_is_changed(tmp_path: Path) -> Non
 def test_a_checkpoint_that_cannot_be_read_is_not_damaged(tmp_path: Path, monkeypatch: Any) -> None:
     """The disk may work again; a restart must not go back by an epoch."""
 
-    def fails(*_: Any) -> None:
+    def fails(path: str, mode: str = "rb") -> Any:
+        if mode == "wb":
+            return open(path, mode)
         raise OSError(5, "Input/output error")
 
     Job(tmp_path).train(until=3)

@@ -26,7 +26,7 @@ from training_cases import (
 )
 
 import tfdist_ext as tfd
-from tfdist_ext.training.checkpoints import paths
+from tfdist_ext.training.checkpoints import format
 from tfdist_ext.training.checkpoints.folder import (
     CheckpointFolder,
     FolderTakenError,
@@ -316,7 +316,7 @@ def test_a_wrong_model_or_folder_is_refused_before_the_training(
     def denied(*_: Any, **__: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(paths, "open_file", denied)  # root is denied nothing
+    monkeypatch.setattr(format, "open_file", denied)  # root is denied nothing
     refused(tmp_path / "denied", "owner.json cannot be written: Permission denied")
     assert steps_taken(other) == 0
     assert file.read_text() == "what somebody keeps"

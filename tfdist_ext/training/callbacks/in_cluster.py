@@ -1,4 +1,9 @@
-"""Callbacks in a cluster: which run on which task, and what their `self.model` does.
+"""Callbacks in a training of several tasks: which run where, their `self.model` and their state.
+
+Keras's callbacks start from nothing in each `fit`: how long EarlyStopping has waited, the best loss
+so far, the history. So a checkpoint has their state. A user's callback gives its state with
+`get_state()`, and takes it back with `set_state(state)` after its `on_train_begin`. A state holds
+numbers, texts, NumPy arrays, and lists and dicts of them.
 
 A model may also override methods of Keras's trainer, as KerasHub's tasks override `fit`. Such a
 `fit` prepares the data or the callbacks and calls `super().fit(...)`. While it runs,
@@ -9,13 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
 import keras
+import numpy as np
 
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.messages import shown
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.callbacks.worker_tensorboard import check_tensorboard
@@ -26,13 +36,13 @@ from tfdist_ext.training.steps.replaced import (
     substitutes,
     target_of,
 )
-from tfdist_ext.user_frames import filter_traceback
+from tfdist_ext.user_frames import filter_traceback, warn
 
+Callback: TypeAlias = keras.callbacks.Callback
 Function: TypeAlias = Callable[..., Any]
 
 # What Keras's fit, evaluate and predict take as callbacks.
-_Callback: TypeAlias = keras.callbacks.Callback
-Callbacks: TypeAlias = _Callback | keras.callbacks.CallbackList | Sequence[_Callback] | None
+Callbacks: TypeAlias = Callback | keras.callbacks.CallbackList | Sequence[Callback] | None
 Method = TypeVar("Method", bound=Function)
 
 
@@ -51,6 +61,15 @@ class TrainedModel(Protocol):
     def restore_checkpoint(self, path: str) -> Any: ...
 
 
+# "state": JSON as bytes; the arrays in it by their numbers.
+CallbackState: TypeAlias = dict[str, np.ndarray]
+
+_JSON = "state"
+_ARRAY = "array of the state"  # the key of {_ARRAY: "3"} in the JSON
+
+# Settings that distinguish two callbacks of one class, in this job and in the next.
+_SETTINGS = ("monitor", "filepath", "filename", "log_dir")
+
 # They write files, or print: only the chief runs them.
 _WRITING_CALLBACKS = (
     keras.callbacks.BackupAndRestore,
@@ -62,9 +81,7 @@ _WRITING_CALLBACKS = (
 )
 
 
-def callbacks_of_this_task(
-    callbacks: Callbacks, *, is_chief: bool
-) -> list[keras.callbacks.Callback]:
+def callbacks_of_this_task(callbacks: Callbacks, *, is_chief: bool) -> list[Callback]:
     """Returns the callbacks that run on this task: all on the chief, elsewhere no writers.
 
     Callbacks that change the training (EarlyStopping, schedules) run on every task. They decide the
@@ -100,7 +117,7 @@ def uses_batch_hooks(callbacks: Callbacks, kind: str) -> bool:
     )
 
 
-def _ignores_batches(callback: keras.callbacks.Callback) -> bool:
+def _ignores_batches(callback: Callback) -> bool:
     """Whether a callback of Keras does nothing in the batch hooks that it has."""
     match callback:
         case keras.callbacks.ProgbarLogger() | keras.callbacks.History():
@@ -179,6 +196,103 @@ def refusing_compile(model: keras.Model, method: str) -> contextlib.AbstractCont
         )
 
     return redirect_methods(model, compile=refuse)
+
+
+def callback_state(callbacks: Iterable[Callback]) -> CallbackState:
+    """Returns the state of callbacks.
+
+    Raises:
+        TrainingError: a `get_state` returns something that cannot be stored.
+    """
+    arrays: CallbackState = {}
+    states = {name: _state_of(callback, name, arrays) for name, callback in _named(callbacks)}
+    return {_JSON: np.frombuffer(json.dumps(states).encode(), np.uint8), **arrays}
+
+
+def restore_callbacks(state: CallbackState, callbacks: Iterable[Callback]) -> None:
+    """Gives callbacks their state, after their `on_train_begin`.
+
+    A callback that was not there when the state was saved starts from nothing.
+    """
+    saved = _read(state)
+    for name, callback in _named(callbacks):
+        if (found := saved.get(name)) is None:
+            continue
+        for attribute, value in found["known"].items():
+            setattr(callback, attribute, value)
+        if "own" in found and hasattr(callback, "set_state"):
+            callback.set_state(found["own"])
+
+
+def continue_log_files(state: CallbackState, callbacks: Iterable[Callback]) -> None:
+    """Before `on_train_begin`: cuts the file of each CSVLogger after the checkpoint's last row."""
+    saved = _read(state)
+    for name, callback in _named(callbacks):
+        if isinstance(callback, keras.callbacks.CSVLogger) and name in saved:
+            callback.append = True
+            path = Path(callback.filename)
+            if path.is_file() and path.stat().st_size > saved[name]["bytes"]:
+                os.truncate(path, saved[name]["bytes"])
+
+
+def _named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
+    """Yields (name, callback); a name has the class, its settings, and #1 for the second one."""
+    seen: Counter[str] = Counter()
+    for callback in callbacks:
+        settings = [Path(str(getattr(callback, each, ""))).name for each in _SETTINGS]
+        name = " ".join([type(callback).__qualname__, *filter(None, settings)])
+        yield (f"{name}#{seen[name]}" if seen[name] else name), callback
+        seen[name] += 1
+
+
+def _state_of(callback: Callback, name: str, arrays: CallbackState) -> dict[str, Any]:
+    known = {}
+    for attribute in kp.remembered_by(callback):
+        try:
+            known[attribute] = _stored(getattr(callback, attribute, None), arrays, name)
+        except TrainingError as error:  # a user's metric may put anything into the history
+            warn(f"The checkpoint does not hold {attribute!r} of {name}. {error}")
+    state: dict[str, Any] = {"known": known}
+    if hasattr(callback, "get_state"):
+        state["own"] = _stored(callback.get_state(), arrays, name)
+    if isinstance(callback, keras.callbacks.CSVLogger):
+        if callback.csv_file is not None and not callback.csv_file.closed:
+            callback.csv_file.flush()
+        path = Path(callback.filename)
+        state["bytes"] = path.stat().st_size if path.is_file() else 0
+    return state
+
+
+def _stored(value: Any, arrays: CallbackState, name: str) -> Any:
+    """Returns the value as JSON can hold it; its arrays go to `arrays`.
+
+    Raises:
+        TrainingError: the value cannot be stored; the error names the callback.
+    """
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _stored(each, arrays, name) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_stored(each, arrays, name) for each in value]
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    array = np.array(value)  # a copy: the callback may change its own
+    if array.dtype == object or array.dtype.kind in "USMm":
+        raise TrainingError(
+            f"The state of {name} must hold numbers, texts, arrays of numbers, and lists and dicts"
+            f" of them by texts, got {shown(value)}."
+        )
+    if not array.shape and array.dtype.kind in "biuf":
+        return array.item()
+    key = str(len(arrays))
+    arrays[key] = array
+    return {_ARRAY: key}
+
+
+def _read(state: CallbackState) -> dict[str, Any]:
+    def with_array(found: dict[str, Any]) -> Any:
+        return state[found[_ARRAY]] if set(found) == {_ARRAY} else found
+
+    return json.loads(state[_JSON].tobytes(), object_hook=with_array)
 
 
 # Methods that a model's class may override and call by super().

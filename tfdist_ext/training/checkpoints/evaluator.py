@@ -21,8 +21,12 @@ from tfdist_ext.launch.exit_codes import RESTART
 from tfdist_ext.strategies.cluster_tasks import RoleEnded
 from tfdist_ext.training.callbacks.in_cluster import Callbacks, TrainedModel
 from tfdist_ext.training.checkpoints.folder import checkpoints_in, epochs_when_done
-from tfdist_ext.training.checkpoints.format import DamagedCheckpointError, Progress
-from tfdist_ext.training.checkpoints.paths import os_errors, write_errors
+from tfdist_ext.training.checkpoints.format import (
+    DamagedCheckpointError,
+    Progress,
+    os_errors,
+    write_errors,
+)
 
 __all__ = ["evaluate_checkpoints"]
 
@@ -68,11 +72,10 @@ def evaluate_checkpoints(
         )
     folder = os.fspath(checkpoint_dir)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
+    data = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size}
     # Keras's own argument: a custom evaluate() of the model does not prepare the data again.
-    data = {"x": x, "y": y, "sample_weight": sample_weight, "_use_cached_eval_dataset": True}
-    evaluate = functools.partial(
-        model.evaluate, **data, batch_size=batch_size, verbose=0, return_dict=True
-    )
+    options = {"verbose": 0, "return_dict": True, "_use_cached_eval_dataset": True}
+    evaluate = functools.partial(model.evaluate, **data, **options)
     if not model.keras_model.built:
         evaluate(steps=1)  # the model gets its shapes from data
     given = keras.tree.flatten(callbacks or [])
@@ -109,11 +112,10 @@ def _restored(
             try:
                 yield model.restore_checkpoint(path)
             except TrainingError as error:
-                is_removed = path not in checkpoints_in(folder)
-                if not is_removed and not isinstance(error, DamagedCheckpointError):
+                is_there = path in checkpoints_in(folder)  # else training is faster
+                if is_there and not isinstance(error, DamagedCheckpointError):
                     raise
-                reason = "it was removed, because training is faster" if is_removed else error
-                say(f"{me}: {path} is not evaluated: {reason}")
+                say(f"{me}: {path} is not evaluated: {error}")
         elif done:
             return
         elif gone:

@@ -32,9 +32,12 @@ from tfdist_ext.training.checkpoints.format import (
     DamagedCheckpointError,
     Progress,
     encode_checkpoint,
+    names_in,
     open_checkpoint,
+    open_file,
+    remove,
+    write_atomically,
 )
-from tfdist_ext.training.checkpoints.paths import names_in, open_file, remove, write_atomically
 from tfdist_ext.training.state import whole_value
 from tfdist_ext.user_frames import filter_traceback, warn
 
@@ -152,22 +155,21 @@ class CheckpointFolder:
         self._write_owner()
         for name in filter(_UNFINISHED.fullmatch, names_in(self.path)):
             remove(posixpath.join(self.path, name))
-        damaged: list[DamagedCheckpointError] = []
+        damaged = ""
         for path in reversed(checkpoints_in(self.path)):
             try:
                 with open_checkpoint(path) as file:
                     self.newest, self.progress = path, file.progress
                 break
             except DamagedCheckpointError as error:
-                damaged.append(error)
-        reasons = " ".join(map(str, damaged))
+                damaged += f"{error} "
         if damaged and self.newest is None:
             raise TrainingError(
-                f"{self.path} has no complete checkpoint: {reasons} Move these files away to start"
+                f"{self.path} has no complete checkpoint: {damaged}Move these files away to start"
                 " the training again, or use another folder."
             )
         if damaged:
-            warn(f"{reasons} The training resumes from {self.newest}.")
+            warn(f"{damaged}The training resumes from {self.newest}.")
 
     def begin(self, progress: Progress, arrays: Arrays) -> None:
         """Writes a checkpoint; in the background, returns when the state is copied.

@@ -8,7 +8,11 @@
 The header comes first, so a file is written in one pass, a block of rows at a time. The checksum
 comes last. A changed or missing byte anywhere is detected.
 
-Names are `group/name`. A file holds whole values, and no trace of the strategy.
+Names are `group/name`. A file holds whole values, and no trace of the strategy. It is complete or
+absent, on this machine or in a remote store. Paths are strings, which `tf.io.gfile` opens: `gs://`,
+`hdfs://`, and local files. A store without renames in place, such as Google Cloud Storage, copies
+and deletes instead.
+
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -17,8 +21,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
+import posixpath
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import IO, Any, NamedTuple, TypeAlias
 
@@ -27,8 +33,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.checkpoints.paths import open_file
 from tfdist_ext.training.state import BLOCK_BYTES, blocks, read_rows
 
 __all__ = [
@@ -38,8 +42,16 @@ __all__ = [
     "Progress",
     "SavedArray",
     "encode_checkpoint",
+    "names_in",
     "open_checkpoint",
+    "open_file",
+    "os_errors",
+    "remove",
+    "write_atomically",
+    "write_errors",
 ]
+
+SYNC_BYTES = 16 * 2**20
 
 _METADATA, _CHECKSUM, _OURS = "__metadata__", "crc32", "tfdist_ext"
 
@@ -127,21 +139,14 @@ def _header(progress: Progress, arrays: Arrays) -> bytes:
     text = json.dumps({"version": 1, "progress": asdict(progress)})
     header: dict[str, Any] = {_METADATA: {_OURS: text}}
     begin = 0
-
-    def add(name: str, code: str, shape: tuple[int, ...], size: int) -> None:
-        nonlocal begin
-        end = begin + math.prod(shape) * size
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
-        begin = end
-
-    for name, array in arrays.items():
-        dtype = tf.as_dtype(
-            array.dtype if isinstance(array, np.ndarray) else kp.raw_value(array).dtype
-        )
+    for name, array in {**arrays, _CHECKSUM: np.zeros(1, np.uint32)}.items():
+        dtype = tf.as_dtype(array.dtype)
         if dtype.name not in _CODES:
             raise TrainingError(f"A checkpoint cannot hold {name}, whose dtype is {dtype.name}.")
-        add(name, _CODES[dtype.name], tuple(array.shape), dtype.size)
-    add(_CHECKSUM, "U32", (1,), 4)
+        end = begin + math.prod(array.shape) * dtype.size
+        places = {"shape": list(array.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": _CODES[dtype.name], **places}
+        begin = end
     encoded = json.dumps(header).encode()
     return encoded + b" " * (-len(encoded) % 8)  # arrays begin at a multiple of 8
 
@@ -193,13 +198,12 @@ class CheckpointFile:
         header = json.loads(self._read(8, length))
         self.progress = Progress(**json.loads(header.pop(_METADATA)[_OURS])["progress"])
         del header[_CHECKSUM]
+        begin = 8 + length
         self.arrays = {
             name: SavedArray(
-                tuple(entry["shape"]),
-                _DTYPES[entry["dtype"]],
-                8 + length + entry["data_offsets"][0],
+                tuple(each["shape"]), _DTYPES[each["dtype"]], begin + each["data_offsets"][0]
             )
-            for name, entry in header.items()
+            for name, each in header.items()
         }
 
     def read_rows(self, array: SavedArray, start: int, stop: int) -> np.ndarray:
@@ -217,3 +221,111 @@ class CheckpointFile:
     def _read(self, begin: int, count: int) -> bytes:
         self._file.seek(begin)
         return self._file.read(count)
+
+
+@contextlib.contextmanager
+def os_errors() -> Iterator[None]:
+    """Scope of file operations: TensorFlow's errors become OSErrors."""
+    try:
+        yield
+    except tf.errors.NotFoundError as error:
+        raise FileNotFoundError(None, error.message) from error
+    except tf.errors.OpError as error:
+        raise OSError(None, error.message) from error
+
+
+@contextlib.contextmanager
+def write_errors(path: str) -> Iterator[None]:
+    """Scope in which an OSError becomes a TrainingError that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"{path} cannot be written: {error.strerror or error}. Free disk space, correct its"
+            " permissions, or use another folder."
+        ) from error
+
+
+@os_errors()
+def names_in(folder: str) -> list[str]:
+    """Returns the names in a folder; an empty list if there is no such folder."""
+    return list(tf.io.gfile.listdir(folder)) if tf.io.gfile.isdir(folder) else []
+
+
+def remove(path: str) -> None:
+    """Removes a file, if it exists."""
+    with contextlib.suppress(FileNotFoundError), os_errors():
+        tf.io.gfile.remove(path)
+
+
+class _RemoteFile(tf.io.gfile.GFile):
+    """A file that TensorFlow opens; its errors are OSErrors."""
+
+    read = os_errors()(tf.io.gfile.GFile.read)
+    seek = os_errors()(tf.io.gfile.GFile.seek)
+    close = os_errors()(tf.io.gfile.GFile.close)
+
+    @os_errors()
+    def write(self, data: bytes | memoryview) -> None:
+        super().write(bytes(data))
+
+
+def open_file(path: str, mode: str = "rb") -> Any:
+    """Opens a file in a binary mode.
+
+    Python opens local files: it reads them three times as fast as TensorFlow.
+    """
+    return _RemoteFile(path, mode) if "://" in path else open(path, mode)
+
+
+def write_atomically(
+    path: str,
+    blocks: Iterable[bytes | memoryview],
+    *,
+    writer: str = "",
+    before_rename: Callable[[], object] = lambda: None,
+) -> None:
+    """Writes a new file under another name, and renames it when all data is on disk.
+
+    The other name is `.<name><writer>.unfinished`. An error removes the unfinished file. A crash
+    leaves it, and the file that was there before. The folder is made if there is none.
+
+    Raises:
+        TrainingError: the file cannot be written, for example because the disk is full.
+    """
+    folder, name = posixpath.split(path)
+    unfinished = posixpath.join(folder, f".{name}{writer}.unfinished")
+    with write_errors(path):
+        try:
+            with os_errors():
+                tf.io.gfile.makedirs(folder or ".")
+            with open_file(unfinished, "wb") as file:
+                unsynced = 0
+                for data in blocks:
+                    file.write(data)
+                    unsynced += len(data)
+                    if unsynced >= SYNC_BYTES:
+                        _sync(file)
+                        unsynced = 0
+                _sync(file)
+            before_rename()
+            with os_errors():
+                tf.io.gfile.rename(unfinished, path, overwrite=True)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first error is the one to report
+                remove(unfinished)
+            raise
+
+
+def _sync(file: IO[bytes]) -> None:
+    """Writes a local file to disk, and takes it out of the page cache.
+
+    The kernel reuses those pages. On a virtual machine, new pages cost 2.5 s of a processor for
+    1 GB, and reused ones 0.3 s.
+    """
+    if isinstance(file, _RemoteFile):
+        return
+    file.flush()
+    os.fsync(file.fileno())
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -22,7 +22,7 @@ from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.launch.exit_codes import PREEMPTED, command_line, is_started_again
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.single_task import Reduction
-from tfdist_ext.training.checkpoints.callback_state import (
+from tfdist_ext.training.callbacks.in_cluster import (
     CallbackState,
     callback_state,
     continue_log_files,
@@ -185,21 +185,18 @@ class CheckpointManager:
         return logs and {k: v if isinstance(v, float) else np.asarray(v) for k, v in logs.items()}
 
     def announce(self) -> None:
-        """Calls `on_checkpoint_end` when the checkpoint of the last epoch is on disk."""
+        """Calls `on_checkpoint_end` after an epoch; the chief waits until its file is on disk."""
         progress, self._unannounced = self._unannounced, Progress()
+        hooks = [each for each in self._callbacks if hasattr(each, "on_checkpoint_end")]
         is_whole = progress.epoch and not progress.batches and progress.trained is None
-        if not is_whole:
+        if not is_whole or not hooks:
             return
-        hooks = [getattr(each, "on_checkpoint_end", None) for each in self._callbacks]
-        with self._reduction.peers.barrier(f"epoch {progress.epoch}, its checkpoint"):
-            has_hooks = self._reduction.any_worker(any(hooks))  # one may be on the chief only
-        if not has_hooks:
-            return
-        self._run_on_chief(CheckpointFolder.wait)
-        newest = self._folder.newest
-        path = newest if newest is None or "://" in newest else Path(newest)
-        for hook in filter(None, hooks):
-            hook(progress.epoch - 1, path)
+        self._folder.wait()
+        path = self._folder.newest
+        for each in hooks:
+            each.on_checkpoint_end(
+                progress.epoch - 1, path if path is None or "://" in path else Path(path)
+            )
 
     def end_of_validation(
         self, epoch: int, logs: Logs, *, complete: bool

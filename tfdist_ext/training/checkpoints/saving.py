@@ -21,15 +21,15 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.single_task import Reduction, on_every_worker
 from tfdist_ext.training.building.build import Builder, creation_scope, export
-from tfdist_ext.training.checkpoints.callback_state import CallbackState
+from tfdist_ext.training.callbacks.in_cluster import CallbackState
 from tfdist_ext.training.checkpoints.format import (
     Arrays,
     CheckpointFile,
     Progress,
     encode_checkpoint,
     open_checkpoint,
+    write_atomically,
 )
-from tfdist_ext.training.checkpoints.paths import write_atomically
 from tfdist_ext.training.state import (
     METRICS,
     MODEL,
