@@ -128,9 +128,10 @@ _REPLACED = {
         "keras.src.losses.loss:reduce_weighted_values",
     ),
     "average_loss": (
-        "makes a sum over a part, divided by the rows of all parts, a mean over the part",
-        "tensorflow:nn.compute_average_loss",
+        "marks a call of `tf.nn.compute_average_loss`, which must divide by the rows of all parts",
+        f"{_OPS}.losses.util:check_per_example_loss_rank",
     ),
+    "divide_average_loss": ("the same: the division itself", f"{_OPS}.math_ops:div_no_nan"),
     "added_loss": (
         "sums what a layer gives to add_loss, and a sum over a part's rows is no mean",
         "keras:Model._aggregate_additional_loss",

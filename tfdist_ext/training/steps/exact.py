@@ -6,9 +6,10 @@ whole batch. docs/exactness.md states the rules; each function here is a part of
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -28,7 +29,7 @@ from tfdist_ext.training.steps.context import (
     running_step,
 )
 from tfdist_ext.training.steps.random_numbers import RANDOM, rows_at
-from tfdist_ext.training.steps.replaced import Original, Target
+from tfdist_ext.training.steps.replaced import Original, Target, substitutes
 from tfdist_ext.training.steps.rows import Gradient, compared_rows
 from tfdist_ext.training.steps.scope import (
     ReplicaScope,
@@ -316,21 +317,25 @@ def _loss_of_batch(
     return original(loss, y_true, y_pred, *more, **named)
 
 
-def _average_loss(
-    context: StepContext,
-    original: Original,
-    per_example_loss: tf.Tensor,
-    sample_weight: tf.Tensor | None = None,
-    global_batch_size: tf.Tensor | int | None = None,
-) -> tf.Tensor:
-    """Calls `tf.nn.compute_average_loss`, and makes a sum over the part a mean over the part.
+@contextlib.contextmanager
+def _average_loss(context: StepContext, original: Original, losses: tf.Tensor) -> Iterator[None]:
+    """Scope of `tf.nn.compute_average_loss`, which makes its result a mean over the part.
 
     With a `global_batch_size`, TensorFlow divides the sum over the part by the rows of all parts.
     """
-    loss = original(per_example_loss, sample_weight, global_batch_size)
-    if global_batch_size is None or context.rows_in(per_example_loss) == "batch":
-        return loss
-    return tf.math.divide_no_nan(loss, context.batch_fraction(loss.dtype))
+    is_mean = context.rows_in(losses) == "batch"
+
+    def replicas(*_: Any) -> int:
+        nonlocal is_mean
+        is_mean = True  # without a size, TensorFlow divides by the rows of the part
+        return 1
+
+    def divide(original: Original, total: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+        loss = original(total, size)
+        return loss if is_mean else original(loss, context.batch_fraction(loss.dtype))
+
+    with original(losses), substitutes({"replicas": replicas, "divide_average_loss": divide}):
+        yield
 
 
 def _clear_losses(context: StepContext, original: Original, layer: keras.Layer) -> None:
