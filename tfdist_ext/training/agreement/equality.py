@@ -68,11 +68,7 @@ def check_equal_across_workers(
     Raises:
         TrainingError: on every worker, if the values of one differ from the first worker's.
     """
-    texts = {
-        _name((name, *path)): _text(leaf)
-        for name, value in values.items()  # in this order: a difference may cause later ones
-        for path, leaf in keras.tree.flatten_with_path(value)
-    }
+    texts = {_name(path): _text(leaf) for path, leaf in keras.tree.flatten_with_path(values)}
     if found := _differences(reduction, texts):
         raise TrainingError(f"{_sentences(found)}: {advice}")
 
