@@ -28,10 +28,11 @@ from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.barriers import peers_of
 from tfdist_ext.training.agreement.equality import (
     SAME_ARGUMENTS,
+    SAME_MODEL,
     check_equal_across_workers,
     check_equal_data,
-    check_equal_models,
 )
+from tfdist_ext.training.agreement.model_description import describe_model
 from tfdist_ext.training.agreement.single_task import on_every_worker
 from tfdist_ext.training.building.build import (
     adopt,
@@ -628,7 +629,8 @@ class DistributedModel(SavingMixin):
             return
         compiled = _compiled_parts(self._model) if self._model.compiled else ()
         if self._reduction.any_worker(bool(created) or self._compared != compiled):
-            check_equal_models(self._reduction, self._model, created)
+            described = describe_model(self._model, created)
+            check_equal_across_workers(self._reduction, described, SAME_MODEL)
             # Weights that came along are each worker's own.
             others = state_of(self._model).values() if self._compared is None else ()
             broadcast_variables(self._reduction, [*others, *created])

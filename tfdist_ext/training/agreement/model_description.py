@@ -1,0 +1,146 @@
+"""What a model computes with, as names and values that can be compared across workers.
+
+Classes, configs, variables, vocabularies and the arguments of `compile` are described. Automatic
+names, seeds and weights are left out, because workers may differ in them without harm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.training import _keras_private as kp
+
+# Of a config. Keras finds objects by module and registered name. Shapes are those of the variables.
+# The code of a lambda contains the path of its file.
+_LEFT_OUT = {"module", "registered_name", "build_config", "build_input_shape", "seed", "name"}
+_LEFT_OUT |= {"code", "defaults", "closure"}
+_COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
+_NUMBER = re.compile(r"_\d+$")  # which Keras adds to automatic names
+_SAMPLE, _FEW = 1 << 18, 4  # elements of an array that are compared; that a text shows
+
+
+def describe_model(model: keras.Model, created: Sequence[tf.Variable]) -> dict[str, Any]:
+    """Returns name -> value; a config has one value for each of its leaves.
+
+    Args:
+        created: new variables, which need not belong to the model.
+    """
+    layers = kp.flat_layers(model)
+    values: dict[str, Any] = {"the number of layers": len(layers)}
+    values["new variables"] = [f"{new.dtype.name} {new.shape}" for new in created]
+    for number, layer in enumerate(layers):
+        name = f"layer {number} ({_NUMBER.sub('', layer.name)!r})"
+        values.update(_object_values(name, layer))
+        values[f"dtype of {name}"] = layer.dtype_policy.name
+        if hasattr(layer, "adapt"):
+            values.update(_adapted_values(name, layer))
+    for number, variable in enumerate(model.variables):
+        if variable.shape is not None:
+            kind = [*variable.shape, variable.dtype, bool(variable.trainable)]
+            values[f"variable {number} ({variable.name!r})"] = kind
+    if model.compiled:
+        values.update(_compile_values(model))
+    return values
+
+
+def _compile_values(model: keras.Model) -> Iterator[tuple[str, Any]]:
+    """Yields the arguments of `compile`."""
+    try:
+        settings = kp.compile_arguments(model)
+    except (AttributeError, TypeError):  # the model has a compile() of its own
+        settings = {"optimizer": getattr(model, "optimizer", None)}
+    for key in _COMPILED:
+        for path, leaf in keras.tree.flatten_with_path(settings.get(key)):
+            name = " ".join([key, *map(str, path)])
+            yield from _object_values(name, leaf) if hasattr(leaf, "get_config") else [(name, leaf)]
+    yield "steps_per_execution of compile()", model.steps_per_execution
+    yield "run_eagerly of compile()", bool(model.run_eagerly)
+
+
+def _adapted_values(name: str, layer: keras.Layer) -> Iterator[tuple[str, Any]]:
+    """Yields the vocabulary and the statistics of a preprocessing layer."""
+    if hasattr(layer, "get_vocabulary"):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # not adapted yet
+            vocabulary = np.array(list(map(str, layer.get_vocabulary())))
+            yield f"vocabulary of {name}", describe_array(vocabulary)
+    for key, value in vars(layer).items():
+        if isinstance(value, np.ndarray | tf.Tensor) and not tf.is_symbolic_tensor(value):
+            yield f"{key} of {name}", describe_array(np.asarray(value))
+
+
+def _object_values(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the class of a Keras object, and the leaves of its config."""
+    yield f"class of {name}", type(thing).__name__
+    if not kp.is_graph_of_layers(thing):  # its config repeats its layers
+        with warnings.catch_warnings(), contextlib.suppress(Exception):  # a user's get_config
+            warnings.simplefilter("ignore")  # a lambda in a config
+            yield from list(_leaves(name, dict(thing.get_config())))
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    match value:
+        case dict():
+            for key, part in value.items():
+                # A learning rate that is no schedule is a variable, which follows the chief.
+                rate = key == "learning_rate" and isinstance(part, float)
+                if key not in _LEFT_OUT and not str(key).endswith("_seed") and not rate:
+                    is_object = key in ("class_name", "config")  # a serialized one
+                    yield from _leaves(name if is_object else f"{key} of {name}", part)
+        case list() | tuple() if any(isinstance(part, dict | list | tuple) for part in value):
+            for number, part in enumerate(value):
+                yield from _leaves(f"{name}[{number}]", part)
+        case np.ndarray():
+            yield name, describe_array(value)
+        case str():  # a folder may differ between machines
+            file = value.rpartition("/")[2] if value.startswith("/") else value
+            yield name, _NUMBER.sub("", file)
+        case _:
+            yield name, value
+
+
+def as_text(value: Any) -> str:
+    """The text of a value that is compared; of data and other objects the name of the class."""
+    match value:
+        case dict():
+            return str({str(key): as_text(value[key]) for key in sorted(value, key=str)})
+        case list() | tuple():
+            return f"[{', '.join(map(as_text, value))}]"
+        case None | bool() | int() | float() | str() | np.generic():
+            return str(value)
+        case tf.data.Dataset():  # its classes have many names
+            return "a tf.data.Dataset"
+    return str(getattr(value, "__qualname__", type(value).__name__))
+
+
+def describe_array(array: np.ndarray) -> str:
+    """Describes an array, so that equal texts mean equal arrays.
+
+    The text has a checksum; of floats it has weighted sums, because another processor may round
+    differently. Of a large array they are of a sample.
+    """
+    flat = array.reshape(-1)
+    flat = flat[:: flat.size // _SAMPLE | 1]  # odd: not one channel alone
+    shape = list(array.shape)
+    if array.dtype.kind == "f" or array.dtype.name == "bfloat16":
+        numbers = np.nan_to_num(flat.astype(np.float64), nan=12345.678).clip(-1e30, 1e30)
+        weights = 3 + np.arange(numbers.size) % 97 / 97  # an order counts, too
+        size = float(np.abs(numbers).sum())
+        # Not small beside the size, from which the noise comes.
+        weighted = float(5 * size + (weights * numbers).sum())
+        return f"{array.dtype.name} {shape} with the sums {size} and {weighted}"
+    if array.dtype.kind in "OSU":
+        texts = [value if isinstance(value, bytes) else str(value).encode() for value in flat]
+        first = [text[:40].decode(errors="replace") for text in texts[:_FEW]]
+        checksum = zlib.crc32(b"\0".join(texts))
+        return f"{first}... of shape {shape} with the checksum {checksum}"
+    checksum = zlib.crc32(np.ascontiguousarray(flat).tobytes())
+    return f"{array.dtype.name} {shape} {flat[:_FEW].tolist()}... with the checksum {checksum}"
