@@ -106,7 +106,7 @@ def test_a_plan(tmp_path: Path) -> None:
     [
         (7, r'placement must be a PlacementPlan .* or "balanced", got 7'),
         (plan(SPECS, 3), "the plan is for 3 ps tasks, and the cluster has 2 ps tasks. Plan again"),
-        (plan(SPECS, devices=["CPU:0"]), "the plan is for 1 devices, and the cluster has 2 ps"),
+        (plan(SPECS, devices=["CPU:0"]), "the plan is for 1 device, and the cluster has 2 ps"),
         ("no/such/plan.json", "the plan 'no/such/plan.json' cannot be read: .*No such file"),
     ],
 )

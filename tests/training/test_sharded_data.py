@@ -128,11 +128,21 @@ def test_killed_in_an_epoch_and_gone_on_with_other_replicas(expected: Any, tmp_p
     [
         (sharded, {"checkpoint_every": 2}, "needs checkpoint_dir"),
         (sharded, {"checkpoint_every": 0}, "checkpoint_every must be .* got 0"),
+        (
+            lambda: iter([(X[:4], Y[:4])]),
+            {"checkpoint_every": 2, "steps_per_epoch": 1, "checkpoint_dir": "here"},
+            "data that knows its position",
+        ),
     ],
 )
 def test_checkpoints_in_an_epoch_need_a_position(
-    data: Any, arguments: dict[str, Any], message: str
+    data: Any,
+    arguments: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(tfd.TrainingError, match=message):
         distributed(mirrored(2)).fit(data(), verbose=0, **arguments)
 

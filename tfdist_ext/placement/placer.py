@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.messages import shown
+from tfdist_ext.messages import counted, shown
 from tfdist_ext.placement.placement_plan import PlacementPlan
 from tfdist_ext.placement.planning import plan
 from tfdist_ext.placement.rules import (
@@ -71,10 +71,10 @@ class ServerPlacer:
                 raise PlacementError(f"the plan {placement!r} cannot be read: {error}") from error
         if isinstance(placement, PlacementPlan):
             if placement.devices is not None or placement.tasks != tasks:
-                kind = "ps tasks" if placement.devices is None else "devices"
+                kind = "ps task" if placement.devices is None else "device"
                 raise PlacementError(
-                    f"the plan is for {placement.tasks} {kind}, and the cluster has {tasks} ps"
-                    " tasks. Plan again."
+                    f"the plan is for {counted(placement.tasks, kind)}, and the cluster has"
+                    f" {counted(tasks, 'ps task')}. Plan again."
                 )
             self._given = self.plan = placement
         elif isinstance(placement, Iterable) and not isinstance(placement, str):

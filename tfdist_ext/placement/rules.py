@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.messages import check_int, nearest, shown
+from tfdist_ext.messages import check_int, counted, nearest, shown
 from tfdist_ext.placement.specs import VariableSpec
 from tfdist_ext.user_frames import filter_traceback
 
@@ -325,8 +325,8 @@ class Targets:
         if isinstance(placement, OnTask):
             if placement.task >= self.count:
                 raise PlacementError(
-                    f"{spec.path!r} cannot be on {placement}: there are {self.count} ps tasks,"
-                    " counted from 0."
+                    f"{spec.path!r} cannot be on {placement}: the cluster has"
+                    f" {counted(self.count, 'ps task')}, numbered from 0."
                 )
             return placement.task
         if isinstance(placement, OnDevice) and self.devices is not None:

@@ -111,9 +111,10 @@ def describe_for(strategy: str, cluster: Cluster) -> ClusterDescription:
     described = describe(cluster)
     if described is None or not described.jobs:
         source = "the environment" if described is None else described.source
+        servers = " --ps M" if strategy == "parameter_server" else ""
         raise StrategyError(
             f"{strategy} needs a cluster, and {source} describes none. Set TF_CONFIG, start the"
-            " script with `tfdist run`, or pass cluster=."
+            f" script with `tfdist run --workers N{servers}`, or pass cluster=."
         )
     if holes := [task for task, address in described.addresses.items() if not address]:
         raise StrategyError(

@@ -161,8 +161,8 @@ def _read_file(path: str | Path) -> dict[str, Any]:
         ) from error
     table = document.get("strategy")
     if not isinstance(table, dict):
-        has = ", ".join(document) or "nothing"
-        raise StrategyError(f"{path} has no [strategy] table, only {has}. Add the table.")
+        has = f", only {', '.join(document)}" if document else ""
+        raise StrategyError(f"{path} has no [strategy] table{has}. Add the table.")
     return table
 
 
@@ -228,7 +228,12 @@ def _describe(cluster: Cluster, devices: object, env: Mapping[str, str]) -> Envi
     elif devices is not None:
         asked_for = len(devices) if isinstance(devices, list | tuple) else 1
     described = describe(cluster)
-    others = [] if described is not None else describe_environments(env)
+    source = "" if described is None else f"from {described.source}"
+    others = [
+        (place, text)
+        for place, text in describe_environments(env)
+        if not (source and text.endswith(source))
+    ]
     return Environment(
         seen_devices,
         described,

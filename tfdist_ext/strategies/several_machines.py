@@ -201,7 +201,10 @@ def tpu(
         jobs = spec.as_dict() if spec else {}
         for address in [address for tasks in jobs.values() for address in tasks]:
             if not _is_server(address):  # TensorFlow would try to connect forever
-                raise LookupError(f"no TPU server answers at {address}")
+                raise LookupError(
+                    f"no TPU server answers at {address}; check that it is running and that this"
+                    " host may reach it"
+                )
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
     except Exception as error:  # depends on the network and on Google Cloud's client

@@ -97,7 +97,7 @@ def train(
         with peers.barrier(f"epoch {epoch + 1}, its end"):
             flags = np.array([model.stop_training, peers.stop_requested], np.int32)
             stop, stop_requested = (reduction.sum_over_workers(flags) > 0).tolist()
-            progress = Progress(epoch + 1)
+            progress = Progress(epoch + 1 if complete else epoch)
             if saved is not None:
                 progress = saved.epoch_is_done(epoch, logs, complete=complete, stopped=stop)
         yield logs, progress
@@ -136,6 +136,9 @@ class Loop:
     Args:
         kind: "train" or "test".
         made_for: changes when the program must be compiled again.
+
+    Attributes:
+        is_running: an epoch is running; its callbacks may evaluate meanwhile.
     """
 
     def __init__(
@@ -150,6 +153,7 @@ class Loop:
         self.reduction = reduction
         self.program = program
         self.made_for = made_for
+        self.is_running = False
         self._kind = kind
         self._stop_flag = "stop_training" if kind == "train" else "stop_evaluating"
         self._tuner = StepsPerExecutionTuner()
@@ -177,7 +181,7 @@ class Loop:
         peers = self.reduction.peers
         logs: Logs = {}
         done = 0
-        with preserve_sigint() as raise_if_interrupted, data_errors_as_raised():
+        with self._running() as raise_if_interrupted:
             with peers.barrier(f"{where}before its first step"):
                 uses_batches = uses_batch_hooks(hooks.callbacks, self._kind)
                 spec = getattr(data.iterator, "element_spec", None)
@@ -236,6 +240,15 @@ class Loop:
     @property
     def _stopped(self) -> bool:
         return bool(getattr(self.model, self._stop_flag))
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[Callable[[], None]]:
+        self.is_running = True
+        try:
+            with preserve_sigint() as raise_if_interrupted, data_errors_as_raised():
+                yield raise_if_interrupted
+        finally:
+            self.is_running = False
 
 
 _TARGET = 0.8  # seconds of an execution: short enough to show progress

@@ -72,7 +72,7 @@ from tfdist_ext.training.parameter_server.engine import (
     ParameterServerPredictor,
 )
 from tfdist_ext.training.sharded_inputs import check_says_nothing_else, read_sharded
-from tfdist_ext.training.state import broadcast_variables, run_on_chief, state_of
+from tfdist_ext.training.state import broadcast_variables, run_on_chief, snapshot, state_of
 from tfdist_ext.training.steps.scope import Logs
 from tfdist_ext.training.synchronous.engine import (
     Predictor,
@@ -492,6 +492,9 @@ class DistributedModel(SavingMixin):
         end: EndOfJob | None = None,
     ) -> Logs:
         self._model.stop_evaluating = False
+        # A callback may evaluate in the middle of an epoch of a fit, and a checkpoint follows.
+        is_training = any(loop.is_running for loop in self._loops.values())
+        restore_metrics = snapshot(self._model.metrics_variables if is_training else ())
         with refusing_compile(self._model, "evaluate"):
             epochs.rewind()
             hooks.on_test_begin()
@@ -499,6 +502,7 @@ class DistributedModel(SavingMixin):
                 logs, steps = self._loop("test").run(data, hooks, end=end)
         epochs.is_done(data, steps, stopped=bool(self._model.stop_evaluating))
         hooks.on_test_end(logs)
+        restore_metrics()
         return logs
 
     def _callbacks(

@@ -185,18 +185,21 @@ class CheckpointManager:
         return logs and {k: v if isinstance(v, float) else np.asarray(v) for k, v in logs.items()}
 
     def announce(self) -> None:
-        """Calls `on_checkpoint_end` after an epoch; the chief waits until its file is on disk."""
+        """Calls `on_checkpoint_end` when the checkpoint of the last epoch is on disk."""
         progress, self._unannounced = self._unannounced, Progress()
-        hooks = [each for each in self._callbacks if hasattr(each, "on_checkpoint_end")]
         is_whole = progress.epoch and not progress.batches and progress.trained is None
-        if not is_whole or not hooks:
+        if not is_whole:
             return
-        self._folder.wait()
-        path = self._folder.newest
-        for each in hooks:
-            each.on_checkpoint_end(
-                progress.epoch - 1, path if path is None or "://" in path else Path(path)
-            )
+        hooks = [getattr(each, "on_checkpoint_end", None) for each in self._callbacks]
+        with self._reduction.peers.barrier(f"epoch {progress.epoch}, its checkpoint"):
+            has_hooks = self._reduction.any_worker(any(hooks))  # one may be on the chief only
+        if not has_hooks:
+            return
+        self._run_on_chief(CheckpointFolder.wait)
+        newest = self._folder.newest
+        path = newest if newest is None or "://" in newest else Path(newest)
+        for hook in filter(None, hooks):
+            hook(progress.epoch - 1, path)
 
     def end_of_validation(
         self, epoch: int, logs: Logs, *, complete: bool
