@@ -66,6 +66,7 @@ class Draws(keras.layers.Layer):
     def __init__(self, **settings: Any):
         super().__init__(**settings)
         self.seed = keras.random.SeedGenerator(5)
+        self.table = self.add_weight(shape=(16, 2), name="table")
 
     def call(self, x: Any) -> dict[str, Any]:
         ops, draw, rows = keras.ops, keras.random, keras.ops.shape(x)[0]
@@ -102,6 +103,7 @@ class Draws(keras.layers.Layer):
             "second block": blocks[rows:],
             "tokens": ops.reshape(per_token, (rows, 3, 2)),
             "as many words": draw.uniform(ops.shape(counted), **own)[::2],
+            "like a weight": x[:, :1] + ops.sum(self.table + draw.normal((16, 2), **own)),
             "columns": x + draw.normal((5,), **own),
             "a row for all": x + draw.normal((1, 5), **own),
             "a number": x + draw.normal((), **own),

@@ -11,7 +11,7 @@ Between workers, a value whose size may differ from step to step is padded; see
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -73,6 +73,7 @@ class StepContext:
         waits: records when the replica waits for others; None if nobody asks for times.
         cut_evenly: the parts are as `shards.bounds` cuts the global batch.
         batch_size: rows of a complete global batch; None if not known.
+        weight_shapes: the shapes of the model's variables.
 
     Attributes:
         rows_read: rows that the part's tensors have: one row where the part has none of its own.
@@ -85,8 +86,6 @@ class StepContext:
         called: the keys of the replaced functions that the step has called.
         has_all_rows_tensors: whether the step has called `all_rows`.
         computes_gradients: True while a gradient tape is computing gradients.
-        gradients_are_weighted: the loss whose gradients are computed has the weight
-            `batch_fraction`.
         row_numbers: shuffled numbers of rows in the global batch.
     """
 
@@ -99,6 +98,7 @@ class StepContext:
     waits: Waits | None = None
     cut_evenly: bool = True
     batch_size: int | None = None
+    weight_shapes: Set[tuple[int | None, ...]] = frozenset()
 
     def __post_init__(self) -> None:
         self._batch_fraction = tf.cast(self.rows, tf.float64) / tf.cast(
@@ -117,7 +117,6 @@ class StepContext:
         self.called: set[str] = set()
         self.has_all_rows_tensors = False
         self.computes_gradients = False
-        self.gradients_are_weighted = False
         self.row_numbers: list[tf.Tensor] = []
         self._position: tuple[tf.Tensor, tf.Tensor] | None = None
 
@@ -198,8 +197,8 @@ class StepContext:
         """Returns the sum of each tensor over all replicas, for use inside a model.
 
         Its gradient is that of the loss of the global batch, in which the loss of this replica has
-        the weight `batch_fraction`. If the loss is not weighted, the gradient is divided by
-        `batch_fraction`, because it is multiplied by it before gradients are summed.
+        the weight `batch_fraction`. It is divided by `batch_fraction`, because it is multiplied by
+        it before gradients are summed.
         """
 
         def sum_up(parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -209,9 +208,6 @@ class StepContext:
         def summed(*parts: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
             def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
                 upstream = tuple(map(tf.convert_to_tensor, upstream))
-                if self.computes_gradients and self.gradients_are_weighted:
-                    # A part without rows may have NaN, which would be NaN on all replicas.
-                    return sum_up([self.where_nonempty(value) for value in upstream])
                 return [
                     tf.math.divide_no_nan(value, self.batch_fraction(value.dtype))
                     for value in sum_up(list(map(self.weighted, upstream)))

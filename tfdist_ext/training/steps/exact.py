@@ -382,28 +382,23 @@ def _gradient(
     targets = tf.nest.flatten(target)
     _warn_of_compared_rows(context, targets)
     upstream = _upstream(context, targets, output_gradients)
-    # Replicas cannot wait for each other in inner graphs. On TPUs Keras's optimizer sums.
-    in_step = current_graph() is context.graph and not context.on_tpu
-    is_weighted = in_step and not is_recording()
-    if is_weighted:
-        upstream = list(map(context.weighted, upstream))
-    context.computes_gradients, context.gradients_are_weighted = True, is_weighted
+    context.computes_gradients = True
     try:
         made = original(tape, target, sources, upstream, *options, **named_options)
     finally:
         context.computes_gradients = False
-    # A tape that still records would want the gradient of the sum. This tape may have ended.
-    if not in_step or is_recording():
+    # Replicas cannot wait for each other in inner graphs. On TPUs Keras's optimizer sums. A tape
+    # that still records would want the gradient of the sum.
+    if current_graph() is not context.graph or context.on_tpu or is_recording():
         return made
     flat = tf.nest.flatten(made)
-    parts = [each for each in flat if each is not None]
+    weighted = [context.weighted(each) for each in flat if each is not None]
     what = [
         reduced_for("gradient", variable)
         for each, variable in zip(flat, variables, strict=True)
         if each is not None
     ]
-    parts = parts if is_weighted else list(map(context.weighted, parts))
-    rest = iter(context.all_reduce(parts, what))
+    rest = iter(context.all_reduce(weighted, what))
     return tf.nest.pack_sequence_as(made, [None if each is None else next(rest) for each in flat])
 
 

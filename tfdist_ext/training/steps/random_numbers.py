@@ -102,6 +102,8 @@ def _blocks_of_rows(context: StepContext, shape: tf.Tensor, known: tf.TensorShap
         return 0
     if tf.is_symbolic_tensor(shape) and (known.rank is None or known[0] is None):
         return 0 if context.equal.has(first_size(shape)) else blocks_of_rows(shape)
+    if tuple(known) in context.weight_shapes:
+        return 0
     if context.graph is not None and known[0] == context.batch_size and known[0] > 1:
         raise TrainingError(
             f"A step draws random numbers of shape {known}, which begins with the batch size as a"

@@ -192,25 +192,26 @@ def with_unknown_rows(batch: Structure) -> Structure:
 
 
 # Operations that write or add rows where indices say: on each replica other rows.
-_PLACING = {
+_PLACING = {"TensorScatterUpdate", "TensorStridedSliceUpdate", "XlaDynamicUpdateSlice"}
+_SCATTERING = {
     *("ScatterNd", "SegmentMax", "SegmentMean", "SegmentMin", "SegmentSum", "SparseToDense"),
     *("TensorScatterAdd", "TensorScatterMax", "TensorScatterMin", "TensorScatterSub"),
-    *("TensorScatterUpdate", "TensorStridedSliceUpdate", "UnsortedSegmentMax"),
-    *("UnsortedSegmentMin", "UnsortedSegmentProd", "UnsortedSegmentSum", "XlaDynamicUpdateSlice"),
+    *("UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd", "UnsortedSegmentSum"),
 }
 
 
-def places_rows(value: tf.Tensor, equal: EqualTensors) -> str | None:
+def places_rows(value: tf.Tensor, equal: EqualTensors, *, is_metric: bool) -> str | None:
     """Returns the type of the operation that writes a part's rows to a variable, or None.
 
     Such an operation has an unknown size, or it updates a slice.
     """
+    kinds = _PLACING if is_metric else _PLACING | _SCATTERING
 
     def follows(tensor: tf.Tensor) -> bool:
         return tensor.shape == value.shape and not equal.has(tensor)
 
     for tensor in _tensors_before(filter(follows, [value]), follows):
-        if _unknown_sizes(tensor) or tensor.op.type in _PLACING:
+        if _unknown_sizes(tensor) or tensor.op.type in kinds:
             return str(tensor.op.type)
     return None
 

@@ -64,23 +64,35 @@ class StepScope(keras.StatelessScope):
 
     Attributes:
         updated: ids of the variables that were written.
-        results: by id, a value of a metric's result: the metric, the index of the value in the flat
-            result, and the value itself.
     """
 
     def __init__(self, values: Iterable[tuple[keras.Variable, tf.Tensor]]):
         super().__init__(values, collect_losses=True, initialize_variables=False)
         self.updated: set[int] = set()
-        self.results: dict[int, tuple[keras.metrics.Metric, int, Any]] = {}
+        self._results: list[tuple[keras.metrics.Metric, list[Any], list[Any]]] = []
 
     def rows(self, variable: keras.Variable, ids: tf.Tensor) -> tf.Tensor | None:
         """Rows of a table, moved without its other rows; None if that is not possible."""
         raise NotImplementedError
 
     def record(self, metric: keras.metrics.Metric, result: Structure) -> None:
-        """Record the result of a metric."""
-        for index, value in enumerate(keras.tree.flatten(result)):
-            self.results[id(value)] = metric, index, value
+        """Record the result of a metric, with the state from which it is computed."""
+        self._results.append((metric, keras.tree.flatten(result), self._state_of(metric)))
+
+    def final_results(self) -> dict[int, tuple[keras.metrics.Metric, int]]:
+        """Returns, by id, the values that are results of metrics in the state at the end.
+
+        Each has the metric, and the index of the value in its flat result.
+        """
+        return {
+            id(value): (metric, index)
+            for metric, values, state in self._results
+            if all(a is b for a, b in zip(state, self._state_of(metric), strict=True))
+            for index, value in enumerate(values)
+        }
+
+    def _state_of(self, metric: keras.metrics.Metric) -> list[Any]:
+        return [self.get_current_value(variable) for variable in metric.variables]
 
 
 @contextlib.contextmanager
@@ -130,11 +142,11 @@ class ReplicaScope(StepScope):
         variable, value = update
         key, context = id(variable), current_step()
         self.updated.add(key)
+        if context is not None:
+            check_value(context, variable, value, is_metric=key in self._metrics)
         if key in self._metrics:
             self._update_metric(variable, value, context)
             return
-        if context is not None:
-            check_value(context, variable, value)
         if key not in self._watched:
             _check_is_no_metric(variable)
         elif not variable.trainable or self._in_inner_graph():
@@ -269,15 +281,21 @@ class OwnOutputs:
                 f" got {returned!r}."
             )
         self._updated |= scope.updated
-        logs, known = _flat(returned), scope.results
-        self._of_metrics = {
-            name: known[id(value)][:2] for name, value in logs.items() if id(value) in known
-        }
+        logs, known = _flat(returned), scope.final_results()
+        self._of_metrics = {n: known[id(value)] for n, value in logs.items() if id(value) in known}
         others = {
             name: tf.convert_to_tensor(value)
             for name, value in logs.items()
             if name not in self._of_metrics
         }
+        for name, value in others.items():
+            dtype = value.dtype
+            if warns and not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
+                raise TrainingError(
+                    f"{type(self._model).__name__}'s own step returns {dtype.name} values as"
+                    f" {name!r}. Several replicas can only sum up numbers: return a number, or the"
+                    " result() of a metric."
+                )
         if warns and not tf.executing_eagerly():
             self._warn_of([n for n, value in others.items() if follows_from(value, before)])
         return others
@@ -383,11 +401,20 @@ class OwnCopies:
 
 
 def check_value(
-    context: StepContext, variable: keras.Variable | tf.Variable, value: object
+    context: StepContext,
+    variable: keras.Variable | tf.Variable,
+    value: object,
+    *,
+    is_metric: bool = False,
 ) -> None:
-    """Raise TrainingError if rows of this part are written into a variable's rows."""
+    """Raise TrainingError if rows of this part are written into a variable's rows.
+
+    A metric may add them to its rows, because it is summed over replicas.
+    """
     checks = context.replicas > 1 and context.graph is not None and not context.on_tpu
-    if checks and tf.is_symbolic_tensor(value) and (how := places_rows(value, context.equal)):
+    if not checks or not tf.is_symbolic_tensor(value):
+        return
+    if how := places_rows(value, context.equal, is_metric=is_metric):
         raise _rows_written(context, variable, how)
 
 

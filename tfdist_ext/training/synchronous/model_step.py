@@ -102,6 +102,7 @@ class ModelStep:
         self._replaced = [*step_targets(), *exact.own_applies(model)]
         self._metric_objects = metrics_of(model)
         self._local = OwnCopies(reduction.strategy, reduction.local_replicas)
+        self._weight_shapes = frozenset(tuple(variable.shape) for variable in self._others)
         self._checked = False
         # XLA knows no time of day.
         compiles = kind != "predict" and not model.run_eagerly and timer is None
@@ -292,6 +293,7 @@ class ModelStep:
             waits=waits,
             cut_evenly=rows_of_all is None,
             batch_size=self.batch_size,
+            weight_shapes=self._weight_shapes,
         )
         context.substitutes = {
             **exact.substitutes_of(context),
