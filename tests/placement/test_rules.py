@@ -93,7 +93,7 @@ def test_a_piece_on_each_task_or_device(where: Any) -> None:
             "match 'embedding/users': 'embedding/.*' (task 0) and '.*/users' (sharded(2)).",
         ),
         ([Rule("scale", OnTask(0)), Rule("scale", OnTask(1))], "two rules have the pattern"),
-        ({"head/bias": "task 2"}, "'head/bias' cannot be on task 2: there are 2 ps tasks"),
+        ({"head/bias": "task 2"}, "'head/bias' cannot be on task 2: the cluster has 2 ps tasks"),
         (
             {"head/bias": "sharded(3)"},
             "'head/bias' of shape (2,) cannot be sharded(3): it has only 2 rows",

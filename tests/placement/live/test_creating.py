@@ -52,5 +52,5 @@ def test_a_plan_for_another_model_or_cluster(result: dict[str, Any]) -> None:
     other_model, other_cluster = result["refused"]
     assert "the plan is for other variables than the model's" in other_model
     assert "changed: 'users/embeddings' from float32[1001, 13] to float32[1001, 5]" in other_model
-    assert "for the cluster's 3 ps tasks, got one for 2" in other_cluster
+    assert "for 2 ps tasks, and the cluster has 3 ps tasks" in other_cluster
     assert result["variables of the refused"] == 0
