@@ -8,40 +8,35 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.private_names import PrivateNames
 
 __all__ = [
     "NAMES",
-    "attributes_set",
+    "fans_of",
     "fresh_names",
     "leaving_no_names",
+    "next_seed",
     "optimizer_behind",
     "variable_behind",
 ]
 
+_SHARDS = "the initial values of shards"
 NAMES = PrivateNames(
     "keras.src",
     PlacementError,
-    {"backend.common.global_state.GLOBAL_STATE_TRACKER": "the names of layers in a plan"},
+    {
+        "backend.common.global_state.GLOBAL_STATE_TRACKER": "the names of layers in a plan",
+        "random.seed_generator.draw_seed": _SHARDS,
+        "backend.tensorflow.random._cast_seed": _SHARDS,
+        "initializers.random_initializers.compute_fans": _SHARDS,
+    },
 )
 
 _COUNTERS = "object_name_uids"  # of automatic names
 _SEEDS = "global_seed_generator"  # used by functions that draw without a seed
-
-
-@contextlib.contextmanager
-def attributes_set(owner: Any, **values: Any) -> Iterator[None]:
-    """Scope in which attributes of a module or an object have other values."""
-    before = {name: getattr(owner, name, None) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
 
 
 @contextlib.contextmanager
@@ -61,10 +56,34 @@ def fresh_names() -> Iterator[None]:
         setattr(tracker, _COUNTERS, counters)
 
 
-def leaving_no_names() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def leaving_no_names() -> Iterator[None]:
     """Scope with fresh names, after which Keras has the same state as before."""
     tracker = NAMES("backend.common.global_state.GLOBAL_STATE_TRACKER")
-    return attributes_set(tracker, **{_COUNTERS: None, _SEEDS: None})
+    before = {name: getattr(tracker, name, None) for name in (_COUNTERS, _SEEDS)}
+    for name in before:
+        setattr(tracker, name, None)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(tracker, name, value)
+
+
+def next_seed(initializer: keras.Initializer) -> tf.Tensor:
+    """The seed with which an initializer draws next, as tf.random takes it.
+
+    Private because the public ways to use a seed draw values.
+    """
+    seed = NAMES("random.seed_generator.draw_seed")(initializer.seed)
+    return NAMES("backend.tensorflow.random._cast_seed")(seed)
+
+
+def fans_of(initializer: keras.Initializer, shape: tuple[int, ...]) -> tuple[float, float]:
+    """The numbers of inputs and outputs of a kernel. Private: the rules have no public name."""
+    axes = {"input_axes", "output_axes"} & vars(initializer).keys()  # of newer releases
+    named = {name: getattr(initializer, name) for name in axes}
+    return NAMES("initializers.random_initializers.compute_fans")(shape, **named)
 
 
 def variable_behind(initial_value: Any) -> tuple[keras.Variable, Callable[..., Any]] | None:

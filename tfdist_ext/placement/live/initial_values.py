@@ -6,16 +6,15 @@ the right counter on, the values are those of the whole tensor, to the bit (`cou
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.placement.live._keras_private import attributes_set, variable_behind
+from tfdist_ext.placement.live._keras_private import fans_of, next_seed, variable_behind
 from tfdist_ext.placement.specs import VariableSpec
 
 __all__ = ["InitialValue", "Rows", "counter_at", "group_size", "rows_drawn_by"]
@@ -31,6 +30,9 @@ _UNIFORM, _NORMAL, _TRUNCATED = (
 # Counters that each value of a truncated normal reserves, because it may be drawn again. Other
 # operations use one counter for a group of values.
 _RESERVED = 64
+
+# The standard deviation of a normal distribution that is cut at two standard deviations.
+_TRUNCATED_DEVIATION = 0.87962566103423978
 
 # All values are the same, so each piece can be made alone. A subclass may look at the shape.
 _CONSTANT = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
@@ -107,48 +109,18 @@ def rows_drawn_by(
 ) -> Rows | None:
     """A function that makes rows of the initializer's value; None unless the value is one draw.
 
-    The initializer is called here, once and for the whole shape, so that it uses its seed as if it
-    had drawn.
+    The seed is used once, as if the initializer had drawn the whole value.
     """
     if type(initializer) not in _DRAWING or dtype not in ("float32", "float64"):
         return None
-    draws: list[Rows] = []
-    with _instead_of_drawing(draws):
-        initializer(shape, dtype=dtype)
-    (rows,) = draws
-    return rows
-
-
-@contextlib.contextmanager
-def _instead_of_drawing(draws: list[Rows]) -> Iterator[None]:
-    """Scope in which tf.random's functions draw nothing, and append to `draws` how to make rows."""
-
-    def uniform(shape: Any, seed: Any, minval: Any = 0, maxval: Any = 1, *, dtype: Any) -> None:
-        low = tf.convert_to_tensor(minval, dtype)
-        high = tf.convert_to_tensor(maxval, dtype)
-        draws.append(_rows(_UNIFORM, shape, dtype, seed, high - low, low))
-
-    def of(op: str) -> Callable[..., None]:
-        def normal(shape: Any, seed: Any, mean: Any = 0, stddev: Any = 1, *, dtype: Any) -> None:
-            scale = tf.convert_to_tensor(stddev, dtype)
-            shift = tf.convert_to_tensor(mean, dtype)
-            draws.append(_rows(op, shape, dtype, seed, scale, shift))
-
-        return normal
-
-    with attributes_set(
-        tf.random,
-        stateless_uniform=uniform,
-        stateless_normal=of(_NORMAL),
-        stateless_truncated_normal=of(_TRUNCATED),
-    ):
-        yield
-
-
-def _rows(op: str, shape: Any, dtype: str, seed: Any, scale: tf.Tensor, shift: tf.Tensor) -> Rows:
-    draw = getattr(tf.raw_ops, op)
-    width = math.prod(shape[1:])
-    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+    op, first, second = _distribution(initializer, shape)
+    if op == _UNIFORM:
+        low, high = tf.cast(first, dtype), tf.cast(second, dtype)  # by way of float32, as in Keras
+        scale, shift = high - low, low
+    else:
+        scale, shift = tf.constant(second, dtype), tf.constant(first, dtype)
+    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=next_seed(initializer))
+    draw, width = getattr(tf.raw_ops, op), math.prod(shape[1:])
 
     def rows(start: int, stop: int) -> tf.Tensor:
         first = start * width
@@ -163,6 +135,28 @@ def _rows(op: str, shape: Any, dtype: str, seed: Any, scale: tf.Tensor, shift: t
         return tf.reshape(values[before:], [stop - start, *shape[1:]]) * scale + shift
 
     return rows
+
+
+def _distribution(initializer: Any, shape: tuple[int, ...]) -> tuple[str, float, float]:
+    """The operation that draws, and the bounds of a uniform or the mean and deviation of a normal.
+
+    The parameters of VarianceScaling and its subclasses are computed as Keras computes them.
+    """
+    if isinstance(initializer, keras.initializers.RandomUniform):
+        return _UNIFORM, initializer.minval, initializer.maxval
+    if isinstance(initializer, keras.initializers.RandomNormal):
+        return _NORMAL, initializer.mean, initializer.stddev
+    if isinstance(initializer, keras.initializers.TruncatedNormal):
+        return _TRUNCATED, initializer.mean, initializer.stddev
+    fan_in, fan_out = fans_of(initializer, shape)
+    fan = {"fan_in": fan_in, "fan_out": fan_out}.get(initializer.mode, (fan_in + fan_out) / 2)
+    variance = initializer.scale / max(1.0, fan)
+    if initializer.distribution == "uniform":
+        limit = math.sqrt(3.0 * variance)
+        return _UNIFORM, -limit, limit
+    if initializer.distribution == "untruncated_normal":
+        return _NORMAL, 0.0, math.sqrt(variance)
+    return _TRUNCATED, 0.0, math.sqrt(variance) / _TRUNCATED_DEVIATION
 
 
 def group_size(dtype: tf.DType) -> int:
