@@ -32,7 +32,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("builder", metavar="module:builder", help="returns the model, as train.py:build")
     add("--data", required=True, metavar="module:function", help="returns the data")
-    add("--strategy", default="mirrored", metavar="NAME", help="such as placed (default mirrored)")
+    strategy = "such as placed, with --devices (default mirrored)"
+    add("--strategy", metavar="NAME", help=strategy)
     where = parser.add_mutually_exclusive_group()
     devices = "number of replicas, on logical CPUs (default 2)"
     where.add_argument("--devices", type=int, default=2, metavar="N", help=devices)
@@ -45,7 +46,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _: list[str]) -> int:
-    """Compare, print the table, and return 0 if all numbers are equal."""
+    """Compare, print the table, and return 0 if all numbers are equal.
+
+    Raises:
+        TrainingError: `--strategy` is given with `--workers`.
+    """
+    if options.workers is not None and options.strategy is not None:
+        raise TrainingError(
+            "`--workers` trains with multi_worker_mirrored. Leave out `--strategy"
+            f" {options.strategy}`, or use it with `--devices`."
+        )
     if options.workers is None:
         result = _verify(options)
     else:
@@ -63,7 +73,7 @@ def _verify(options: argparse.Namespace) -> Verification:
 
     logging.getLogger("tensorflow").setLevel("ERROR")  # it warns when many models are traced
     if options.workers is None:
-        strategy = create_strategy(options.strategy, logical_cpus=options.devices)
+        strategy = create_strategy(options.strategy or "mirrored", logical_cpus=options.devices)
     else:
         strategy = create_strategy("multi_worker_mirrored")
     data = data_function()

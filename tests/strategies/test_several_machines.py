@@ -166,5 +166,6 @@ def test_rules_of_a_settings_file_are_checked_before_the_wait(tmp_path: Path) ->
     cluster = tfd.ClusterConfig(jobs=jobs, task=tfd.Task("chief", 0))
     path = tmp_path / "strategy.toml"
     path.write_text('[strategy]\nname = "parameter_server"\n[strategy.placement]\n"a" = "task 9"\n')
-    with pytest.raises(tfd.PlacementError, match="'a' cannot be on task 9: the cluster has 1 ps task"):
+    message = "'a' cannot be on task 9: the cluster has 1 ps task"
+    with pytest.raises(tfd.PlacementError, match=message):
         tfd.create_strategy(config=path, cluster=cluster)
