@@ -142,20 +142,23 @@ def test_sparse_ids() -> None:
     assert_same_tables(build, strategy_of("central_storage", 3), (ids, Y), **FIT)
 
 
-def test_workers_gather_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_workers_gather_slices(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On two replicas of one process, which have 2 and 3 slices: sums need no keys there."""
     monkeypatch.setattr(StepContext, "keys_of_size", lambda *_: contextlib.nullcontext())
-    strategy = mirrored(2)
+    strategy, far = mirrored(2), 2**32 - 6
 
     def step() -> tuple[tf.Tensor, tf.Tensor]:
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
         part = tf.constant(2), tf.constant(4), 2, 2, tf.ones([2, 1])
-        values = tf.fill([2 + number, 3], tf.cast(number + 1, tf.float32))
-        slices = tf.IndexedSlices(values, tf.range(2 + number) + 10 * number, tf.constant([20, 3]))
+        values = tf.fill([2 + number, 3], tf.cast(number + 1, dtype))
+        indices = tf.range(tf.cast(2 + number, tf.int64)) + far * tf.cast(number, tf.int64)
+        slices = tf.IndexedSlices(values, indices)
         (total,) = StepContext(*part, between_workers=True).all_reduce([slices])
         return total.values, total.indices
 
     run = tf.function(lambda: strategy.run(step), autograph=False)
     values, indices = (strategy.experimental_local_results(each)[0] for each in run())
-    assert indices.numpy().tolist() == [0, 1, 10, 11, 12]
+    assert indices.numpy().tolist() == [0, 1, far, far + 1, far + 2]
+    assert values.dtype == dtype
     assert values[:, 0].numpy().tolist() == [1, 1, 2, 2, 2]

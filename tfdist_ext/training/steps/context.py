@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.data.pipelines import Structure
@@ -305,18 +306,19 @@ class StepContext:
     def _sum_of_slices(
         self, values: Sequence[tf.IndexedSlices], what: Sequence[Reduced]
     ) -> list[tf.IndexedSlices]:
-        """Gathers the slices of all replicas, for all tables of one dtype in two collectives."""
+        """Gathers the slices of all replicas, for all tables of one dtype in one collective."""
         counts = tf.stack([tf.size(value.indices, tf.int64) for value in values])
         places = [tf.unstack(each, len(values)) for each in self._before_and_all(counts)]
-        tensors = [value.values for value in values]
-        indices = [tf.cast(value.indices, tf.int64) for value in values]
-        tensors, indices = (
-            self._sum_of_elements(list(map(among_zeros, each, *places)), what)
-            for each in (tensors, indices)
-        )
+        dtype = values[0].dtype if values[0].dtype.size > 2 else tf.float32  # holds a digit
+        mine = [tf.cast(value.values, dtype) for value in values]
+        mine += [_digits(value.indices, dtype) for value in values]
+        padded = list(map(among_zeros, mine, *[[*each, *each] for each in places]))
+        sums = self._sum_of_elements(padded, what)
         return [
-            tf.IndexedSlices(tensor, tf.cast(index, value.indices.dtype), value.dense_shape)
-            for tensor, index, value in zip(tensors, indices, values, strict=True)
+            tf.IndexedSlices(
+                tf.cast(rows, value.dtype), _number(digits, value.indices.dtype), value.dense_shape
+            )
+            for value, rows, digits in zip(values, sums, sums[len(values) :], strict=False)
         ]
 
     @contextlib.contextmanager
@@ -330,6 +332,19 @@ class StepContext:
             yield
         if "collective_key" not in self.called:
             raise not_called("collective_key")
+
+
+_DIGITS = np.array([1, 1 << 24, 1 << 48])  # float32 holds integers up to 2**24
+
+
+def _digits(indices: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Indices as numbers of a floating dtype, three for each index, which add up exactly."""
+    digits = tf.cast(indices, tf.int64)[:, tf.newaxis] // _DIGITS % (1 << 24)
+    return tf.cast(digits, dtype)
+
+
+def _number(digits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    return tf.cast(tf.reduce_sum(tf.cast(digits, tf.int64) * _DIGITS, 1), dtype)
 
 
 def among_zeros(value: tf.Tensor, before: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
