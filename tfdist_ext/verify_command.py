@@ -32,8 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("builder", metavar="module:builder", help="returns the model, as train.py:build")
     add("--data", required=True, metavar="module:function", help="returns the data")
-    strategy = "such as placed, with --devices (default mirrored)"
-    add("--strategy", metavar="NAME", help=strategy)
+    add("--strategy", metavar="NAME", help="such as placed (default mirrored, or of workers)")
     where = parser.add_mutually_exclusive_group()
     devices = "number of replicas, on logical CPUs (default 2)"
     where.add_argument("--devices", type=int, default=2, metavar="N", help=devices)
@@ -46,16 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _: list[str]) -> int:
-    """Compare, print the table, and return 0 if all numbers are equal.
-
-    Raises:
-        TrainingError: `--strategy` is given with `--workers`.
-    """
-    if options.workers is not None and options.strategy is not None:
-        raise TrainingError(
-            "`--workers` trains with multi_worker_mirrored. Leave out `--strategy"
-            f" {options.strategy}`, or use it with `--devices`."
-        )
+    """Compare, print the table, and return 0 if all numbers are equal."""
     if options.workers is None:
         result = _verify(options)
     else:
@@ -75,7 +65,7 @@ def _verify(options: argparse.Namespace) -> Verification:
     if options.workers is None:
         strategy = create_strategy(options.strategy or "mirrored", logical_cpus=options.devices)
     else:
-        strategy = create_strategy("multi_worker_mirrored")
+        strategy = create_strategy(options.strategy or "multi_worker_mirrored")
     data = data_function()
     fit = {"batch_size": options.batch_size} if isinstance(data, tuple) else {}
     return verify(

@@ -17,7 +17,6 @@ import pytest
 import tensorflow as tf
 
 import tfdist_ext as tfd
-from tfdist_ext import cli
 from tfdist_ext.training.verification import Verification, relative_differences
 
 RANDOM = np.random.default_rng(0)
@@ -253,9 +252,3 @@ def test_the_command_on_two_workers(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "with 2 replicas" in ended.stdout
     assert "EQUAL: the model trains as it does on one device." in ended.stdout
-
-
-def test_the_command_takes_a_strategy_or_workers(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "verify train.py:build --data train.py:data --workers 2 --strategy placed"
-    assert cli.main(words.split()) == 2
-    assert "Leave out `--strategy placed`" in capsys.readouterr().err

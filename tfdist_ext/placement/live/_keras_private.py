@@ -61,20 +61,15 @@ def leaving_no_names() -> Iterator[None]:
     """Scope with fresh names, after which Keras has the same state as before."""
     tracker = NAMES("backend.common.global_state.GLOBAL_STATE_TRACKER")
     before = {name: getattr(tracker, name, None) for name in (_COUNTERS, _SEEDS)}
-    for name in before:
-        setattr(tracker, name, None)
+    vars(tracker).update(dict.fromkeys(before))
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(tracker, name, value)
+        vars(tracker).update(before)
 
 
 def next_seed(initializer: keras.Initializer) -> tf.Tensor:
-    """The seed with which an initializer draws next, as tf.random takes it.
-
-    Private because the public ways to use a seed draw values.
-    """
+    """The seed with which an initializer draws next. Private: public functions draw values."""
     seed = NAMES("random.seed_generator.draw_seed")(initializer.seed)
     return NAMES("backend.tensorflow.random._cast_seed")(seed)
 

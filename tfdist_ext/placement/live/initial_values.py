@@ -22,17 +22,12 @@ __all__ = ["InitialValue", "Rows", "counter_at", "group_size", "rows_drawn_by"]
 Rows = Callable[[int, int], tf.Tensor]  # (start, stop) -> the rows from start to before stop
 
 _PHILOX = 1
-_UNIFORM, _NORMAL, _TRUNCATED = (
-    "StatelessRandomUniformV2",
-    "StatelessRandomNormalV2",
-    "StatelessTruncatedNormalV2",
-)
+_UNIFORM = "StatelessRandomUniformV2"
+_NORMAL = "StatelessRandomNormalV2"
+_TRUNCATED = "StatelessTruncatedNormalV2"
 # Counters that each value of a truncated normal reserves, because it may be drawn again. Other
 # operations use one counter for a group of values.
 _RESERVED = 64
-
-# The standard deviation of a normal distribution that is cut at two standard deviations.
-_TRUNCATED_DEVIATION = 0.87962566103423978
 
 # All values are the same, so each piece can be made alone. A subclass may look at the shape.
 _CONSTANT = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
@@ -114,11 +109,9 @@ def rows_drawn_by(
     if type(initializer) not in _DRAWING or dtype not in ("float32", "float64"):
         return None
     op, first, second = _distribution(initializer, shape)
-    if op == _UNIFORM:
-        low, high = tf.cast(first, dtype), tf.cast(second, dtype)  # by way of float32, as in Keras
-        scale, shift = high - low, low
-    else:
-        scale, shift = tf.constant(second, dtype), tf.constant(first, dtype)
+    convert = tf.cast if op == _UNIFORM else tf.constant  # cast: by way of float32, as in Keras
+    first, second = convert(first, dtype), convert(second, dtype)
+    scale, shift = (second - first, first) if op == _UNIFORM else (second, first)
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=next_seed(initializer))
     draw, width = getattr(tf.raw_ops, op), math.prod(shape[1:])
 
@@ -138,16 +131,14 @@ def rows_drawn_by(
 
 
 def _distribution(initializer: Any, shape: tuple[int, ...]) -> tuple[str, float, float]:
-    """The operation that draws, and the bounds of a uniform or the mean and deviation of a normal.
-
-    The parameters of VarianceScaling and its subclasses are computed as Keras computes them.
-    """
+    """The operation that draws; bounds of a uniform, or mean and deviation of a normal one."""
     if isinstance(initializer, keras.initializers.RandomUniform):
         return _UNIFORM, initializer.minval, initializer.maxval
     if isinstance(initializer, keras.initializers.RandomNormal):
         return _NORMAL, initializer.mean, initializer.stddev
     if isinstance(initializer, keras.initializers.TruncatedNormal):
         return _TRUNCATED, initializer.mean, initializer.stddev
+    # VarianceScaling and its subclasses, as Keras computes them.
     fan_in, fan_out = fans_of(initializer, shape)
     fan = {"fan_in": fan_in, "fan_out": fan_out}.get(initializer.mode, (fan_in + fan_out) / 2)
     variance = initializer.scale / max(1.0, fan)
@@ -156,7 +147,8 @@ def _distribution(initializer: Any, shape: tuple[int, ...]) -> tuple[str, float,
         return _UNIFORM, -limit, limit
     if initializer.distribution == "untruncated_normal":
         return _NORMAL, 0.0, math.sqrt(variance)
-    return _TRUNCATED, 0.0, math.sqrt(variance) / _TRUNCATED_DEVIATION
+    # The standard deviation of a normal distribution that is cut at two standard deviations.
+    return _TRUNCATED, 0.0, math.sqrt(variance) / 0.87962566103423978
 
 
 def group_size(dtype: tf.DType) -> int:
