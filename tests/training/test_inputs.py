@@ -213,7 +213,7 @@ def test_generator() -> None:
         ),
         pytest.param(
             lambda: mirrored().experimental_distribute_dataset(batches()),
-            "must not be distributed yet",
+            "The data is distributed already",
             id="distributed already",
         ),
     ],
@@ -247,9 +247,9 @@ def test_invalid_counts_are_named(
 
 def test_data_without_input_is_named() -> None:
     model = tfd.distribute(classifier(), mirrored(2))
-    with pytest.raises(tfd.TrainingError, match="x must have data, got"):
+    with pytest.raises(tfd.TrainingError, match="There is no data: x is"):
         model.fit(None, verbose=0)
-    with pytest.raises(tfd.TrainingError, match="must begin with the model's input, got None"):
+    with pytest.raises(tfd.TrainingError, match="first element of each batch is None"):
         model.fit((batch for batch in [(None, Y)] * 3), verbose=0)
 
 

@@ -126,7 +126,7 @@ def test_workers_with_other_numbers_of_batches(
 
 def test_predictions_of_workers_data_have_no_order(results: list[dict[str, Any]]) -> None:
     for task in results:
-        assert "the data of predict() must have an order" in task["predict"]
+        assert "`predict` cannot use from_dataset_fn on several workers" in task["predict"]
 
 
 def test_a_worker_whose_data_ends_waits_for_one_whose_data_does_not(

@@ -101,11 +101,11 @@ def read(
     """
     if isinstance(x, tf.distribute.DistributedDataset | tf.distribute.DistributedIterator):
         raise TrainingError(
-            f"the data must not be distributed yet, got {type(x).__name__}. Pass the"
-            " tf.data.Dataset of global batches; fit() splits it for the replicas."
+            f"The data is distributed already: it is a {type(x).__name__}. Pass the tf.data.Dataset"
+            " of global batches. `fit` splits it for the replicas."
         )
     if all(part is None for part in keras.tree.flatten(x)):
-        raise TrainingError(f"x must have data, got {x!r}.")
+        raise TrainingError(f"There is no data: x is {x!r}.")
     sizes = {"batch_size": batch_size, "steps_per_epoch": steps}
     # Keras does not shuffle: its random numbers differ between tasks.
     adapter = kp.get_data_adapter(x, y, sample_weight, class_weight=class_weight, **sizes)
@@ -257,8 +257,8 @@ def _check_batches(spec: Specs, replicas: int) -> None:
     parts = dict(named_parts(keras.utils.unpack_x_y_sample_weight(spec)))
     if not any(name.startswith("x") for name in parts):
         raise TrainingError(
-            "each batch must begin with the model's input, got None: let the data yield x, (x, y)"
-            " or (x, y, sample_weight)."
+            "The first element of each batch is None. Let the data yield x, (x, y) or (x, y,"
+            " sample_weight)."
         )
     shapes = {name: part.shape for name, part in parts.items() if part.shape.rank is not None}
     # On one replica all examples may share an input.
@@ -271,8 +271,8 @@ def _check_batches(spec: Specs, replicas: int) -> None:
     if 0 in rows or (replicas > 1 and len(rows) > 1):
         each = ", ".join(f"{name} of shape {list(shape)}" for name, shape in shapes.items())
         raise TrainingError(
-            f"the dataset must yield batches with one row for each example, got {each}. Call"
-            f" .batch(n) on it, n being the examples of a global batch. {SHARED_TENSOR}"
+            f"A batch of the dataset does not have one row for each example: it has {each}. Call"
+            f" .batch(n) on the dataset, n being the examples of a global batch. {SHARED_TENSOR}"
         )
 
 
@@ -453,8 +453,8 @@ class Epochs:
         requested = requested or None  # as in Keras, 0 means all steps of the data
         if batches.steps is None and batches.is_infinite and requested is None:
             raise TrainingError(
-                "steps_per_epoch (in evaluate and predict: steps) must be given for infinite data,"
-                " got None: such data has no end of an epoch."
+                "The data is infinite, so an epoch has no end. Pass steps_per_epoch to `fit`, or"
+                " steps to `evaluate` and `predict`."
             )
         if batches.steps == 0:
             raise TrainingError(EMPTY)

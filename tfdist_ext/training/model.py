@@ -283,7 +283,7 @@ class DistributedModel(SavingMixin):
         boards = [each for each in hooks.callbacks if isinstance(each, WorkerTensorBoard)]
         if len(boards) > 1:  # the times of a step can only be read once
             raise TrainingError(
-                f"a fit must have one WorkerTensorBoard, got {len(boards)} among its callbacks."
+                f"`fit` got {len(boards)} WorkerTensorBoard callbacks. Pass one of them."
             )
         loop = self._loop("train", timed=bool(boards))
         for board in boards:
@@ -350,9 +350,8 @@ class DistributedModel(SavingMixin):
             self._reduction.multi_worker or self._workers_may_read(x)
         ):
             raise TrainingError(
-                "the data of predict() must have an order, got from_dataset_fn, whose examples have"
-                " no order over several workers. Use from_arrays, from_tfrecords, arrays, or a"
-                " tf.data.Dataset."
+                "`predict` cannot use from_dataset_fn on several workers, where examples have no"
+                " order. Use from_arrays, from_tfrecords, arrays, or a tf.data.Dataset."
             )
         epochs = self._read("predict", x, batch_size=batch_size, steps=steps)
         return self._predict(
@@ -459,8 +458,8 @@ class DistributedModel(SavingMixin):
             return lambda epoch: None
         if not isinstance(frequency, int | list | tuple | set):
             raise TrainingError(
-                "validation_freq must be a number of epochs, or a list of epochs counted from 1,"
-                f" got {frequency!r}."
+                f"validation_freq={frequency!r} is neither a number of epochs nor a list of epochs."
+                " Epochs are counted from 1."
             )
         arrays = keras.utils.unpack_x_y_sample_weight(data)
         batches = self._global_batches(*arrays, **sizes)

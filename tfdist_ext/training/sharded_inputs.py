@@ -44,7 +44,7 @@ def check_says_nothing_else(data: ShardedDataset, **given: Any) -> None:
     extra = [name for name, value in given.items() if value is not None]
     if extra:
         raise TrainingError(
-            f"{' and '.join(extra)} must be left out with a ShardedDataset, which determines them:"
+            f"Leave out {' and '.join(extra)}: a ShardedDataset determines them, as in"
             " from_arrays((x, y, sample_weight), global_batch_size=64)."
         )
 
@@ -60,9 +60,9 @@ def _batches_of_ordered(data: OrderedDataset) -> GlobalBatches:
         epoch, examples = data.position
         if examples % data.global_batch_size:
             raise TrainingError(
-                "the position of the data must be between two global batches of"
-                f" {data.global_batch_size}, got {examples} examples of an epoch. Resume with the"
-                " global batch size of the earlier training."
+                f"The data stands after {examples} examples of an epoch, inside a global batch of"
+                f" {data.global_batch_size}. Resume with the global batch size of the earlier"
+                " training."
             )
         return epoch * data.steps + data.steps_done
 

@@ -97,7 +97,7 @@ def check_has_variables(model: keras.Model, call: str) -> None:
     """Raises TrainingError if the model has no variables yet."""
     if not model.built:
         raise TrainingError(
-            f"the model must have variables before {call}(), got {model.name!r} without. Begin it"
+            f"{call}() needs the variables of {model.name!r}, which has none yet. Begin the model"
             " with keras.Input(shape), or call build(), fit() or predict() first."
         )
 

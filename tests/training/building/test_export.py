@@ -91,7 +91,7 @@ def test_a_model_that_only_its_builder_can_make_again(tmp_path: Path) -> None:
 
 def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
     unbuilt = tfd.distribute(compiled(lambda: OfIds(7)), mirrored())
-    with pytest.raises(tfd.TrainingError, match=r"must have variables before export\(\)"):
+    with pytest.raises(tfd.TrainingError, match=r"export\(\) needs the variables of"):
         unbuilt.export(tmp_path / "exported")
     with pytest.raises(ValueError, match="not_a_format"):
         tfd.distribute(classifier(), mirrored()).export(tmp_path / "e", format="not_a_format")

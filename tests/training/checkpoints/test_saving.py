@@ -110,7 +110,7 @@ def test_another_model_is_refused_and_left_alone(build: Any, words: str, tmp_pat
 
 def test_a_path_or_a_model_that_cannot_be_saved(tmp_path: Path) -> None:
     model = tfd.distribute(dense(4, 1), mirrored())
-    with pytest.raises(tfd.TrainingError, match=r"must be a file, got the folder .*: add a"):
+    with pytest.raises(tfd.TrainingError, match="is a folder, and a checkpoint is a file"):
         model.save_checkpoint(tmp_path)
     model.save_checkpoint(tmp_path / "made" / "with it" / "one")
 
@@ -120,7 +120,7 @@ def test_a_path_or_a_model_that_cannot_be_saved(tmp_path: Path) -> None:
         return model
 
     for call in ("save_checkpoint", "restore_checkpoint"):
-        with pytest.raises(tfd.TrainingError, match="the model must have variables"):
+        with pytest.raises(tfd.TrainingError, match="needs the variables of"):
             getattr(tfd.distribute(unbuilt, mirrored()), call)(tmp_path / "new")
 
 

@@ -224,10 +224,10 @@ class StepContext:
         """Raise TrainingError in a graph inside the step's graph, where replicas cannot wait."""
         if current_graph() is not self.graph:
             raise TrainingError(
-                "a sum over replicas must be directly in the body of train_step or call, got one"
-                " inside a tf.function, a cond or a loop of the step's own: an optimizer's apply, a"
-                " masked loss, a synchronized BatchNormalization or tfd.all_rows. The step is"
-                " compiled as a whole already."
+                "A sum over replicas is inside a tf.function, a cond or a loop of the step's own:"
+                " an optimizer's apply, a masked loss, a synchronized BatchNormalization or"
+                " tfd.all_rows. Call it in the body of train_step or call. The step is compiled as"
+                " a whole already."
             )
 
     def synchronize(self, function: Callable[[_Values], _Result], values: _Values) -> _Result:

@@ -277,8 +277,8 @@ class OwnOutputs:
             return {}
         if not isinstance(returned, dict):
             raise TrainingError(
-                f"{type(self._model).__name__}'s own step must return a dict of names and values,"
-                f" got {returned!r}."
+                f"{type(self._model).__name__}'s own step returns {returned!r}. Return a dict of"
+                " names and values."
             )
         self._updated |= scope.updated
         logs, known = _flat(returned), scope.final_results()
@@ -491,9 +491,9 @@ def assign_each(
 def metric_in_inner_graph(variable: keras.Variable) -> TrainingError:
     """Returns the error for a metric variable that an inner graph writes."""
     return TrainingError(
-        f"the metric variable {variable.path!r} must be updated directly in the body of"
-        " train_step, got an update inside a tf.function, a cond or a loop of train_step's"
-        " own. The step is compiled as a whole already."
+        f"The metric variable {variable.path!r} is updated inside a tf.function, a cond or a loop"
+        " of train_step's own. Update it in the body of train_step, which is compiled as a whole"
+        " already."
     )
 
 
@@ -502,10 +502,10 @@ def _check_is_no_metric(variable: keras.Variable) -> None:
     context = current_step()
     if context and context.replicas > 1 and variable.synchronization == "on_read":
         raise TrainingError(
-            "a metric that the step updates must belong to the model, got the variable"
-            f" {variable.path!r} of another one: its values on several replicas cannot be combined."
-            " Make the metric an attribute of the model or of one of its layers (self.tracker ="
-            " ...), or return it from the model's metrics property."
+            f"The step updates {variable.path!r} of a metric that does not belong to the model, so"
+            " its values on several replicas cannot be combined. Make the metric an attribute of"
+            " the model or of one of its layers (self.tracker = ...), or return it from the model's"
+            " metrics property."
         )
 
 
