@@ -96,7 +96,7 @@ def test_another_global_batch_in_the_middle_of_an_epoch_is_refused() -> None:
     data.advance(1)
     other = tfd.data.from_arrays(DATA, global_batch_size=10, seed=4)
     other.restore(data.state())
-    with pytest.raises(tfd.TrainingError, match="between two global batches of 10"):
+    with pytest.raises(tfd.TrainingError, match="inside a global batch of 10"):
         distributed(mirrored(2)).fit(other, verbose=0)
 
 

@@ -234,5 +234,5 @@ def test_sums_in_a_nested_graph_are_refused_with_a_sentence() -> None:
             return {"loss": inner(*data)}
 
     # TensorFlow wraps what is raised inside a tf.function.
-    with pytest.raises(Exception, match=r"TrainingError.*directly in the body of train_step"):
+    with pytest.raises(Exception, match=r"TrainingError.*Call it in the body of train_step"):
         distributed_fit(lambda: compiled(Nested()), X[:16], Y[:16], strategy=mirrored(3))
