@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("builder", metavar="module:builder", help="returns the model, as train.py:build")
     add("--data", required=True, metavar="module:function", help="returns the data")
-    add("--strategy", metavar="NAME", help="such as placed (default mirrored, or of workers)")
+    add("--strategy", metavar="NAME", help="default mirrored; multi_worker_mirrored with --workers")
     where = parser.add_mutually_exclusive_group()
     devices = "number of replicas, on logical CPUs (default 2)"
     where.add_argument("--devices", type=int, default=2, metavar="N", help=devices)

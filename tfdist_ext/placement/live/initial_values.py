@@ -116,12 +116,12 @@ def rows_drawn_by(
     draw, width = getattr(tf.raw_ops, op), math.prod(shape[1:])
 
     def rows(start: int, stop: int) -> tf.Tensor:
-        first = start * width
-        before = first % group_size(tf.as_dtype(dtype))
+        begin = start * width
+        before = begin % group_size(tf.as_dtype(dtype))
         values = draw(
             shape=tf.constant([before + (stop - start) * width], tf.int64),
             key=key,
-            counter=counter_at(counter, first - before, op, tf.as_dtype(dtype)),
+            counter=counter_at(counter, begin - before, op, tf.as_dtype(dtype)),
             alg=_PHILOX,
             dtype=dtype,
         )

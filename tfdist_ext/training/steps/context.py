@@ -316,7 +316,9 @@ class StepContext:
         sums = self._sum_of_elements(padded, what)
         return [
             tf.IndexedSlices(
-                tf.cast(rows, value.dtype), _number(digits, value.indices.dtype), value.dense_shape
+                tf.cast(rows, value.dtype),
+                _joined_digits(digits, value.indices.dtype),
+                value.dense_shape,
             )
             for value, rows, digits in zip(values, sums, sums[len(values) :], strict=False)
         ]
@@ -343,7 +345,7 @@ def _digits(indices: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.cast(digits, dtype)
 
 
-def _number(digits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+def _joined_digits(digits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.cast(tf.reduce_sum(tf.cast(digits, tf.int64) * _DIGITS, 1), dtype)
 
 
