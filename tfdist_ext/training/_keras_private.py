@@ -26,6 +26,7 @@ NAMES = PrivateNames(
     TrainingError,
     {
         "backend.common.global_state.get_global_attribute": "random numbers without a seed",
+        "backend.common.global_state.set_global_attribute": "random numbers without a seed",
         "backend.common.stateless_scope.get_stateless_scope": "the scope of a replica's step",
         "backend.compute_output_spec": "variables of a model that is not compiled",
         "backend.tensorflow.trainer.convert_to_np_if_not_ragged": "the outputs of predict",
@@ -94,26 +95,16 @@ class Replaced(NamedTuple):
 
 
 _OPS = "tensorflow.python.ops"
-_STATELESS = f"{_OPS}.gen_stateless_random_ops"
-_STATEFUL = f"{_OPS}.gen_random_ops"
 _VARIABLES = f"{_OPS}.resource_variable_ops"
 _LAUNCHER = "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher"
 
-_ASSIGN = ("assign", "assign_add", "assign_sub")
-_ASSIGN_ROWS = (
-    *("_strided_slice_assign", "batch_scatter_update"),
-    *(f"scatter_{how}" for how in ("add", "div", "max", "min", "mul", "sub", "update")),
-    *(f"scatter_nd_{how}" for how in ("add", "max", "min", "sub", "update")),
-)
-
 # Key -> what the function does in a step, paths. The functions are in `exact.substitutes_of`,
-# `random_numbers.RANDOM`, `context.keys_of_size`, model_step.py and parameter_server/scope.py.
+# `random_numbers.RANDOM`, `context.keys_of_size` and parameter_server/scope.py.
 _REPLACED = {
     "apply": (
         "gets the gradients of the global batch, before it clips, accumulates or applies them",
         "keras:optimizers.Optimizer.apply",
         "keras:optimizers.LossScaleOptimizer.apply",
-        "keras:optimizers.Optimizer.apply_gradients",
     ),
     "gradient": (
         "returns the gradient of the global batch; no later function knows the loss",
@@ -157,27 +148,9 @@ _REPLACED = {
         "keras.src.backend.tensorflow.numpy:take",
     ),
     "draw": (
-        "draws the rows of one replica's part",
-        f"{_STATELESS}_v2:stateless_random_uniform_v2",
-        f"{_STATELESS}_v2:stateless_random_uniform_int_v2",
-        f"{_STATELESS}_v2:stateless_random_uniform_full_int_v2",
-        f"{_STATELESS}_v2:stateless_random_normal_v2",
-        f"{_STATELESS}_v2:stateless_truncated_normal_v2",
-    ),
-    "draw_whole": (
-        "draws for all rows and takes the part's: for generators with another order, or a state",
-        f"{_STATELESS}_v2:stateless_random_gamma_v3",
-        f"{_STATELESS}:stateless_random_binomial",
-        f"{_STATELESS}:stateless_random_poisson",
-        f"{_STATELESS}:stateless_multinomial",
-        f"{_STATEFUL}:random_uniform",
-        f"{_STATEFUL}:random_uniform_int",
-        f"{_STATEFUL}:random_standard_normal",
-        f"{_STATEFUL}:truncated_normal",
-    ),
-    "seed_generator": (
-        "returns the replica's own, which is made outside of the step",
-        "keras.src.random.seed_generator:global_seed_generator",
+        "makes all operations; those of `random_numbers.RANDOM` draw the rows of a replica's part",
+        "tensorflow.python.framework.op_def_library:_apply_op_helper",
+        "tensorflow.python.pywrap_tfe:TFE_Py_FastPathExecute",
     ),
     "shuffle": (
         "shuffles the rows of all replicas",
@@ -189,8 +162,10 @@ _REPLACED = {
     ),
     "write_variable": (
         "what a replica writes to a tf.Variable of the user's becomes the mean over all rows",
-        *(f"{_VARIABLES}:ResourceVariable.{name}" for name in _ASSIGN),
-        *(f"{_VARIABLES}:BaseResourceVariable.{name}" for name in _ASSIGN_ROWS),
+        f"{_VARIABLES}:BaseResourceVariable._lazy_read",
+        f"{_VARIABLES}:ResourceVariable.assign",
+        f"{_VARIABLES}:ResourceVariable.assign_add",
+        f"{_VARIABLES}:ResourceVariable.assign_sub",
     ),
     "update_variable": (
         "writes the replica's own copy, also in a cond",
@@ -334,15 +309,33 @@ _REMEMBERED: dict[type[keras.callbacks.Callback], Sequence[str]] = {
 }  # fmt: skip
 
 
+_SEEDS = "global_seed_generator"
+
+
 def seed_state() -> np.ndarray | None:
     """The state of `global_seed_generator`; None if none was made, which would draw a seed."""
-    found = NAMES("backend.common.global_state.get_global_attribute")("global_seed_generator")
+    found = NAMES("backend.common.global_state.get_global_attribute")(_SEEDS)
     return None if found is None else found.state.numpy()
 
 
 def global_seed_generator() -> keras.random.SeedGenerator:
     """The generator that this thread draws from without a seed. Private: Keras makes it itself."""
     return NAMES("random.seed_generator.global_seed_generator")()
+
+
+@contextlib.contextmanager
+def drawing_from(generator: keras.random.SeedGenerator) -> Iterator[None]:
+    """Scope in which this thread draws from `generator` without a seed.
+
+    Private because Keras keeps the generator in an attribute of the thread.
+    """
+    set_attribute = NAMES("backend.common.global_state.set_global_attribute")
+    before = NAMES("backend.common.global_state.get_global_attribute")(_SEEDS)
+    set_attribute(_SEEDS, generator)
+    try:
+        yield
+    finally:
+        set_attribute(_SEEDS, before)
 
 
 def trusted() -> contextlib.AbstractContextManager[None]:

@@ -90,20 +90,24 @@ def _take(
 def _write_variable(
     context: StepContext, original: Original, variable: tf.Variable, *args: Any, **named: Any
 ) -> Any:
-    """A method of a tf.Variable of the user's that writes one copy."""
+    """A method of a tf.Variable of the user's that has written one copy.
+
+    Each writing method calls `_lazy_read` with the operation that wrote, None in eager code. Only
+    `assign` does not with read_value=False: it returns that operation.
+    """
+    result = original(variable, *args, **named)
+    op = args[0] if original.__name__ == "_lazy_read" else result
     scope = stateless_scope()
-    if isinstance(scope, ReplicaScope):
-        given, how = [*args, *named.values()], original.__name__
-        if isinstance(given[0], tf.IndexedSlices):
-            given[:1] = [given[0].indices, given[0].values]
-        for value in given:
+    if isinstance(scope, ReplicaScope) and isinstance(op, tf.Operation | None):
+        values = [] if op is None else op.inputs[1:]
+        for value in values:
             check_value(context, variable, value)
-        if not variable.dtype.is_floating:
-            check_equal(context, variable, given, how)
-        elif "scatter" in how or "slice" in how:
-            check_equal(context, variable, given[0], how)
+        if op is not None and not variable.dtype.is_floating:
+            check_equal(context, variable, values, op.type)
+        elif op is not None and ("Scatter" in op.type or "Slice" in op.type):
+            check_equal(context, variable, values[0], op.type)
         scope.own.add(variable)
-    return original(variable, *args, **named)
+    return result
 
 
 def _update_variable(

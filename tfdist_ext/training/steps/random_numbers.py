@@ -2,8 +2,8 @@
 
 On one device a dropout mask, or a layer's noise, is drawn for the whole batch. TensorFlow's
 stateless generators count, so a replica can draw its rows of that tensor without the rows before
-them: it begins at a later counter. `keras.random`, Keras's layers and `tf.random.stateless_...`
-all draw by a few functions, which are replaced (`_drawn`).
+them: it begins at a later counter (`_drawn`). `keras.random`, Keras's layers and `tf.random` all
+draw by operations of a few types. The step makes another operation in place of each of them.
 
 The first dimension of a tensor that is drawn is the batch if its size is unknown while the step is
 traced and depends on the part of the batch. The tensor has the same number of entries for each row
@@ -15,14 +15,15 @@ In an eager step all sizes are numbers. There the first dimension is the batch i
 of the part's rows or a multiple of that number. Any other tensor is the same on all replicas.
 
 Without a seed Keras draws from one generator of the calling thread, which it would make in the
-thread of each replica, inside of the step. So each replica has one that begins where that of the
-calling thread is, and leaves it where one device would have (`Seeds`).
+thread of each replica, inside of the step. So each replica's thread gets one that begins where that
+of the calling thread is, and leaves it where one device would have (`Seeds`).
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -32,7 +33,7 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.initial_values import counter_at, group_size
 from tfdist_ext.strategies.traced_replica import replica_id
-from tfdist_ext.training._keras_private import global_seed_generator
+from tfdist_ext.training._keras_private import drawing_from, global_seed_generator
 from tfdist_ext.training.steps.context import StepContext, gather_rows
 from tfdist_ext.training.steps.replaced import Original, substitutes
 from tfdist_ext.training.steps.rows import blocks_of_rows, first_size
@@ -62,14 +63,20 @@ class Seeds:
         self.generators = outside_of_scopes(_generators_on, devices)
         self.are_drawn = False
 
-    def of_replica(
-        self, original: Callable[[], keras.random.SeedGenerator]
-    ) -> keras.random.SeedGenerator:
-        """Returns the generator of the running replica."""
+    @contextlib.contextmanager
+    def of_replica(self, written: Container[int]) -> Iterator[None]:
+        """Scope in which this thread draws from the generator of the running replica.
+
+        Args:
+            written: gets the ids of the variables that the step writes.
+        """
         if not self.generators:
-            return original()
-        self.are_drawn = True
-        return self.generators[replica_id() % len(self.generators)]
+            yield
+            return
+        generator = self.generators[replica_id() % len(self.generators)]
+        with drawing_from(generator):
+            yield
+        self.are_drawn |= id(generator.state) in written
 
     def begin(self) -> None:
         """Begin where the chief's calling thread is; every worker must call."""
@@ -119,18 +126,23 @@ def _blocks_of_rows(context: StepContext, shape: tf.Tensor, known: tf.TensorShap
 
 def _drawn(
     context: StepContext,
-    original: Original,
-    shape: tf.Tensor,
+    draw: Original,
+    whole: tf.Tensor,
     *,
+    shape: tf.Tensor,
     counter: tf.Tensor,
+    op: str,
     **named: Any,
 ) -> tf.Tensor:
-    """Draws this part's rows of what one device would draw, or all where it has no rows."""
-    whole = original(shape, counter=counter, **named)
-    named.pop("name", None)
+    """Draws this part's rows of what one device would draw, or all where it has no rows.
+
+    Args:
+        draw: the operation of `tf.raw_ops`.
+        whole: what the operation draws with these arguments.
+        op: the type of the operation.
+    """
     if not (blocks := _blocks_of_rows(context, shape, whole.shape)):
         return whole
-    op = "".join(word.title() for word in original.__name__.split("_"))
     sizes = tf.cast(shape, tf.int64)
     group = group_size(whole.dtype)
     width = tf.reduce_prod(sizes[1:])
@@ -143,21 +155,18 @@ def _drawn(
         dropped = first % group
         start = counter_at(counter, first - dropped, op, whole.dtype)
         # A replica begins with a whole group, and drops the values before its own.
-        values = original([length + group - 1], counter=start, **named)
+        values = draw(**{**named, "shape": [length + group - 1], "counter": start})
         pieces.append(tf.slice(values, [dropped], [length]))
     drawn = tf.concat(pieces, 0)[: sizes[0] * width]
     return tf.ensure_shape(tf.reshape(drawn, shape), whole.shape)
 
 
-def _drawn_whole(context: StepContext, original: Original, *args: Any, **named: Any) -> tf.Tensor:
+def _drawn_whole(context: StepContext, draw: Original, whole: tf.Tensor, **named: Any) -> tf.Tensor:
     """Draws for all rows, and returns this part's: for other generators.
 
     Everything is drawn, with any parameters for the rows of other replicas. Without this, replicas
     that share a trace would draw the same by `tf.random.normal` after `tf.random.set_seed`.
     """
-    named = inspect.signature(original).bind(*args, **named).arguments
-    whole = original(**named)
-    named.pop("name", None)
     shape = named["shape"] if "shape" in named else tf.shape(named["logits"])
     if not _blocks_of_rows(context, shape, whole.shape):
         return whole
@@ -172,7 +181,7 @@ def _drawn_whole(context: StepContext, original: Original, *args: Any, **named: 
             named[name] = tf.pad(value, around, constant_values=1)
     if "shape" in named:
         named["shape"] = tf.concat([[of_all], sizes[1:]], 0)
-    drawn = original(**named)[first : first + sizes[0]]
+    drawn = draw(**named)[first : first + sizes[0]]
     return tf.ensure_shape(drawn, whole.shape)
 
 
@@ -192,7 +201,7 @@ def _shuffled(
     are_numbers = _are_row_numbers(x)
     rows = x + tf.cast(before, x.dtype) if are_numbers else x
     # In an eager step the number of all rows is a multiple of the part's.
-    with substitutes({"draw": lambda draw, *args, **named: draw(*args, **named)}, context.called):
+    with substitutes(dict.fromkeys(_BY_COUNTER), context.called):
         shuffled = original(gather_rows(context, [rows])[0], 0, seed)
     mine = shuffled[before : before + context.rows_read]
     mine.set_shape(x.shape)
@@ -228,11 +237,32 @@ def _gather(
     return original(rows_at(context, params, indices, named.get("axis")), indices, *more, **named)
 
 
-# The replacements of functions that draw random numbers, by key, each to be called with the step's
-# context first.
+# Operations whose counter is an argument: a replica begins at the counter of its first row.
+_BY_COUNTER = (
+    "StatelessRandomUniformV2",
+    "StatelessRandomUniformIntV2",
+    "StatelessRandomUniformFullIntV2",
+    "StatelessRandomNormalV2",
+    "StatelessTruncatedNormalV2",
+)
+
+# Operations that have another order, or a state: each replica draws everything.
+_WHOLE = (
+    "StatelessRandomGammaV3",
+    "StatelessRandomBinomial",
+    "StatelessRandomPoisson",
+    "StatelessMultinomial",
+    "RandomUniform",
+    "RandomUniformInt",
+    "RandomStandardNormal",
+    "TruncatedNormal",
+)
+
+# What replaces functions and operations that draw random numbers, by key or by the operation's
+# type. Each gets the step's context first.
 RANDOM: dict[str, Callable[..., Any]] = {
-    "draw": _drawn,
-    "draw_whole": _drawn_whole,
+    **{op: functools.partial(_drawn, op=op) for op in _BY_COUNTER},
+    **dict.fromkeys(_WHOLE, _drawn_whole),
     "gather": _gather,
     "shuffle": _shuffled,
 }

@@ -63,7 +63,7 @@ class Target(NamedTuple):
 class _Step(threading.local):
     """The substitutes that are active in this thread, by key: `substitute(original, *args)`."""
 
-    substitutes: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+    substitutes: Mapping[str, Callable[..., Any] | None] = MappingProxyType({})
     called: set[str] | None = None  # keys; None: not recorded
 
 
@@ -79,7 +79,7 @@ _originals: dict[tuple[type | types.ModuleType, str], tuple[Any, int]] = {}
 
 @contextlib.contextmanager
 def substitutes(
-    functions: Mapping[str, Callable[..., Any]] | None, called: set[str] | None = None
+    functions: Mapping[str, Callable[..., Any] | None] | None, called: set[str] | None = None
 ) -> Iterator[None]:
     """Scope in which this thread calls substitutes in place of the originals.
 
@@ -117,7 +117,9 @@ def _in_place(target: Target) -> Iterator[None]:
         _originals[owner, name] = original, users + 1
         if not users:
             is_property = isinstance(original, property)
-            asking = _asking(key, original.fget if is_property else original)
+            asking = (_asking_by_type if key == "draw" else _asking)(
+                key, original.fget if is_property else original
+            )
             setattr(owner, name, property(asking) if is_property else asking)
     try:
         yield
@@ -164,6 +166,40 @@ def _asking(key: str, original: Any) -> Callable[..., Any]:
         if _step.called is not None:
             _step.called.add(key)
         return substitute(original, *args, **kwargs)
+
+    return chosen
+
+
+def _asking_by_type(key: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a wrapper of a function that makes operations of all types.
+
+    The substitute of a type gets the operation's function of `tf.raw_ops`, the result of the
+    operation that was asked for, and the arguments of the operation by name.
+    """
+
+    @functools.wraps(original)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        # In a graph: type, and arguments by name. In eager code: context, type, name, inputs, and
+        # names and values of attributes.
+        in_graph = isinstance(args[0], str)
+        kind = args[0] if in_graph else args[1]
+        substitute = _step.substitutes.get(kind)
+        if substitute is None:
+            return original(*args, **kwargs)
+        if _step.called is not None:
+            _step.called.add(key)
+        raw = getattr(tf.raw_ops, kind)
+        result = original(*args, **kwargs)
+        kwargs.pop("name", None)
+        with substitutes({kind: None}, _step.called):
+            if in_graph:
+                *others, outputs = result
+                return (*others, [substitute(raw, outputs[0], **kwargs)])
+            values = args[3:]
+            first = next(i for i, value in enumerate([*values, ""]) if isinstance(value, str))
+            inputs = zip(inspect.signature(raw).parameters, values[:first], strict=False)
+            attributes = zip(values[first::2], values[first + 1 :: 2], strict=True)
+            return substitute(raw, result, **dict(inputs), **dict(attributes))
 
     return chosen
 

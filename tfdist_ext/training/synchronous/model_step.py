@@ -251,6 +251,7 @@ class ModelStep:
             tf.name_scope(""),  # a summary's tag would begin with "while/"
             running_step(context),
             ReplicaScope(metrics, self._others, self._local) as scope,
+            self._seeds.of_replica(scope.updated),
         ):
             returned = self._step(part[-1] if context is None else context.batch)
             outputs = self._outputs(returned, scope, before, context)
@@ -295,10 +296,7 @@ class ModelStep:
             batch_size=self.batch_size,
             weight_shapes=self._weight_shapes,
         )
-        context.substitutes = {
-            **exact.substitutes_of(context),
-            "seed_generator": self._seeds.of_replica,
-        }
+        context.substitutes = exact.substitutes_of(context)
         return context
 
     def _check(self, scope: ReplicaScope, context: StepContext) -> None:
