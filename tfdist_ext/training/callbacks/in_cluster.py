@@ -152,10 +152,10 @@ def redirect_model_methods(
       so it reads for itself (see `restored_epoch`).
     """
     given = keras.tree.flatten(callbacks or [])
-    backups = [kp.backup_of(c) for c in given if isinstance(c, keras.callbacks.BackupAndRestore)]
+    backups = [c.backup_dir for c in given if isinstance(c, keras.callbacks.BackupAndRestore)]
 
     def load_weights(filepath: str | Path, *args: Any, **kwargs: Any) -> None:
-        if filepath in backups:
+        if Path(filepath).parent in map(Path, backups):
             type(model).load_weights(model, filepath, *args, **kwargs)
         else:
             distributed.load_weights(filepath, *args, **kwargs)

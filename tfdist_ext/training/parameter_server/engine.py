@@ -311,8 +311,6 @@ class ParameterServerPredictor:
         self._model = model
         self._calls = calls
         self._step = step_of(model, "predict")
-        # Layers may write while they predict: masked kernels, counters.
-        self._watched = [v for v in metrics_and_others(model)[1] if not v.trainable]
         one = tf.function(self._one_batch, autograph=False)
         self._each = tf.function(lambda batches: [one(x) for x in batches], autograph=False)
 
@@ -331,8 +329,5 @@ class ParameterServerPredictor:
 
     def _one_batch(self, batch: Structure) -> Structure:
         self._calls.peers.enters("compiling")
-        scope = WorkerScope([], self._watched)
-        with step_on_worker(scope, self._model):
-            outputs = self._step(batch)
-        scope.write_watched()
-        return outputs
+        with step_on_worker(WorkerScope([]), self._model):
+            return self._step(batch)
