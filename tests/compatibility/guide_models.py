@@ -11,9 +11,10 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from two_steps import BATCH, Trained
+from two_steps import BATCH, Timer
 
 import tfdist_ext as tfd
+from tfdist_ext.training.verify import Trainings
 
 ops, layers = keras.ops, keras.layers
 WIDTH, NOISE = 6, 4
@@ -365,31 +366,37 @@ def averaged() -> keras.Model:
     return functional(optimizer=keras.optimizers.Adam(0.01, use_ema=True))
 
 
-def search(strategy: tf.distribute.Strategy | None) -> Trained:
-    """KerasTuner: two trials, each trained by a HyperModel's fit."""
-    import keras_tuner
+class Searches(Trainings):
+    """KerasTuner: two trials, each trained by a HyperModel's fit; the numbers are their scores."""
 
-    class Model(keras_tuner.HyperModel):
-        def build(self, hp: Any) -> Any:
-            keras.utils.set_random_seed(7)
-            model = functional()
-            model.optimizer.learning_rate = hp.Choice("rate", [0.1, 0.01])
-            return model
+    def __init__(self, timer: Timer):
+        self._timer = timer
 
-        def fit(self, hp: Any, model: Any, *args: Any, **settings: Any) -> Any:
-            if strategy is not None:
-                model = tfd.distribute(model, strategy)
-            return model.fit(*args, **settings)
+    def _train(self, strategy: tf.distribute.Strategy | None = None, **options: Any) -> Any:
+        import keras_tuner
 
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        tuner = keras_tuner.GridSearch(Model(), "loss", directory=folder, overwrite=True)
-        given = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
-        tuner.search(**regression(), epochs=2, callbacks=[], **given)
-        trials = sorted(tuner.oracle.trials.values(), key=lambda t: t.hyperparameters.get("rate"))
-    scores = {f"log of trial {number}": trial.score for number, trial in enumerate(trials)}
-    assert len(scores) == 2
-    return Trained(scores, time.monotonic() - started)
+        class Model(keras_tuner.HyperModel):
+            def build(self, hp: Any) -> Any:
+                keras.utils.set_random_seed(7)
+                model = functional()
+                model.optimizer.learning_rate = hp.Choice("rate", [0.1, 0.01])
+                return model
+
+            def fit(self, hp: Any, model: Any, *args: Any, **settings: Any) -> Any:
+                if strategy is not None:
+                    model = tfd.distribute(model, strategy)
+                return model.fit(*args, **settings)
+
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            tuner = keras_tuner.GridSearch(Model(), "loss", directory=folder, overwrite=True)
+            given = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+            tuner.search(**regression(), epochs=2, callbacks=[], **given)
+            trials = tuner.oracle.trials.values()
+        scores = {f"log of rate {each.hyperparameters.get('rate')}": each.score for each in trials}
+        assert len(scores) == 2
+        self._timer.seconds.append(time.monotonic() - started)
+        return scores
 
 
 def regression() -> dict[str, Any]:

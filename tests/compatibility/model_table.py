@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from model_rows import rows
-from two_steps import BOUND, OnReplicas, difference, train_in_task, train_on_replicas
+from two_steps import BOUND, LARGE, Compared, train_in_task, train_on_replicas
 
 from tfdist_ext.testing import TaskError, run_tasks
 
@@ -65,16 +65,17 @@ def measure(titles: Sequence[str]) -> dict[str, Measured]:
     on_replicas = _run(train_on_replicas, None, titles)
     found = {title: each for title, each in on_replicas.items() if not isinstance(each, str)}
     on_clusters = [
-        title for title, each in found.items() if each.plain.numbers and _in_third(title)
+        title
+        for title, each in found.items()
+        if rows()[title].on_clusters and each.parameters < LARGE and _in_third(title)
     ]
     figures: dict[str, list[float | str | None]] = {
         title: [*each.differences] for title, each in found.items()
     }
     for cluster in CLUSTERS.values():
-        trained = _run(train_in_task, cluster, on_clusters) if on_clusters else {}
-        for title, ours in trained.items():
-            plain = found[title].plain
-            figures[title].append(ours if isinstance(ours, str) else difference(ours, plain))
+        compared = _run(train_in_task, cluster, on_clusters) if on_clusters else {}
+        for title, each in compared.items():
+            figures[title] += [each] if isinstance(each, str) else each.differences
     return {
         title: _failed(title, each) if isinstance(each, str) else _line(title, each, figures[title])
         for title, each in on_replicas.items()
@@ -101,7 +102,7 @@ def _failed(title: str, why: str) -> Measured:
     return Measured(f"| {title} | | {rows()[title].lines} | {_shown(why)} | | | | | |", False)
 
 
-def _line(title: str, found: OnReplicas, figures: list[float | str | None]) -> Measured:
+def _line(title: str, found: Compared, figures: list[float | str | None]) -> Measured:
     row = rows()[title]
     reason = row.reason
     if found.rounding and not reason:
@@ -115,7 +116,7 @@ def _line(title: str, found: OnReplicas, figures: list[float | str | None]) -> M
         f"{found.parameters:,}" if found.parameters else "",
         str(row.lines),
         *map(_shown, figures),
-        f"{found.seconds / found.plain.seconds:.1f}",
+        f"{found.seconds[1] / found.seconds[0]:.1f}" if len(found.seconds) > 1 else "",
         "" if equal else reason,
     ]
     return Measured(f"| {' | '.join(cells)} |", within or bool(row.reason))

@@ -5,17 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 sys.path.append(str(Path(__file__).parent))
 import model_table as table
 from model_rows import rows
-from two_steps import OnReplicas, Trained
-
-
-def trained(*values: float) -> Trained:
-    return Trained({"weight kernel": np.array(values), "variable count": np.array([7])}, 2.0)
+from two_steps import Compared
 
 
 def test_the_rows() -> None:
@@ -47,7 +42,7 @@ def test_models_that_share_processes() -> None:
 def test_a_line(
     monkeypatch, title: str, differences: list, rounding: float, line: str, explained: bool
 ) -> None:
-    found = OnReplicas(trained(1.0), 11, differences, 3.0, rounding)
+    found = Compared(11, differences, [2.0, 3.0], rounding)
     monkeypatch.setattr(table, "_run", lambda *_: {title: found})
     monkeypatch.setattr(table, "CLUSTERS", {})
     measured = table.measure([title])[title]
@@ -58,8 +53,8 @@ def test_a_line(
 
 def test_the_cells_of_clusters(monkeypatch) -> None:
     title = next(iter(rows()))  # every third model is trained on clusters
-    on_replicas = OnReplicas(trained(4.0), 1, [0.0, 0.0], 3.0, 0.0)
-    results = iter([on_replicas, trained(3.0), "worker:0 hung"])
+    on_replicas = Compared(1, [0.0, 0.0], [2.0, 3.0], 0.0)
+    results = iter([on_replicas, Compared(1, [0.2], [2.0, 3.0], 0.0), "worker:0 hung"])
     monkeypatch.setattr(table, "_run", lambda *_: {title: next(results)})
     measured = table.measure([title])[title]
     assert "| 0 | 0 | 2e-01 | fails: worker:0 hung | 1.5 |" in measured.line

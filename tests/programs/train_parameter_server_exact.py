@@ -15,6 +15,7 @@ import own_servers
 import tensorflow as tf
 
 import tfdist_ext as tfd
+from tfdist_ext.training.parameter_server.calls import traced_on_batches
 
 shards = int(sys.argv[1])
 cluster, servers = own_servers.serve(ps=2)
@@ -184,7 +185,7 @@ def gathers(rows):
     model.fit(x[:, :2], y, batch_size=16, verbose=0)
     batches = iter(model._engine.feed(model._global_batches(x[:, :2], y, batch_size=16)))
     program = model._loop("train").program
-    function = program.batch_calls.function_of(batches, 1)
+    function = traced_on_batches(program._on_batches, batches, program._specs, 1)
     graph = function.graph.as_graph_def()
     nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
     return sum(node.op == "ResourceGather" for node in nodes)

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import tfdist_ext as tfd
 from tfdist_ext.cluster.jobs import ClusterDescription
+from tfdist_ext.strategies import factory
 from tfdist_ext.strategies.explanation import evaluates
 from tfdist_ext.strategies.factory import Environment, Settings, choose
 
@@ -290,7 +291,11 @@ EVALUATOR = _described("evaluator", "chief", "worker", "ps", "evaluator")
     ],
 )
 def test_the_most_specific_signal_wins(
-    name: str, known: dict[str, Any], chosen: str, because: str
+    name: str,
+    known: dict[str, Any],
+    chosen: str,
+    because: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     devices = known.pop("devices", None)
 
@@ -300,7 +305,8 @@ def test_the_most_specific_signal_wins(
         assert chosen not in ("multi_worker_mirrored", "parameter_server")
         return devices or TWO_CPUS
 
-    choice = choose(name, "the call", Environment(listed, **known))
+    monkeypatch.setattr(factory, "seen_devices", listed)
+    choice = choose(name, "the call", Environment(**known))
     assert choice.name == chosen
     assert because in choice.because
     assert not any(line.startswith(f"{chosen}:") for line in choice.passed_over)

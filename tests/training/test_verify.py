@@ -195,6 +195,8 @@ def test_a_queue_is_an_error_that_says_what_to_do() -> None:
     assert not result.equal
     assert "queue" in result.error
     assert "tfd.all_rows" in str(result)
+    assert result.differences["variable queue"] > 1e-2
+    assert "DIFFERENT  queue" in str(result)
 
 
 def test_settings_that_make_a_model_equal() -> None:

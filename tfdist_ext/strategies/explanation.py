@@ -14,6 +14,7 @@ from tfdist_ext.strategies.cluster_tasks import describe
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = [
+    "CHOICE",
     "Choice",
     "Explanation",
     "choice_of",
@@ -21,11 +22,10 @@ __all__ = [
     "devices_listed",
     "evaluates",
     "explain",
-    "remember",
 ]
 
 _LOCAL = "/job:localhost/replica:0/task:0/device:"
-_CHOICE = "tfdist_choice"  # an attribute of the strategy
+CHOICE = "tfdist_choice"  # the attribute in which a strategy keeps its Choice
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,9 @@ class Explanation:
         return self.text
 
 
-def remember(strategy: tf.distribute.Strategy, choice: Choice) -> None:
-    """Store with the strategy why it was chosen."""
-    setattr(strategy, _CHOICE, choice)
-
-
 def choice_of(strategy: tf.distribute.Strategy) -> Choice | None:
     """The choice that `create_strategy` made; None for a strategy that was made elsewhere."""
-    return getattr(strategy, _CHOICE, None)
+    return getattr(strategy, CHOICE, None)
 
 
 def evaluates(strategy: tf.distribute.Strategy) -> ClusterDescription | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
@@ -19,7 +19,7 @@ from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.errors import ClusterConfigError, StrategyError
 from tfdist_ext.messages import counted
 from tfdist_ext.strategies.cluster_tasks import Cluster, describe
-from tfdist_ext.strategies.explanation import Choice, choice_of, devices_listed, remember
+from tfdist_ext.strategies.explanation import CHOICE, Choice, choice_of, devices_listed
 from tfdist_ext.strategies.one_machine import make_logical_cpus, seen_devices
 from tfdist_ext.strategies.registry import lookup
 from tfdist_ext.user_frames import filter_traceback
@@ -171,8 +171,6 @@ class Environment:
     """Everything around this process that the choice depends on.
 
     Attributes:
-        devices: lists the devices of this machine, as "GPU:0". Called only if the choice depends
-            on them, because listing devices starts TensorFlow.
         cluster: the cluster that was given or found. None: no cluster, or the strategy uses none.
         resolver: what TensorFlow or this package calls this cluster.
         tpu: where a TPU is named; "" without a TPU.
@@ -180,7 +178,6 @@ class Environment:
         others: one line for each place that could have described a cluster.
     """
 
-    devices: Callable[[], Sequence[str]]
     cluster: ClusterDescription | None = None
     resolver: Cluster = None
     tpu: str = ""
@@ -220,7 +217,7 @@ def _describe(cluster: Cluster, devices: object, env: Mapping[str, str]) -> Envi
         ClusterConfigError: `cluster` cannot be right.
     """
     if isinstance(cluster, TPUClusterResolver):
-        return Environment(seen_devices, resolver=cluster, tpu="a TPUClusterResolver was given")
+        return Environment(resolver=cluster, tpu="a TPUClusterResolver was given")
     tpu = tpu_settings(env).get("tpu")
     asked_for = None
     if isinstance(devices, Integral):
@@ -228,19 +225,17 @@ def _describe(cluster: Cluster, devices: object, env: Mapping[str, str]) -> Envi
     elif devices is not None:
         asked_for = len(devices) if isinstance(devices, list | tuple) else 1
     described = describe(cluster)
-    source = "" if described is None else f"from {described.source}"
     others = [
-        (place, text)
+        f"{place}: {text}"
         for place, text in describe_environments(env)
-        if not (source and text.endswith(source))
+        if described is None or not text.endswith(f"from {described.source}")
     ]
     return Environment(
-        seen_devices,
         described,
         cluster,
         tpu="" if tpu is None else f"the environment names the TPU {tpu!r}",
         asked_for=asked_for,
-        others=tuple(f"{place}: {text}" for place, text in others),
+        others=tuple(others),
     )
 
 
@@ -287,7 +282,7 @@ def _for_one_machine(environment: Environment, passed_over: list[str]) -> tuple[
     if environment.tpu:
         return "tpu", environment.tpu
     passed_over.append("tpu: no TPU is named")
-    seen = environment.devices()
+    seen = seen_devices()  # after all else, because it starts TensorFlow
     gpus, cpus = (sum(name.startswith(kind) for name in seen) for kind in ("GPU:", "CPU:"))
     if gpus > 1:
         return "mirrored", f"{gpus} GPUs on this machine"
@@ -334,7 +329,7 @@ def _construct(
         cluster=environment.cluster if gets_cluster or environment.is_evaluator else None,
         ignores_cluster=bool(settings.values.get("alone")) or not is_found or gets_cluster,
     )
-    remember(strategy, choice)
+    setattr(strategy, CHOICE, choice)
     check_spans_cluster(strategy)
     return strategy
 

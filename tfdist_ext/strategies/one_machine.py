@@ -5,7 +5,6 @@ The parameters of a function that makes a strategy are the options of the strate
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from numbers import Integral
@@ -61,13 +60,7 @@ def mirrored(*, devices: Devices = None) -> tf.distribute.Strategy:
     on_cpus = all(name.startswith("CPU:") for name in picked)
     # The default collectives fail on CPUs inside a loop in the graph.
     reduction = tf.distribute.ReductionToOneDevice() if on_cpus else None
-    try:
-        return tf.distribute.MirroredStrategy(picked, cross_device_ops=reduction)
-    except json.JSONDecodeError as error:
-        raise StrategyError(
-            f"MirroredStrategy reads TF_CONFIG, which is not JSON: {error}. Correct it or unset it;"
-            " mirrored needs none."
-        ) from error
+    return tf.distribute.MirroredStrategy(picked, cross_device_ops=reduction)
 
 
 def central_storage(

@@ -62,8 +62,10 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         # Each replica has its own value of a metric (ON_READ); reading aggregates the values.
         if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
             spec = _spec(kwargs, self._devices[0])
+        # One variable with a copy on each device, which begin equal.
+        copied = functools.partial(super()._create_variable, next_creator)
         if spec is None:
-            return self._copied(next_creator, **kwargs)
+            return copied(**kwargs)
         of = f"{type(strategy).__name__}.create_variable, for {spec.path!r}"
         created: list[tf.Variable] = []
 
@@ -73,7 +75,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
             if in_pieces and len(picked) > 1:
                 made = self._in_pieces(next_creator, kwargs, spec, names)
             elif picked == list(strategy.devices):
-                made = self._copied(next_creator, **kwargs)
+                made = copied(**kwargs)
             elif len(picked) == 1:
                 made = self._shared(next_creator, names[0], **kwargs)
             else:
@@ -90,10 +92,6 @@ class TemplateExtended(tf.distribute.StrategyExtended):
             wanted = f"the variable that create() makes of {spec.path!r}"
             raise _wrong(strategy, "create_variable", wanted, made)
         return made
-
-    def _copied(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-        """One variable with a copy on each device, which begin equal."""
-        return super()._create_variable(next_creator, **kwargs)
 
     def _shared(
         self,
@@ -214,7 +212,11 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         """The plain tf.Variable on whose device an update that is computed once is computed."""
         strategy = self._container_strategy()
         copies = strategy.experimental_local_results(variable)
-        copy = copies[_check_owner(strategy, strategy.owner(variable), variable) % len(copies)]
+        number, count = strategy.owner(variable), len(self._devices)
+        if number not in range(count):
+            wanted = f"the number of a device, from 0 to {count - 1}, for {variable.name!r}"
+            raise _wrong(strategy, "owner", wanted, number)
+        copy = copies[number % len(copies)]
         # One copy for all replicas comes in a wrapper that insists on its strategy.
         return copy.get() if hasattr(copy, "get") else copy
 
@@ -281,19 +283,6 @@ def _what(value: Any, destinations: Any) -> Reduced:
         name = destinations.name.removesuffix(":0")
         return Reduced(kind="assignment", variable=destinations, path=name)
     return OTHER
-
-
-def _check_owner(strategy: tf.distribute.Strategy, number: Any, variable: tf.Variable) -> int:
-    """The number that the hook `owner` returned.
-
-    Raises:
-        StrategyError: it is not the number of a device.
-    """
-    count = len(strategy.devices)
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
-        wanted = f"the number of a device, from 0 to {count - 1}, for {variable.name!r}"
-        raise _wrong(strategy, "owner", wanted, number)
-    return number
 
 
 def _is_list_of(length: int, value: object) -> bool:

@@ -279,11 +279,6 @@ def restored_epoch(model: keras.Model) -> int | None:
     return NAMES.of(model, "_initial_epoch", "BackupAndRestore")
 
 
-def backup_of(callback: keras.callbacks.BackupAndRestore) -> str:
-    """The file of weights. Private: the name of the file in the folder is not public."""
-    return str(NAMES.of(callback, "_weights_path", "BackupAndRestore"))
-
-
 def traces_batches(callback: keras.callbacks.TensorBoard) -> bool:
     """Whether the callback profiles single batches. Private: its argument is not kept."""
     return bool(NAMES.of(callback, "_should_trace", "TensorBoard's profile"))

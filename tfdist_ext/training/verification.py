@@ -37,6 +37,7 @@ class Verification:
         tolerance: the largest relative difference that counts as equal.
         causes: probable causes of differences and their remedies, the most probable one first.
         error: the message of the error that ended the training on the strategy; "" without one.
+            Then the differences are those of steps that run eagerly, where these are possible.
     """
 
     title: str
@@ -62,15 +63,15 @@ class Verification:
         return max(self.tolerance, ROUNDING_FACTOR * self.rounding.get(name, 0.0))
 
     def __str__(self) -> str:
-        if self.error:
-            return f"{_wrapped(self.title)}\n\n{_wrapped(f'NOT EQUAL: {self.error}')}"
         verdict = "EQUAL: the model trains as it does on one device."
         if names := self.unequal:
             count = f"{len(names)} of {len(self.differences)}"
             verdict = f"NOT EQUAL: {count} compared values differ, most of all {names[0]}."
+        if self.error:
+            verdict = f"NOT EQUAL: {self.error}"
         causes = ["Probable cause (rules: docs/exactness.md):", *self.causes] if self.causes else []
-        parts = [_wrapped(self.title), self._table(), _wrapped(verdict)]
-        return "\n\n".join([*parts, *map(_wrapped, causes)])
+        table = [self._table()] if self.differences else []
+        return "\n\n".join([_wrapped(self.title), *table, *map(_wrapped, [verdict, *causes])])
 
     def _table(self) -> str:
         rows = [_ROW.format("kind", "difference", "rounding", "", "largest in")]
@@ -87,7 +88,8 @@ class Verification:
 
 def relative_differences(found: Results, wanted: Results) -> dict[str, float]:
     """Returns name -> largest difference, relative to the largest number in `wanted`."""
-    differences = dict.fromkeys([*wanted, *found], np.inf)  # if only one side has the name
+    # Only names of `wanted`: Keras does not make the slots of an optimizer without use.
+    differences = dict.fromkeys(wanted, np.inf)
     for name in wanted.keys() & found.keys():
         ours, right = (np.asarray(each[name], "float64") for each in (found, wanted))
         if ours.shape == right.shape:

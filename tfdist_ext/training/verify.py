@@ -7,6 +7,7 @@ the loss of plain Keras on other batches.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from tfdist_ext.errors import TfDistError, TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.building.build import batch_normalization_layers
 from tfdist_ext.training.model import check_counts, distribute
-from tfdist_ext.training.state import MODEL, group_of, state_of, whole_value
+from tfdist_ext.training.state import METRICS, MODEL, state_of, whole_value
 from tfdist_ext.training.verification import Results, Verification, relative_differences
 from tfdist_ext.user_frames import filter_traceback
 
@@ -34,13 +35,10 @@ _ORDER = (
     "The data comes in another order at each reading. Give shuffle() a seed and"
     " reshuffle_each_iteration=False, or use tfd.data.from_arrays."
 )
-_NOT_REPRODUCIBLE = (
-    "Plain Keras does not repeat its own numbers with the same seeds. Seed all random numbers"
-    " (keras.utils.set_random_seed), then verify again."
-)
-_NUMPY = (
-    "The model draws random numbers from np.random, which replicas do not share (rule 6). Draw"
-    " from keras.random with a keras.random.SeedGenerator."
+_RANDOM = (
+    "The model draws random numbers from np.random, or from another source that Keras does not"
+    " seed. Replicas do not share these numbers (rule 6). Draw from keras.random with a"
+    " keras.random.SeedGenerator."
 )
 _BATCH_NORM = (
     "BatchNormalization normalizes the rows of each replica by themselves (rule 5). Pass"
@@ -97,7 +95,7 @@ def verify(
             the last bit of the inputs was changed.
         synchronize_batch_norm: as of `tfd.distribute`.
         fit: more arguments of `fit`, such as `batch_size` (global) and `epochs`. Arrays are not
-            shuffled.
+            shuffled. Each training gets a copy of the callbacks.
 
     Raises:
         TrainingError: the strategy trains asynchronously; `builder` is not a function; the data
@@ -108,49 +106,47 @@ def verify(
             "verify cannot compare parameter servers with one device, because they train"
             ' asynchronously. Verify the model with create_strategy("mirrored", logical_cpus=4).'
         )
-    if isinstance(builder, keras.Model) or not callable(builder):
-        raise TrainingError(
-            f"verify creates the model several times, so it needs a function, got {builder!r}."
-        )
     with warnings.catch_warnings():
         warnings.simplefilter("default", UserWarning)  # no warning of a training is an error
-        return _compare(
-            Trainings(builder, data, steps, fit, synchronize_batch_norm), strategy, tolerance
+        trainings = Trainings(builder, data, steps, fit, synchronize_batch_norm)
+        title = (
+            f"{type(strategy).__name__} with {strategy.num_replicas_in_sync} replicas, compared"
+            " with plain Keras on one device. Rows in the global batches:"
+            f" {str(trainings.rows)[1:-1]}."
         )
+        result = Verification(title, {}, {}, tolerance)
+        try:
+            differences = trainings.differences(strategy)
+        except TfDistError as error:
+            result = replace(result, error=str(error))
+            differences = _differences_of_refused(trainings, strategy)
+        if trainings.order_changes:
+            differences["data first batch"] = float("inf")
+        result = replace(result, differences=differences)
+        if result.unequal:
+            result = replace(result, rounding=trainings.differences(last_bit=True))
+        if result.unequal and not result.error:
+            result = replace(result, causes=list(_probable_causes(trainings, strategy, result)))
+        return result
 
 
-def _compare(
-    trainings: Trainings, strategy: tf.distribute.Strategy, tolerance: float
-) -> Verification:
-    title = (
-        f"{type(strategy).__name__} with {strategy.num_replicas_in_sync} replicas, compared with"
-        f" plain Keras on one device. Rows in the global batches: {str(trainings.rows)[1:-1]}."
-    )
-    result = Verification(title, {}, {}, tolerance)
-    plain = trainings.train()
-    try:
-        differences = relative_differences(trainings.train(strategy), plain)
-    except TfDistError as error:
-        return replace(result, error=str(error))
-    if trainings.order_changes:
-        differences["data first batch"] = float("inf")
-    result = replace(result, differences=differences)
-    if not result.equal:
-        rounding = relative_differences(trainings.train(last_bit=True), plain)
-        result = replace(result, rounding=rounding)
-    if not result.equal:
-        causes = list(_probable_causes(trainings, strategy, result, plain))
-        result = replace(result, causes=causes)
-    return result
+def _differences_of_refused(
+    trainings: Trainings, strategy: tf.distribute.Strategy
+) -> dict[str, float]:
+    """The differences of steps that are refused when they are traced, if they run eagerly."""
+    with contextlib.suppress(Exception):
+        if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+            return trainings.differences(strategy, eagerly=True)
+    return {}
 
 
 def _probable_causes(
-    trainings: Trainings, strategy: tf.distribute.Strategy, result: Verification, plain: Results
+    trainings: Trainings, strategy: tf.distribute.Strategy, result: Verification
 ) -> Iterator[str]:
     """Yields the causes that experiments find, with their remedies."""
 
     def unequal(*args: Any, **options: Any) -> list[str]:
-        differences = relative_differences(trainings.train(*args, **options), plain)
+        differences = trainings.differences(*args, **options)
         return [name for name, value in differences.items() if value > result.allowed(name)]
 
     if trainings.order_changes:
@@ -158,11 +154,8 @@ def _probable_causes(
     names = [name for name in result.unequal if not name.startswith("data ")]
     if not names:
         return
-    if unequal():
-        yield _NOT_REPRODUCIBLE
-        return
     if unequal(numpy_seed=7331):
-        yield _NUMPY
+        yield _RANDOM
         return
     layers = batch_normalization_layers(trainings.new_model())
     if any(not layer.synchronized for layer in layers):
@@ -238,6 +231,10 @@ class Trainings:
         fit: Mapping[str, Any],
         synchronize_batch_norm: bool | None,
     ):
+        if isinstance(builder, keras.Model) or not callable(builder):
+            raise TrainingError(
+                f"verify creates the model several times, so it needs a function, got {builder!r}."
+            )
         self._builder = builder
         self._synchronize_batch_norm = synchronize_batch_norm
         self._fit = {"verbose": 0, "shuffle": False, **fit}
@@ -259,23 +256,38 @@ class Trainings:
         keras.utils.set_random_seed(_SEED)
         return self._builder()
 
-    def train(
+    @functools.cached_property
+    def plain(self) -> Results:
+        """All numbers of the training in plain Keras, by kind and name."""
+        return self._train()
+
+    def differences(
+        self, strategy: tf.distribute.Strategy | None = None, **options: Any
+    ) -> dict[str, float]:
+        """Trains again; returns name -> largest relative difference from `plain`.
+
+        Args:
+            strategy: None for plain Keras.
+            options: of `_train`.
+        """
+        plain = self.plain  # first: an error in plain Keras is not one of the strategy
+        return relative_differences(self._train(strategy, **options), plain)
+
+    def _train(
         self,
         strategy: tf.distribute.Strategy | None = None,
         *,
         synchronize_batch_norm: bool = False,
         last_bit: bool = False,
         numpy_seed: int = _SEED,
-        **changed: Any,
+        eagerly: bool = False,
     ) -> Results:
-        """Trains in plain Keras or on a strategy; returns all numbers by kind and name.
-
+        """
         Args:
-            strategy: None for plain Keras.
             synchronize_batch_norm: turn it on.
             last_bit: change the last bit of the inputs, or of the weights if no input is a float.
             numpy_seed: the seed of `np.random` when the training starts.
-            changed: arguments of `fit` to change.
+            eagerly: do not compile the steps.
         """
         build: Callable[[], Any] = self._builder
         if strategy is not None:
@@ -284,6 +296,7 @@ class Trainings:
         keras.utils.set_random_seed(_SEED)
         model = build()
         inner = getattr(model, "keras_model", model)
+        inner.run_eagerly = inner.run_eagerly or eagerly
         batches = self.batches
         if last_bit:
             batches = tf.nest.map_structure(_next_number, batches, expand_composites=True)
@@ -292,7 +305,8 @@ class Trainings:
                     weight.assign(_next_number(weight.numpy()))
         keras.utils.set_random_seed(_SEED)
         np.random.seed(numpy_seed)
-        logs = model.fit(_dataset_of(batches), **{**self._fit, **changed}).history
+        callbacks = copy.deepcopy(self._fit.get("callbacks"))  # some cannot be used twice
+        logs = model.fit(_dataset_of(batches), **{**self._fit, "callbacks": callbacks}).history
         return {
             **_values_of(inner),
             **{f"log {name}": np.asarray(values) for name, values in logs.items()},
@@ -347,14 +361,12 @@ def _values_of(model: keras.Model) -> dict[str, np.ndarray]:
     values = {}
     trainable = {id(variable) for variable in model.trainable_weights}
     state = state_of(model)
-    counters = [path for path in state if path.endswith("/iteration") and whole_value(state[path])]
-    used = {group_of(path) for path in counters}  # Keras does not build an optimizer without use
     for path, variable in state.items():
         group, _, name = path.partition("/")
         if group == MODEL:
             kind = "weight" if id(variable) in trainable else "variable"
             values[f"{kind} {name}"] = whole_value(variable)
-        elif group in used:
+        elif group != METRICS:
             values[f"optimizer {path.removeprefix('optimizer.')}"] = whole_value(variable)
     for number, layer in enumerate(kp.flat_layers(model)):
         for attribute, value in vars(layer).items():

@@ -19,7 +19,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import keras
 import numpy as np
@@ -44,21 +44,6 @@ Function: TypeAlias = Callable[..., Any]
 # What Keras's fit, evaluate and predict take as callbacks.
 Callbacks: TypeAlias = Callback | keras.callbacks.CallbackList | Sequence[Callback] | None
 Method = TypeVar("Method", bound=Function)
-
-
-class TrainedModel(Protocol):
-    """The methods of a `DistributedModel` that callbacks and the evaluator call."""
-
-    @property
-    def keras_model(self) -> keras.Model: ...
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def load_weights(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def restore_checkpoint(self, path: str) -> Any: ...
 
 
 # "state": JSON as bytes; the arrays in it by their numbers.
@@ -156,9 +141,9 @@ def restored_epoch(model: keras.Model, reduction: Reduction) -> int | None:
 
 
 def redirect_model_methods(
-    distributed: TrainedModel, model: keras.Model, callbacks: Callbacks, *, is_chief: bool
+    distributed: Any, model: keras.Model, callbacks: Callbacks, *, is_chief: bool
 ) -> contextlib.AbstractContextManager[None]:
-    """Scope in which callbacks get methods of `distributed` as methods of the Keras model.
+    """Scope in which callbacks get methods of a DistributedModel as methods of its Keras model.
 
     - `evaluate` and `predict` of Keras fail, or are wrong, on a strategy.
     - `save`, `save_weights` and `export` do nothing on tasks that are not the chief. They do not
@@ -167,10 +152,10 @@ def redirect_model_methods(
       so it reads for itself (see `restored_epoch`).
     """
     given = keras.tree.flatten(callbacks or [])
-    backups = [kp.backup_of(c) for c in given if isinstance(c, keras.callbacks.BackupAndRestore)]
+    backups = [c.backup_dir for c in given if isinstance(c, keras.callbacks.BackupAndRestore)]
 
     def load_weights(filepath: str | Path, *args: Any, **kwargs: Any) -> None:
-        if filepath in backups:
+        if Path(filepath).parent in map(Path, backups):
             type(model).load_weights(model, filepath, *args, **kwargs)
         else:
             distributed.load_weights(filepath, *args, **kwargs)
@@ -317,7 +302,7 @@ def overridable(method: Method) -> Method:
     """
 
     @functools.wraps(method)
-    def call(self: TrainedModel, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         model, name = self.keras_model, method.__name__
         if not overrides(model, name):
             return method(self, *args, **kwargs)
@@ -328,7 +313,7 @@ def overridable(method: Method) -> Method:
     return cast(Method, call)
 
 
-def redirected_method(distributed: TrainedModel, method: Function) -> Function:
+def redirected_method(distributed: Any, method: Function) -> Function:
     """Returns a method of the Keras model that calls the distributed `fit`, `evaluate`, ..."""
 
     @filter_traceback
@@ -341,7 +326,7 @@ def redirected_method(distributed: TrainedModel, method: Function) -> Function:
 
 
 @contextlib.contextmanager
-def _trained_by(distributed: TrainedModel) -> Iterator[None]:
+def _trained_by(distributed: Any) -> Iterator[None]:
     """Scope in which `keras.Model.fit`, ... of this model are those of the DistributedModel."""
 
     def redirected(name: str) -> Function:

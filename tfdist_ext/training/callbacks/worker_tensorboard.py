@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -58,17 +57,19 @@ class WorkerTensorBoard(keras.callbacks.Callback):
         self._log_dir = Path(log_dir)
         self._update_freq = update_freq
         self._timer: StepTimer | None = None
-        self._writer: Any = None
         self.own_ms = np.empty(0)
 
     def follow(self, program: SynchronousProgram, reduction: Reduction) -> None:
-        """Called by `fit`, with its steps, which are timed."""
+        """Called by `fit` before its first step, with its steps, which are timed."""
         self._timer = program.timer
         self._local_logs = program.logs_of_this_task
         self._reduction = reduction
         self._workers = [each.removeprefix("the ") for each in reduction.task_names()]
         self._first_epoch = True
-        self._close()  # the writer of an interrupted fit
+        folder = self._workers[reduction.worker].replace(" ", "-")
+        self._writer = tf.summary.create_file_writer(str(self._log_dir / folder))
+        # A resumed training continues its curves.
+        self._step = int(self.model.optimizer.iterations.numpy())
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._timer = None
@@ -79,11 +80,6 @@ class WorkerTensorBoard(keras.callbacks.Callback):
                 "WorkerTensorBoard records times inside the steps, which Keras's own fit() cannot"
                 " do. Use the fit() of tfdist_ext.distribute(model, strategy)."
             )
-        if self._writer is None:
-            folder = self._workers[self._reduction.worker].replace(" ", "-")
-            self._writer = tf.summary.create_file_writer(str(self._log_dir / folder))
-            iterations = self.model.optimizer.iterations.numpy()
-            self._step = int(iterations)  # a resumed training continues its curves
         self._timer.read()  # drops the steps of an interrupted epoch
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
@@ -113,12 +109,7 @@ class WorkerTensorBoard(keras.callbacks.Callback):
                 print(f"\n{line}", flush=True)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._writer.close()
 
 
 def slow_workers(names: list[str], own_ms: np.ndarray, most_ms: float) -> list[str]:

@@ -19,7 +19,7 @@ from tfdist_ext.cluster.liveness.watching import COORDINATOR_SILENT, GONE, TaskW
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.launch.exit_codes import RESTART
 from tfdist_ext.strategies.cluster_tasks import RoleEnded
-from tfdist_ext.training.callbacks.in_cluster import Callbacks, TrainedModel
+from tfdist_ext.training.callbacks.in_cluster import Callbacks
 from tfdist_ext.training.checkpoints.folder import checkpoints_in, epochs_when_done
 from tfdist_ext.training.checkpoints.format import (
     DamagedCheckpointError,
@@ -34,7 +34,7 @@ _LOOK_EVERY = 1.0  # seconds
 
 
 def evaluate_checkpoints(
-    model: TrainedModel,
+    model: Any,
     cluster: ClusterDescription,
     *,
     checkpoint_dir: str | Path | None,
@@ -53,7 +53,7 @@ def evaluate_checkpoints(
     `checkpoint_dir`. A checkpoint that was removed before its turn is skipped.
 
     Args:
-        model: gets the state of each checkpoint.
+        model: the DistributedModel, which gets the state of each checkpoint.
         cluster: in which this task is the evaluator.
         epochs: of the training; it is done when its `fit` has completed them.
         validation_data: as `fit` takes it; `batch_size` is that of the global batch.
@@ -98,7 +98,7 @@ def evaluate_checkpoints(
 
 
 def _restored(
-    model: TrainedModel, folder: str, epochs: int, me: str, cluster: ClusterDescription
+    model: Any, folder: str, epochs: int, me: str, cluster: ClusterDescription
 ) -> Iterator[Progress]:
     """Restores the next new checkpoint at each turn, until the training is done."""
     leader = None if cluster.driver is None else TaskWatch(*cluster.driver, COORDINATOR_SILENT)

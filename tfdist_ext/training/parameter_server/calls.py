@@ -1,7 +1,4 @@
-"""Remote calls on whatever worker is free, through TensorFlow's ClusterCoordinator.
-
-Several global batches travel in one call (`BatchCalls`).
-"""
+"""Remote calls on whatever worker is free, through TensorFlow's ClusterCoordinator."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from tfdist_ext.training.agreement.single_task import TaskStatus
 from tfdist_ext.training.inputs import BatchIterator
 from tfdist_ext.training.variables import default_strategy_scope
 
-__all__ = ["BATCHES_IN_A_CALL", "BatchCalls", "Call", "Calls", "traced"]
+__all__ = ["BATCHES_IN_A_CALL", "Call", "Calls", "traced", "traced_on_batches"]
 
 BATCHES_IN_A_CALL = 8  # at most
 
@@ -74,6 +71,48 @@ class Calls:
             raise original from None
         return self.coordinator.fetch(values)
 
+    def on_batches(
+        self,
+        function: tf.types.experimental.GenericFunction,
+        iterator: BatchIterator,
+        n: int,
+        specs: Sequence[tf.TensorSpec] = (),
+        arguments: Callable[[int], Sequence[Any]] = lambda done: (),
+    ) -> tuple[int, int, list[Any]]:
+        """Read `n` global batches, or fewer if the data ends, and call the function on them.
+
+        Several batches travel in one call.
+
+        Args:
+            function: (list of batches, *further arguments) -> results.
+            specs: the specs of the further arguments.
+            arguments: returns the further arguments, from the number of batches before the call.
+
+        Returns:
+            (batches that were sent, batches that were read, results of the calls). A batch is not
+            sent if all of its records are damaged.
+        """
+        done = read = 0
+        # So that each worker has several calls. The batches that are left over travel alone.
+        most = BATCHES_IN_A_CALL if n >= 4 * BATCHES_IN_A_CALL * self.workers else 1
+        of = functools.cache(functools.partial(traced_on_batches, function, iterator, specs))
+
+        def calls() -> Iterator[Call]:
+            nonlocal done, read
+            waiting: list[Structure] = []
+            for ((rows, _, batch),) in itertools.islice(iterator, n):
+                read += 1
+                waiting += [batch] if int(rows) else []
+                if len(waiting) == most:
+                    yield of(most), (waiting, *arguments(done))
+                    done, waiting = done + most, []
+            for batch in waiting:
+                yield of(1), ([batch], *arguments(done))
+                done += 1
+
+        results = self.results(calls())
+        return done, read, results
+
 
 def traced(
     function: tf.types.experimental.GenericFunction, *specs: Specs
@@ -83,59 +122,13 @@ def traced(
         return function.get_concrete_function(*specs)
 
 
-class BatchCalls:
-    """Remote calls that each send several global batches to a function.
-
-    Args:
-        function: (batches, *further arguments) -> results, in a graph.
-        specs: the specs of the further arguments.
-    """
-
-    def __init__(self, calls: Calls, function: Callable[..., Structure], *specs: tf.TensorSpec):
-        self._calls = calls
-        self._function = tf.function(function, autograph=False)
-        self._specs = specs
-
-    def run(
-        self,
-        iterator: BatchIterator,
-        n: int,
-        arguments: Callable[[int], Sequence[Any]] = lambda done: (),
-    ) -> tuple[int, int, list[Any]]:
-        """Read `n` global batches, or fewer if the data ends, and call the function on them.
-
-        Args:
-            arguments: returns the further arguments, from the number of batches before the call.
-
-        Returns:
-            (batches that were sent, batches that were read, results of the calls). A batch is not
-            sent if all of its records are damaged.
-        """
-        done = read = 0
-        # So that each worker has several calls. The batches that are left over travel alone.
-        most = BATCHES_IN_A_CALL if n >= 4 * BATCHES_IN_A_CALL * self._calls.workers else 1
-        function_of = functools.cache(functools.partial(self.function_of, iterator))
-
-        def calls() -> Iterator[Call]:
-            nonlocal done, read
-            waiting: list[Structure] = []
-            for ((rows, _, batch),) in itertools.islice(iterator, n):
-                read += 1
-                waiting += [batch] if int(rows) else []
-                if len(waiting) == most:
-                    yield function_of(most), (waiting, *arguments(done))
-                    done, waiting = done + most, []
-            for batch in waiting:
-                yield function_of(1), ([batch], *arguments(done))
-                done += 1
-
-        results = self._calls.results(calls())
-        return done, read, results
-
-    def function_of(
-        self, iterator: BatchIterator, batches: int
-    ) -> tf.types.experimental.ConcreteFunction:
-        """The traced function of this number of batches from this iterator."""
-        ((_, _, structure),) = iterator.element_spec
-        spec = keras.tree.map_structure(lambda s: s if hasattr(s, "shape") else None, structure)
-        return traced(self._function, [spec] * batches, *self._specs)
+def traced_on_batches(
+    function: tf.types.experimental.GenericFunction,
+    iterator: BatchIterator,
+    specs: Sequence[tf.TensorSpec],
+    batches: int,
+) -> tf.types.experimental.ConcreteFunction:
+    """The same for this number of batches of an iterator, and further arguments."""
+    ((_, _, structure),) = iterator.element_spec
+    spec = keras.tree.map_structure(lambda s: s if hasattr(s, "shape") else None, structure)
+    return traced(function, [spec] * batches, *specs)

@@ -25,13 +25,7 @@ from tfdist_ext.training._tf_private import busy_workers
 from tfdist_ext.training.agreement.single_task import Reduction, single_task
 from tfdist_ext.training.inputs import Epoch, Execution, GlobalBatches
 from tfdist_ext.training.parameter_server import worker_data
-from tfdist_ext.training.parameter_server.calls import (
-    BATCHES_IN_A_CALL,
-    BatchCalls,
-    Call,
-    Calls,
-    traced,
-)
+from tfdist_ext.training.parameter_server.calls import BATCHES_IN_A_CALL, Call, Calls, traced
 from tfdist_ext.training.parameter_server.scope import WorkerScope, step_on_worker
 from tfdist_ext.training.parameter_server.worker_data import Answer, ShardIterators, WorkerBatches
 from tfdist_ext.training.steps.replaced import step_of
@@ -43,9 +37,6 @@ __all__ = ["ParameterServerEngine"]
 
 # The metrics' states after a step, in one vector, and what the step returned.
 StepValues: TypeAlias = tuple[tf.Tensor, dict[str, tf.Tensor]]
-
-# From the number of steps before a call: the number of its first step, and the learning rate.
-StepArguments: TypeAlias = Callable[[int], tuple[np.int64, np.floating]]
 
 
 class ParameterServerEngine:
@@ -154,7 +145,7 @@ class ParameterServerProgram:
         rate = "float32" if self._rate is None else self._rate.dtype
         self._specs = [tf.TensorSpec([], tf.int64), tf.TensorSpec([], rate)]
         self._one = tf.function(self._one_step, autograph=False)
-        self.batch_calls = BatchCalls(calls, self._steps, *self._specs)
+        self._on_batches = tf.function(self._steps, autograph=False)
         self._on_shard: dict[str, tf.types.experimental.ConcreteFunction] = {}  # by a batch's spec
 
     def reset(self, *, resume: bool = False) -> None:
@@ -200,7 +191,9 @@ class ParameterServerProgram:
             found = [answer.values for answer in answers]
             iterator = iterator.rest
         if iterator is not None:
-            sent, read, values = self.batch_calls.run(iterator, n - done, arguments)
+            sent, read, values = self._calls.on_batches(
+                self._on_batches, iterator, n - done, self._specs, arguments
+            )
             done, used, found = done + sent, used + read, found + values
         for states, _ in found:
             self._totals = np.where(self._is_sum, self._totals + states - self._start, states)
@@ -210,7 +203,9 @@ class ParameterServerProgram:
         logs = self._logs(found[-1][1] if found else {})
         return Execution(logs, used, seconds, stop_requested=stop_requested)
 
-    def _on_shards(self, data: ShardIterators, n: int, arguments: StepArguments) -> list[Answer]:
+    def _on_shards(
+        self, data: ShardIterators, n: int, arguments: Callable[[int], Sequence[np.number]]
+    ) -> list[Answer]:
         """Take `n` steps, or fewer if all shards end; returns the answers that count."""
         batches, found = data.batches, []
         if (key := str(batches.batch_spec)) not in self._on_shard:
@@ -316,17 +311,15 @@ class ParameterServerPredictor:
         self._model = model
         self._calls = calls
         self._step = step_of(model, "predict")
-        # Layers may write while they predict: masked kernels, counters.
-        self._watched = [v for v in metrics_and_others(model)[1] if not v.trainable]
         one = tf.function(self._one_batch, autograph=False)
-        self._batch_calls = BatchCalls(calls, lambda batches: [one(batch) for batch in batches])
+        self._each = tf.function(lambda batches: [one(x) for x in batches], autograph=False)
 
     def outputs(self, data: Epoch) -> Iterator[Structure]:
         """Yields the outputs of each global batch; None if all records are damaged."""
         done, at_once = 0, 4 * BATCHES_IN_A_CALL * self._calls.workers
         while data.steps is None or done < data.steps:
             n = at_once if data.steps is None else min(at_once, data.steps - done)
-            _, read, found = self._batch_calls.run(data.iterator, n)
+            _, read, found = self._calls.on_batches(self._each, data.iterator, n)
             outputs = [outputs for of_call in found for outputs in of_call]
             yield from outputs
             yield from [None] * (read - len(outputs))
@@ -336,8 +329,5 @@ class ParameterServerPredictor:
 
     def _one_batch(self, batch: Structure) -> Structure:
         self._calls.peers.enters("compiling")
-        scope = WorkerScope([], self._watched)
-        with step_on_worker(scope, self._model):
-            outputs = self._step(batch)
-        scope.write_watched()
-        return outputs
+        with step_on_worker(WorkerScope([]), self._model):
+            return self._step(batch)
