@@ -21,10 +21,9 @@ from task_programs import LEFT_OUT
 from training_cases import X, Y, classifier, compiled, mirrored, stack
 
 import tfdist_ext as tfd
-from tfdist_ext.training._keras_private import REPLACED, Replaced
+from tfdist_ext.training._keras_private import REPLACED, Replaced, step_targets
 from tfdist_ext.training.callbacks.in_cluster import TRAINER_METHODS
 from tfdist_ext.training.steps.context import StepContext
-from tfdist_ext.training.steps.replaced import step_targets
 
 FIT = {"batch_size": 16, "verbose": 0}
 
@@ -255,11 +254,11 @@ def test_a_function_that_is_gone_is_missed_by_those_who_need_it(
         Replaced("moments", "keras:layers.BatchNormalization._moved", "sums"),
         *(replaced for replaced in REPLACED if replaced.key != "moments"),
     ]
-    monkeypatch.setattr("tfdist_ext.training.steps.replaced.REPLACED", tuple(moved))
+    monkeypatch.setattr("tfdist_ext.training._keras_private.REPLACED", tuple(moved))
     step_targets.cache_clear()
     try:
         tfd.distribute(classifier(), mirrored()).fit(X, Y, **FIT)
-        with pytest.raises(tfd.TfDistError, match=r"must call \S+tion._moved,"):
+        with pytest.raises(tfd.TfDistError, match=r"did not call \S+tion._moved,"):
             tfd.distribute(with_all, mirrored()).fit(X, Y, **FIT)
     finally:
         step_targets.cache_clear()
@@ -268,7 +267,7 @@ def test_a_function_that_is_gone_is_missed_by_those_who_need_it(
 def test_collectives_past_their_keys() -> None:
     part = tf.constant(1), tf.constant(2), 2, 1, tf.zeros((1, 2))
     context = StepContext(*part, between_workers=True)
-    said = pytest.raises(tfd.TfDistError, match=r"must call \S+_next_instance_key")
+    said = pytest.raises(tfd.TfDistError, match=r"did not call \S+_next_instance_key")
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with strategy.scope(), said, context.keys_of_size(tf.constant(4)):
         pass

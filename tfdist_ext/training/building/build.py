@@ -25,12 +25,6 @@ from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import creating_without_broadcast
 from tfdist_ext.training.building.copying import clone_model, compile_as, copy_state
 from tfdist_ext.training.state import check_has_variables
-from tfdist_ext.training.steps.replaced import (
-    functions_in_place,
-    step_targets,
-    substitutes,
-    uses_keras_step,
-)
 from tfdist_ext.training.variables import (
     copies_of_one_name,
     default_strategy_scope,
@@ -226,7 +220,7 @@ def build(
         return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=sparse)
 
     batch = keras.tree.map_structure(symbol, spec)
-    own_step = not uses_keras_step(model, kind)
+    own_step = not kp.uses_keras_step(model, kind)
     own_loss = type(model).compute_loss is not keras.Model.compute_loss
     with creation_scope(strategy, created), warnings.catch_warnings():
         if kind == "train" and own_loss and not _has_all_layers(model):
@@ -246,7 +240,7 @@ def build(
                 raise
             _build_from_step(model, kind, batch)
         all_built = all(optimizer.built for optimizer in optimizers_of(model).values())
-        if kind != "predict" and not uses_keras_step(model, "train") and not all_built:
+        if kind != "predict" and not kp.uses_keras_step(model, "train") and not all_built:
             _build_from_step(model, "train", batch)
     if isinstance(strategy, PlacedStrategy):
         strategy.placer.check_paths([variable.path for variable in model.variables])
@@ -284,11 +278,11 @@ def _build_from_step(model: keras.Model, kind: str, batch: Structure) -> None:
             applied.setdefault(id(optimizer), (optimizer, list(trainable_variables)))
 
     def tried(batch: Structure) -> Structure:
-        targets = [target for target in step_targets() if target.name in ("apply", "gradient")]
-        instead = substitutes({"apply": apply, "gradient": _zero_gradient})
+        targets = [target for target in kp.step_targets() if target.name in ("apply", "gradient")]
+        instead = kp.substitutes({"apply": apply, "gradient": _zero_gradient})
         # Losses that layers add are discarded with the scope.
         losses = keras.StatelessScope(collect_losses=True)
-        with default_strategy_scope(), functions_in_place(targets), instead, losses:
+        with default_strategy_scope(), kp.functions_in_place(targets), instead, losses:
             return step(batch)
 
     try:

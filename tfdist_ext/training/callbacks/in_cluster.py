@@ -30,12 +30,6 @@ from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.callbacks.worker_tensorboard import check_tensorboard
 from tfdist_ext.training.state import broadcast_variables, state_of
-from tfdist_ext.training.steps.replaced import (
-    functions_in_place,
-    redirect_methods,
-    substitutes,
-    target_of,
-)
 from tfdist_ext.user_frames import filter_traceback, warn
 
 Callback: TypeAlias = keras.callbacks.Callback
@@ -161,7 +155,7 @@ def redirect_model_methods(
             distributed.load_weights(filepath, *args, **kwargs)
 
     not_written = ("export", "save", "save_weights") if not is_chief else ()
-    return redirect_methods(
+    return kp.redirect_methods(
         model,
         evaluate=distributed.evaluate,
         predict=distributed.predict,
@@ -180,7 +174,7 @@ def refusing_compile(model: keras.Model, method: str) -> contextlib.AbstractCont
             " optimizer instead, for example model.optimizer.learning_rate = 0.001."
         )
 
-    return redirect_methods(model, compile=refuse)
+    return kp.redirect_methods(model, compile=refuse)
 
 
 def callback_state(callbacks: Iterable[Callback]) -> CallbackState:
@@ -286,7 +280,7 @@ TRAINER_METHODS = (
     *("train_on_batch", "test_on_batch", "predict_on_batch"),
 )
 
-_TARGETS = [target_of(name, keras.Model, name) for name in TRAINER_METHODS]
+_TARGETS = [kp.target_of(name, keras.Model, name) for name in TRAINER_METHODS]
 
 
 def overrides(model: keras.Model, name: str) -> bool:
@@ -340,5 +334,5 @@ def _trained_by(distributed: Any) -> Iterator[None]:
         return called
 
     functions = {name: redirected(name) for name in TRAINER_METHODS}
-    with functions_in_place(_TARGETS), substitutes(functions):
+    with kp.functions_in_place(_TARGETS), kp.substitutes(functions):
         yield

@@ -28,7 +28,6 @@ from tfdist_ext.training.parameter_server import worker_data
 from tfdist_ext.training.parameter_server.calls import BATCHES_IN_A_CALL, Call, Calls, traced
 from tfdist_ext.training.parameter_server.scope import WorkerScope, step_on_worker
 from tfdist_ext.training.parameter_server.worker_data import Answer, ShardIterators, WorkerBatches
-from tfdist_ext.training.steps.replaced import step_of
 from tfdist_ext.training.steps.scope import Logs, OwnOutputs, metrics_and_others
 from tfdist_ext.training.variables import default_strategy_scope, optimizers_of
 from tfdist_ext.user_frames import warn
@@ -118,7 +117,7 @@ class ParameterServerProgram:
     def __init__(self, model: keras.Model, calls: Calls, kind: str):
         self._model = model
         self._calls = calls
-        self._step = step_of(model, kind)
+        self._step = kp.step_of(model, kind)
         self._own = OwnOutputs(model, kind)
         self._metrics, others = metrics_and_others(model)
         self._watched = [v for v in others if not v.trainable]
@@ -310,7 +309,7 @@ class ParameterServerPredictor:
     def __init__(self, model: keras.Model, calls: Calls):
         self._model = model
         self._calls = calls
-        self._step = step_of(model, "predict")
+        self._step = kp.step_of(model, "predict")
         one = tf.function(self._one_batch, autograph=False)
         self._each = tf.function(lambda batches: [one(x) for x in batches], autograph=False)
 

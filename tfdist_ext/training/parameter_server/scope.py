@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.steps.context import current_graph
-from tfdist_ext.training.steps.replaced import functions_in_place, step_targets, substitutes
 from tfdist_ext.training.steps.scope import (
     StepScope,
     metric_in_inner_graph,
@@ -109,8 +108,8 @@ def step_on_worker(scope: WorkerScope, model: keras.Model) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(scope)
         stack.enter_context(observed_metrics(metrics_of(model)))
-        stack.enter_context(functions_in_place(step_targets()))
-        stack.enter_context(substitutes({"take": _take}))
+        stack.enter_context(kp.functions_in_place(kp.step_targets()))
+        stack.enter_context(kp.substitutes({"take": _take}))
         for optimizer in optimizers_of(model).values():
             updates = UpdatesInPlace(optimizer)
             stack.enter_context(

@@ -32,8 +32,7 @@ from tfdist_ext.strategies.reductions import (
     padded_to_size,
 )
 from tfdist_ext.strategies.traced_replica import replica_number, sum_up
-from tfdist_ext.training._keras_private import raw_value
-from tfdist_ext.training.steps.replaced import not_called, substitutes
+from tfdist_ext.training._keras_private import not_called, raw_value, substitutes
 from tfdist_ext.training.steps.rows import (
     EqualTensors,
     Gradient,

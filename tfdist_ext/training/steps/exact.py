@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import keras
@@ -20,7 +20,16 @@ from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies._tf_private import is_recording
 from tfdist_ext.strategies.traced_replica import computed_once, replica_id
-from tfdist_ext.training._keras_private import stateless_scope, trained_by
+from tfdist_ext.training._keras_private import (
+    Original,
+    Target,
+    flat_layers,
+    not_called,
+    stateless_scope,
+    substitutes,
+    trained_by,
+    uses_keras_step,
+)
 from tfdist_ext.training.steps.context import (
     StepContext,
     all_rows,
@@ -29,7 +38,6 @@ from tfdist_ext.training.steps.context import (
     running_step,
 )
 from tfdist_ext.training.steps.random_numbers import RANDOM, rows_at
-from tfdist_ext.training.steps.replaced import Original, Target, substitutes
 from tfdist_ext.training.steps.rows import Gradient, compared_rows
 from tfdist_ext.training.steps.scope import (
     ReplicaScope,
@@ -52,7 +60,7 @@ from tfdist_ext.training.variables import (
 )
 from tfdist_ext.user_frames import warn
 
-__all__ = ["own_applies", "substitutes_of"]
+__all__ = ["check_activity_regularizers", "check_called", "own_applies", "substitutes_of"]
 
 
 def substitutes_of(context: StepContext) -> Mapping[str, Callable[..., Any]]:
@@ -120,6 +128,60 @@ def _update_variable(
     update, value = args
     copies = tf.distribute.get_strategy().experimental_local_results(variable)
     return update(copies[replica_id() % len(copies)], value, **named)
+
+
+def check_called(model: keras.Model, kind: str, called: Set[str], written: Container[int]) -> None:
+    """Checks that a step has called the replaced functions that its model must call.
+
+    A new release of Keras may compute something without them, and train on wrong numbers.
+
+    Args:
+        kind: "train" or "test".
+        called: keys of `REPLACED` that the step has called.
+        written: ids of the variables that the step has written.
+    """
+    of_keras = uses_keras_step(model, kind)
+    computes_loss = of_keras and type(model).compute_loss is keras.Model.compute_loss
+    trains = of_keras and kind == "train" and bool(model.trainable_variables)
+    required = {
+        "clear_losses": of_keras,
+        "update_mean": of_keras,
+        "loss": computes_loss and any(map(_is_reduced, keras.tree.flatten(model.loss))),
+        "reduce_loss": "loss" in called,
+        "gradient": trains,
+        "apply": trains,
+        "moments": False,
+        "draw": False,
+    }
+    for layer in flat_layers(model):
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
+            required["moments"] |= id(layer.moving_mean) in written
+        if isinstance(layer, keras.layers.Dropout) and layer.rate:
+            required["draw"] |= id(layer.seed_generator.state) in written
+    for key, is_required in required.items():
+        if is_required and key not in called:
+            raise not_called(key)
+
+
+def _is_reduced(loss: object) -> bool:
+    """Whether one of the losses given to `compile` is called as Keras's own are."""
+    if isinstance(loss, keras.losses.Loss):
+        return type(loss).__call__ is keras.losses.Loss.__call__
+    return loss is not None
+
+
+def check_activity_regularizers(model: keras.Model) -> None:
+    """Raise TrainingError if this release of Keras sums the losses of activities over rows."""
+    if tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14):
+        return
+    for layer in flat_layers(model):
+        if layer.activity_regularizer is not None:
+            raise TrainingError(
+                f"The activity_regularizer of layer {layer.name!r} is not supported on several"
+                f" replicas with Keras {keras.__version__}, which adds the sum over the examples of"
+                " a replica. Install Keras 3.14 or newer, or call add_loss with one number per"
+                " example in a layer of your own."
+            )
 
 
 def own_applies(model: keras.Model) -> list[Target]:

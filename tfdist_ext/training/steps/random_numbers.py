@@ -13,17 +13,12 @@ is an error.
 
 In an eager step all sizes are numbers. There the first dimension is the batch if it is the number
 of the part's rows or a multiple of that number. Any other tensor is the same on all replicas.
-
-Without a seed Keras draws from one generator of the calling thread, which it would make in the
-thread of each replica, inside of the step. So each replica's thread gets one that begins where that
-of the calling thread is, and leaves it where one device would have (`Seeds`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -32,71 +27,18 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.initial_values import counter_at, group_size
-from tfdist_ext.strategies.traced_replica import replica_id
-from tfdist_ext.training._keras_private import drawing_from, global_seed_generator
+from tfdist_ext.training._keras_private import (
+    Original,
+    substitutes,
+)
 from tfdist_ext.training.steps.context import StepContext, gather_rows
-from tfdist_ext.training.steps.replaced import Original, substitutes
 from tfdist_ext.training.steps.rows import blocks_of_rows, first_size
-from tfdist_ext.training.variables import outside_of_scopes
 
-__all__ = ["RANDOM", "Seeds", "rows_at"]
+__all__ = ["RANDOM", "rows_at"]
 
 
 # Arguments of a distribution, which may have numbers for each row.
 _PARAMETERS = frozenset(["alpha", "counts", "lam", "logits", "probs"])
-
-
-class Seeds:
-    """The generators from which a worker's replicas draw without a seed.
-
-    Args:
-        devices: of the replicas; none where Keras's own generator serves.
-        from_chief: returns the chief's number on every worker.
-
-    Attributes:
-        generators: one for each replica.
-        are_drawn: whether a step has drawn from them.
-    """
-
-    def __init__(self, devices: Sequence[str], from_chief: Callable[[Any], Any]):
-        self._from_chief = from_chief
-        self.generators = outside_of_scopes(_generators_on, devices)
-        self.are_drawn = False
-
-    @contextlib.contextmanager
-    def of_replica(self, written: Container[int]) -> Iterator[None]:
-        """Scope in which this thread draws from the generator of the running replica.
-
-        Args:
-            written: gets the ids of the variables that the step writes.
-        """
-        if not self.generators:
-            yield
-            return
-        generator = self.generators[replica_id() % len(self.generators)]
-        with drawing_from(generator):
-            yield
-        self.are_drawn |= id(generator.state) in written
-
-    def begin(self) -> None:
-        """Begin where the chief's calling thread is; every worker must call."""
-        if self.generators:
-            state = self._from_chief(global_seed_generator().state.numpy())
-            for generator in self.generators:
-                generator.state.assign(state)
-
-    def end(self) -> None:
-        """Leave the calling thread's generator where the replicas' generators are."""
-        if self.generators:
-            global_seed_generator().state.assign(self.generators[0].state.numpy())
-
-
-def _generators_on(devices: Sequence[str]) -> list[keras.random.SeedGenerator]:
-    generators = []
-    for device in devices:
-        with tf.device(device):
-            generators.append(keras.random.SeedGenerator(0))
-    return generators
 
 
 def _blocks_of_rows(context: StepContext, shape: tf.Tensor, known: tf.TensorShape) -> int:

@@ -26,14 +26,20 @@ from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies.traced_replica import replica_id, replica_number
-from tfdist_ext.training._keras_private import flat_layers, loss_ids, raw_value, stateless_scope
+from tfdist_ext.training._keras_private import (
+    flat_layers,
+    loss_ids,
+    raw_value,
+    redirect_methods,
+    stateless_scope,
+    substitutes,
+)
 from tfdist_ext.training.steps.context import (
     StepContext,
     current_graph,
     current_step,
     outside_of_inner_graphs,
 )
-from tfdist_ext.training.steps.replaced import redirect_methods, substitutes
 from tfdist_ext.training.steps.rows import follows_from, places_rows
 from tfdist_ext.training.variables import is_updated_once, local_copies
 from tfdist_ext.user_frames import warn

@@ -19,9 +19,8 @@ import tensorflow as tf
 from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.strategies._tf_private import per_replica
 from tfdist_ext.training.inputs import BatchIterator, Epoch, Execution, GlobalBatches, Parts
-from tfdist_ext.training.steps.random_numbers import Seeds
 from tfdist_ext.training.steps.step_timer import StepTimer
-from tfdist_ext.training.synchronous.model_step import ModelStep, OneTrace
+from tfdist_ext.training.synchronous.model_step import ModelStep, OneTrace, Seeds
 from tfdist_ext.training.synchronous.reduction import States, SynchronousReduction
 from tfdist_ext.training.variables import default_strategy_scope
 from tfdist_ext.user_frames import warn

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import keras
@@ -21,18 +21,11 @@ from tfdist_ext.errors import StrategyError, TrainingError
 from tfdist_ext.strategies._tf_private import lightly_optimized
 from tfdist_ext.strategies.shared_step import SharedStep, kind_of
 from tfdist_ext.strategies.stages import NotSharedError
-from tfdist_ext.training._keras_private import raw_value
+from tfdist_ext.strategies.traced_replica import replica_id
+from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.steps import exact
 from tfdist_ext.training.steps.context import StepContext, running_step
-from tfdist_ext.training.steps.random_numbers import Seeds
-from tfdist_ext.training.steps.replaced import (
-    check_activity_regularizers,
-    check_called,
-    functions_in_place,
-    step_of,
-    step_targets,
-)
 from tfdist_ext.training.steps.scope import (
     OwnCopies,
     OwnOutputs,
@@ -48,10 +41,10 @@ from tfdist_ext.training.synchronous.reduction import (
     States,
     SynchronousReduction,
 )
-from tfdist_ext.training.variables import copies_of_model
+from tfdist_ext.training.variables import copies_of_model, outside_of_scopes
 from tfdist_ext.user_frames import warn
 
-__all__ = ["ModelStep", "OneTrace", "trace_for_each"]
+__all__ = ["ModelStep", "OneTrace", "Seeds", "trace_for_each"]
 
 # Whether the replicas of a task share one trace of a step, as `distribute` takes it.
 OneTrace: TypeAlias = Literal["auto", True, False]
@@ -96,10 +89,10 @@ class ModelStep:
         self.updates_metrics = False
         self.batch_size: int | None = None
         self._kind = kind
-        self._step = step_of(model, kind)
+        self._step = kp.step_of(model, kind)
         self._seeds = seeds
         self._one_trace = one_trace
-        self._replaced = [*step_targets(), *exact.own_applies(model)]
+        self._replaced = [*kp.step_targets(), *exact.own_applies(model)]
         self._metric_objects = metrics_of(model)
         self._local = OwnCopies(reduction.strategy, reduction.local_replicas)
         self._weight_shapes = frozenset(tuple(variable.shape) for variable in self._others)
@@ -175,7 +168,7 @@ class ModelStep:
             For each local replica the new states, and its outputs.
         """
         with (
-            functions_in_place(self._replaced),
+            kp.functions_in_place(self._replaced),
             observed_metrics(self._metric_objects),
         ):
             results = self._results(batch, states, rows)
@@ -305,9 +298,9 @@ class ModelStep:
         if self._checked and tf.executing_eagerly():
             return
         if self._kind != "predict":
-            check_called(self.model, self._kind, context.called, scope.updated)
+            exact.check_called(self.model, self._kind, context.called, scope.updated)
             if context.replicas > 1:
-                check_activity_regularizers(self.model)
+                exact.check_activity_regularizers(self.model)
         self._checked = True
 
     def _copies(self) -> Iterator[Sequence[tf.Variable]]:
@@ -315,7 +308,7 @@ class ModelStep:
         on = self.reduction
         yield from copies_of_model(self.model, on.strategy, on.local_replicas)
         yield from self._local.all_copies()
-        yield [raw_value(generator.state) for generator in self._seeds.generators]
+        yield [kp.raw_value(generator.state) for generator in self._seeds.generators]
 
     @contextlib.contextmanager
     def _reporting_compilation(self) -> Iterator[None]:
@@ -335,6 +328,63 @@ class ModelStep:
             if collects:
                 gc.enable()
             report.cancel()
+
+
+class Seeds:
+    """The generators from which a worker's replicas draw without a seed.
+
+    Without a seed, Keras draws from one generator of the calling thread, and would make another one
+    in the thread of each replica. So the thread of each replica gets a generator that begins where
+    that of the calling thread is, and leaves it where one device would have.
+
+    Args:
+        devices: of the replicas; none where Keras's own generator serves.
+        from_chief: returns the chief's number on every worker.
+
+    Attributes:
+        generators: one for each replica.
+        are_drawn: whether a step has drawn from them.
+    """
+
+    def __init__(self, devices: Sequence[str], from_chief: Callable[[Any], Any]):
+        self._from_chief = from_chief
+        self.generators = outside_of_scopes(_generators_on, devices)
+        self.are_drawn = False
+
+    @contextlib.contextmanager
+    def of_replica(self, written: Container[int]) -> Iterator[None]:
+        """Scope in which this thread draws from the generator of the running replica.
+
+        Args:
+            written: gets the ids of the variables that the step writes.
+        """
+        if not self.generators:
+            yield
+            return
+        generator = self.generators[replica_id() % len(self.generators)]
+        with kp.drawing_from(generator):
+            yield
+        self.are_drawn |= id(generator.state) in written
+
+    def begin(self) -> None:
+        """Begin where the chief's calling thread is; every worker must call."""
+        if self.generators:
+            state = self._from_chief(kp.global_seed_generator().state.numpy())
+            for generator in self.generators:
+                generator.state.assign(state)
+
+    def end(self) -> None:
+        """Leave the calling thread's generator where the replicas' generators are."""
+        if self.generators:
+            kp.global_seed_generator().state.assign(self.generators[0].state.numpy())
+
+
+def _generators_on(devices: Sequence[str]) -> list[keras.random.SeedGenerator]:
+    generators = []
+    for device in devices:
+        with tf.device(device):
+            generators.append(keras.random.SeedGenerator(0))
+    return generators
 
 
 def trace_for_each(
