@@ -235,8 +235,6 @@ def _state_of(callback: Callback, name: str, arrays: CallbackState) -> dict[str,
     if hasattr(callback, "get_state"):
         state["own"] = _stored(callback.get_state(), arrays, name)
     if isinstance(callback, keras.callbacks.CSVLogger):
-        if callback.csv_file is not None and not callback.csv_file.closed:
-            callback.csv_file.flush()
         path = Path(callback.filename)
         state["bytes"] = path.stat().st_size if path.is_file() else 0
     return state
