@@ -106,7 +106,7 @@ _VARIABLES = f"{_OPS}.resource_variable_ops"
 _LAUNCHER = "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher"
 
 # Key -> what the function does in a step, paths. The functions are in `exact.substitutes_of`,
-# `random_numbers.RANDOM`, `context.keys_of_size` and parameter_server/scope.py.
+# `random_numbers.RANDOM`, `ReplicaSums.keys_of_size` and parameter_server/scope.py.
 _REPLACED = {
     "apply": (
         "gets the gradients of the global batch, before it clips, accumulates or applies them",
@@ -247,11 +247,12 @@ def substitutes(
     Args:
         functions: by key, functions that get the original and its arguments. They are added to
             those of the scope around this one. None removes all substitutes.
-        called: receives the keys of the substitutes that are called.
+        called: receives the keys of the substitutes that are called. By default they go where
+            those of the scope around this one go.
     """
     before = _step.substitutes, _step.called
     _step.substitutes = {} if functions is None else {**_step.substitutes, **functions}
-    _step.called = called
+    _step.called = _step.called if called is None else called
     try:
         yield
     finally:
@@ -352,7 +353,7 @@ def _asking_by_type(key: str, original: Callable[..., Any]) -> Callable[..., Any
         raw = getattr(tf.raw_ops, kind)
         result = original(*args, **kwargs)
         kwargs.pop("name", None)
-        with substitutes({kind: None}, _step.called):
+        with substitutes({kind: None}):
             if in_graph:
                 *others, outputs = result
                 return (*others, [substitute(raw, outputs[0], **kwargs)])

@@ -23,7 +23,7 @@ from training_cases import X, Y, classifier, compiled, mirrored, stack
 import tfdist_ext as tfd
 from tfdist_ext.training._keras_private import REPLACED, Replaced, step_targets
 from tfdist_ext.training.callbacks.in_cluster import TRAINER_METHODS
-from tfdist_ext.training.steps.context import StepContext
+from tfdist_ext.training.steps.context import ReplicaSums
 
 FIT = {"batch_size": 16, "verbose": 0}
 
@@ -223,7 +223,7 @@ def test_a_step_calls_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(model: Any, kind: str, called: set[str], written: Any) -> None:
         seen.update(called)
 
-    monkeypatch.setattr("tfdist_ext.training.synchronous.model_step.check_called", check)
+    monkeypatch.setattr("tfdist_ext.training.steps.exact.check_called", check)
     tfd.distribute(with_all, mirrored()).fit(X, Y, **FIT)
     expected = {"added_loss", "apply", "clear_losses", "draw", "gradient", "loss"}
     expected |= {"moments", "reduce_loss", "replicas", "update_mean"}
@@ -265,9 +265,8 @@ def test_a_function_that_is_gone_is_missed_by_those_who_need_it(
 
 
 def test_collectives_past_their_keys() -> None:
-    part = tf.constant(1), tf.constant(2), 2, 1, tf.zeros((1, 2))
-    context = StepContext(*part, between_workers=True)
+    sums = ReplicaSums(2, between_workers=True)
     said = pytest.raises(tfd.TfDistError, match=r"did not call \S+_next_instance_key")
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    with strategy.scope(), said, context.keys_of_size(tf.constant(4)):
+    with strategy.scope(), said, sums.keys_of_size(tf.constant(4)):
         pass

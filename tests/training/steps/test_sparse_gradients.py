@@ -18,7 +18,7 @@ import tensorflow as tf
 from training_cases import RNG, compiled, mirrored, plain_fit, strategy_of, weights_of
 
 import tfdist_ext as tfd
-from tfdist_ext.training.steps.context import StepContext
+from tfdist_ext.training.steps.context import ReplicaSums
 
 LENGTH = 4
 TOKENS = RNG.integers(0, 7, (26, LENGTH))
@@ -145,16 +145,15 @@ def test_sparse_ids() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_workers_gather_slices(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On two replicas of one process, which have 2 and 3 slices: sums need no keys there."""
-    monkeypatch.setattr(StepContext, "keys_of_size", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(ReplicaSums, "keys_of_size", lambda *_: contextlib.nullcontext())
     strategy, far = mirrored(2), 2**32 - 6
 
     def step() -> tuple[tf.Tensor, tf.Tensor]:
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
-        part = tf.constant(2), tf.constant(4), 2, 2, tf.ones([2, 1])
         values = tf.fill([2 + number, 3], tf.cast(number + 1, dtype))
         indices = tf.range(tf.cast(2 + number, tf.int64)) + far * tf.cast(number, tf.int64)
         slices = tf.IndexedSlices(values, indices)
-        (total,) = StepContext(*part, between_workers=True).all_reduce([slices])
+        (total,) = ReplicaSums(2, between_workers=True).all_reduce([slices])
         return total.values, total.indices
 
     run = tf.function(lambda: strategy.run(step), autograph=False)

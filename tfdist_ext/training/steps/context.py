@@ -43,6 +43,7 @@ from tfdist_ext.training.steps.step_timer import Waits
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = [
+    "ReplicaSums",
     "StepContext",
     "all_rows",
     "current_graph",
@@ -58,6 +59,145 @@ _Values = TypeVar("_Values")
 _Result = TypeVar("_Result")
 
 
+class ReplicaSums:
+    """Sums over all replicas, at which the step of a replica waits for the other replicas.
+
+    Args:
+        replicas: number of parts of the global batch, over all workers.
+        between_workers: TensorFlow's collectives sum over workers.
+        waits: records when the replica waits for others; None if nobody asks for times.
+
+    Attributes:
+        equal: knows which tensors are equal on all replicas, as sums are.
+        graph: the graph of the step; None in eager code.
+    """
+
+    def __init__(self, replicas: int, *, between_workers: bool = False, waits: Waits | None = None):
+        self.replicas = replicas
+        self.equal = EqualTensors()
+        self.graph = current_graph()
+        self._between_workers = between_workers
+        self._waits = waits
+
+    def check_graph(self) -> None:
+        """Raise TrainingError in a graph inside the step's graph, where replicas cannot wait."""
+        if current_graph() is not self.graph:
+            raise TrainingError(
+                "A sum over replicas is inside a tf.function, a cond or a loop of the step's own:"
+                " an optimizer's apply, a masked loss, a synchronized BatchNormalization or"
+                " tfd.all_rows. Call it in the body of train_step or call. The step is compiled as"
+                " a whole already."
+            )
+
+    def synchronize(self, function: Callable[[_Values], _Result], values: _Values) -> _Result:
+        """Returns `function(values)`, in which this replica waits for the others."""
+        return (
+            function(values) if self._waits is None else self._waits.synchronize(function, values)
+        )
+
+    def all_reduce(
+        self, values: Sequence[Gradient], what: Sequence[Reduced] | None = None
+    ) -> list[Gradient]:
+        """Returns the sum of each value over all replicas. It has no gradient.
+
+        Args:
+            what: what each value is, for a StrategyTemplate. The default is statistics.
+        """
+        if not values or self.replicas == 1:
+            return list(values)
+        self.check_graph()
+        what = [STATISTIC] * len(values) if what is None else what
+        for value, each in zip(values, what, strict=True):
+            _set_shape(value, each)
+        lookups = [Lookups(value, self.equal) for value in values]
+        parts = [part for each in lookups for part in each.parts]
+        of_parts = [
+            OTHER if has_keys else kind
+            for each, kind in zip(lookups, what, strict=True)
+            for has_keys in each.has_keys
+        ]
+        sums = iter(self.synchronize(lambda mine: self._sums(mine, of_parts), parts))
+        summed = [each.joined([next(sums) for _ in each.parts]) for each in lookups]
+        self.equal.add(summed)
+        return summed
+
+    def before_and_all(self, counts: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the sums of a vector (int64) over the replicas before this one, and over all."""
+        number = tf.range(self.replicas)[:, tf.newaxis]
+        mine = tf.where(number == replica_number(), counts, 0)
+        (of_all,) = self.all_reduce([mine], [OTHER])
+        before = tf.where(number < replica_number(), of_all, 0)
+        return tf.reduce_sum(before, 0), tf.reduce_sum(of_all, 0)
+
+    def _sums(self, values: Sequence[Gradient], what: Sequence[Reduced]) -> list[Gradient]:
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for number, value in enumerate(values):
+            groups.setdefault(self._group(value), []).append(number)
+        summed: list[Gradient] = [None] * len(values)
+        for (sum_of, *_), numbers in groups.items():
+            totals = sum_of([values[i] for i in numbers], [what[i] for i in numbers])
+            for number, total in zip(numbers, totals, strict=True):
+                summed[number] = total
+        return summed
+
+    def _group(self, value: Gradient) -> tuple[Any, ...]:
+        """Returns the function that sums a value, and what is alike in its arguments."""
+        is_sparse = isinstance(value, tf.IndexedSlices)
+        has_known_shape = is_sparse or value.shape.is_fully_defined()
+        if self._between_workers and self.graph is not None:
+            if is_sparse:
+                return self._sum_of_slices, value.dtype.name
+            if not has_known_shape:
+                return self._sum_of_elements, value.dtype.name
+        return sum_up, is_sparse, has_known_shape
+
+    def _sum_of_elements(
+        self, values: Sequence[tf.Tensor], what: Sequence[Reduced]
+    ) -> list[tf.Tensor]:
+        """Sums dense tensors of one dtype; each has one shape on all workers."""
+        sizes = [tf.size(value) for value in values]
+        flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
+        (total,) = sum_up([padded_to_size(flat)], what[:1], self.keys_of_size)
+        pieces = tf.split(total[: tf.size(flat)], tf.stack(sizes), num=len(values))
+        return [
+            tf.ensure_shape(tf.reshape(piece, tf.shape(value)), value.shape)
+            for piece, value in zip(pieces, values, strict=True)
+        ]
+
+    def _sum_of_slices(
+        self, values: Sequence[tf.IndexedSlices], what: Sequence[Reduced]
+    ) -> list[tf.IndexedSlices]:
+        """Gathers the slices of all replicas, for all tables of one dtype in one collective."""
+        counts = tf.stack([tf.size(value.indices, tf.int64) for value in values])
+        places = [tf.unstack(each, len(values)) for each in self.before_and_all(counts)]
+        dtype = values[0].dtype if values[0].dtype.size > 2 else tf.float32  # holds a digit
+        mine = [tf.cast(value.values, dtype) for value in values]
+        mine += [_digits(value.indices, dtype) for value in values]
+        padded = list(map(among_zeros, mine, *[[*each, *each] for each in places]))
+        sums = self._sum_of_elements(padded, what)
+        return [
+            tf.IndexedSlices(
+                tf.cast(rows, value.dtype),
+                _joined_digits(digits, value.indices.dtype),
+                value.dense_shape,
+            )
+            for value, rows, digits in zip(values, sums, sums[len(values) :], strict=False)
+        ]
+
+    @contextlib.contextmanager
+    def keys_of_size(self, size: tf.Tensor) -> Iterator[None]:
+        """Scope in which collectives have the keys of a size."""
+
+        def key(original: Callable[..., int], launcher: object) -> tf.Tensor:
+            return key_of_size(original(launcher), size)
+
+        called: set[str] = set()
+        with substitutes({"collective_key": key}, called):
+            yield
+        if not called:
+            raise not_called("collective_key")
+
+
 @dataclass(eq=False)
 class StepContext:
     """The rows of the running replica, as a part of the global batch.
@@ -66,11 +206,9 @@ class StepContext:
         rows: number of rows of this part, a scalar tensor. A part of 0 rows has read a row of
             another replica, and counts for nothing.
         global_rows: number of rows of the global batch, over all replicas of all workers.
-        replicas: number of parts of the global batch, over all workers.
+        sums: sums over all replicas.
         local_replicas: number of parts on this worker.
         batch: the argument of the replica's step, a structure of tensors.
-        between_workers: TensorFlow's collectives sum over workers.
-        waits: records when the replica waits for others; None if nobody asks for times.
         cut_evenly: the parts are as `shards.bounds` cuts the global batch.
         batch_size: rows of a complete global batch; None if not known.
         weight_shapes: the shapes of the model's variables.
@@ -78,8 +216,7 @@ class StepContext:
     Attributes:
         rows_read: rows that the part's tensors have: one row where the part has none of its own.
         size: rows of the part's tensors, where they are known as a number.
-        equal: knows which tensors are equal on all replicas.
-        graph: the graph of the step; None in eager code.
+        replicas, equal, graph: those of `sums`.
         on_tpu: whether the replica runs on a TPU, where copies of variables cannot be reached one
             by one.
         substitutes: the functions that replace Keras's functions in this step, by key.
@@ -91,11 +228,9 @@ class StepContext:
 
     rows: tf.Tensor
     global_rows: tf.Tensor
-    replicas: int
+    sums: ReplicaSums
     local_replicas: int
     batch: Structure
-    between_workers: bool = False
-    waits: Waits | None = None
     cut_evenly: bool = True
     batch_size: int | None = None
     weight_shapes: Set[tuple[int | None, ...]] = frozenset()
@@ -106,12 +241,13 @@ class StepContext:
         )
         self.rows = tf.cast(self.rows, tf.int64)
         self.rows_read = tf.maximum(self.rows, 1)
-        self.graph = current_graph()
+        self.replicas, self.graph = self.sums.replicas, self.sums.graph
         self.on_tpu = isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy)
         if self.replicas > 1 and self.graph is not None and not self.on_tpu:
             self.batch = with_unknown_rows(self.batch)
         self.size = next(x for x in tf.nest.flatten(self.batch) if x is not None).shape[0]
-        self.equal = EqualTensors(self.batch)
+        self.equal = self.sums.equal
+        self.equal.add(self.batch, equal=False)
         self.equal.add(self.global_rows)
         self.substitutes: Mapping[str, Callable[..., Any]] = {}
         self.called: set[str] = set()
@@ -138,7 +274,7 @@ class StepContext:
                     first, _ = bounds(rows, number, self.replicas)
                     self._position = first, rows
                 else:
-                    before, rows = self._before_and_all(self.rows[tf.newaxis])
+                    before, rows = self.sums.before_and_all(self.rows[tf.newaxis])
                     self._position = before[0], rows[0]
         return self._position
 
@@ -187,7 +323,7 @@ class StepContext:
         """
         floats = [i for i, value in enumerate(values) if value.dtype.is_floating]
         what = [reduced_for("statistic", variables[i]) for i in floats]
-        means = self.all_reduce([self.weighted(values[i]) for i in floats], what)
+        means = self.sums.all_reduce([self.weighted(values[i]) for i in floats], what)
         by_index = dict(zip(floats, means, strict=True))
         return [by_index.get(i, value) for i, value in enumerate(values)]
 
@@ -202,7 +338,7 @@ class StepContext:
         """
 
         def sum_up(parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            return self.all_reduce(parts, [what] * len(parts))
+            return self.sums.all_reduce(parts, [what] * len(parts))
 
         @tf.custom_gradient
         def summed(*parts: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
@@ -218,121 +354,6 @@ class StepContext:
         totals = list(summed(*values))
         self.equal.add(totals)
         return totals
-
-    def check_graph(self) -> None:
-        """Raise TrainingError in a graph inside the step's graph, where replicas cannot wait."""
-        if current_graph() is not self.graph:
-            raise TrainingError(
-                "A sum over replicas is inside a tf.function, a cond or a loop of the step's own:"
-                " an optimizer's apply, a masked loss, a synchronized BatchNormalization or"
-                " tfd.all_rows. Call it in the body of train_step or call. The step is compiled as"
-                " a whole already."
-            )
-
-    def synchronize(self, function: Callable[[_Values], _Result], values: _Values) -> _Result:
-        """Returns `function(values)`, in which this replica waits for the others."""
-        return function(values) if self.waits is None else self.waits.synchronize(function, values)
-
-    def all_reduce(
-        self, values: Sequence[Gradient], what: Sequence[Reduced] | None = None
-    ) -> list[Gradient]:
-        """Returns the sum of each value over all replicas. It has no gradient.
-
-        Args:
-            what: what each value is, for a StrategyTemplate. The default is statistics.
-        """
-        if not values or self.replicas == 1:
-            return list(values)
-        self.check_graph()
-        what = [STATISTIC] * len(values) if what is None else what
-        for value, each in zip(values, what, strict=True):
-            _set_shape(value, each)
-        lookups = [Lookups(value, self.equal) for value in values]
-        parts = [part for each in lookups for part in each.parts]
-        of_parts = [
-            OTHER if has_keys else kind
-            for each, kind in zip(lookups, what, strict=True)
-            for has_keys in each.has_keys
-        ]
-        sums = iter(self.synchronize(lambda mine: self._sums(mine, of_parts), parts))
-        summed = [each.joined([next(sums) for _ in each.parts]) for each in lookups]
-        self.equal.add(summed)
-        return summed
-
-    def _before_and_all(self, counts: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the sums of a vector (int64) over the replicas before this one, and over all."""
-        number = tf.range(self.replicas)[:, tf.newaxis]
-        mine = tf.where(number == replica_number(), counts, 0)
-        (of_all,) = self.all_reduce([mine], [OTHER])
-        before = tf.where(number < replica_number(), of_all, 0)
-        return tf.reduce_sum(before, 0), tf.reduce_sum(of_all, 0)
-
-    def _sums(self, values: Sequence[Gradient], what: Sequence[Reduced]) -> list[Gradient]:
-        groups: dict[tuple[Any, ...], list[int]] = {}
-        for number, value in enumerate(values):
-            groups.setdefault(self._group(value), []).append(number)
-        summed: list[Gradient] = [None] * len(values)
-        for (sum_of, *_), numbers in groups.items():
-            totals = sum_of([values[i] for i in numbers], [what[i] for i in numbers])
-            for number, total in zip(numbers, totals, strict=True):
-                summed[number] = total
-        return summed
-
-    def _group(self, value: Gradient) -> tuple[Any, ...]:
-        """Returns the function that sums a value, and what is alike in its arguments."""
-        is_sparse = isinstance(value, tf.IndexedSlices)
-        has_known_shape = is_sparse or value.shape.is_fully_defined()
-        if self.between_workers and self.graph is not None:
-            if is_sparse:
-                return self._sum_of_slices, value.dtype.name
-            if not has_known_shape:
-                return self._sum_of_elements, value.dtype.name
-        return sum_up, is_sparse, has_known_shape
-
-    def _sum_of_elements(
-        self, values: Sequence[tf.Tensor], what: Sequence[Reduced]
-    ) -> list[tf.Tensor]:
-        """Sums dense tensors of one dtype; each has one shape on all workers."""
-        sizes = [tf.size(value) for value in values]
-        flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
-        (total,) = sum_up([padded_to_size(flat)], what[:1], self.keys_of_size)
-        pieces = tf.split(total[: tf.size(flat)], tf.stack(sizes), num=len(values))
-        return [
-            tf.ensure_shape(tf.reshape(piece, tf.shape(value)), value.shape)
-            for piece, value in zip(pieces, values, strict=True)
-        ]
-
-    def _sum_of_slices(
-        self, values: Sequence[tf.IndexedSlices], what: Sequence[Reduced]
-    ) -> list[tf.IndexedSlices]:
-        """Gathers the slices of all replicas, for all tables of one dtype in one collective."""
-        counts = tf.stack([tf.size(value.indices, tf.int64) for value in values])
-        places = [tf.unstack(each, len(values)) for each in self._before_and_all(counts)]
-        dtype = values[0].dtype if values[0].dtype.size > 2 else tf.float32  # holds a digit
-        mine = [tf.cast(value.values, dtype) for value in values]
-        mine += [_digits(value.indices, dtype) for value in values]
-        padded = list(map(among_zeros, mine, *[[*each, *each] for each in places]))
-        sums = self._sum_of_elements(padded, what)
-        return [
-            tf.IndexedSlices(
-                tf.cast(rows, value.dtype),
-                _joined_digits(digits, value.indices.dtype),
-                value.dense_shape,
-            )
-            for value, rows, digits in zip(values, sums, sums[len(values) :], strict=False)
-        ]
-
-    @contextlib.contextmanager
-    def keys_of_size(self, size: tf.Tensor) -> Iterator[None]:
-        """Scope in which collectives have the keys of a size."""
-
-        def key(original: Callable[..., int], launcher: object) -> tf.Tensor:
-            return key_of_size(original(launcher), size)
-
-        with substitutes({"collective_key": key}, self.called):
-            yield
-        if "collective_key" not in self.called:
-            raise not_called("collective_key")
 
 
 _DIGITS = np.array([1, 1 << 24, 1 << 48])  # float32 holds integers up to 2**24
@@ -419,7 +440,7 @@ def gather_rows(context: StepContext, values: Sequence[tf.Tensor]) -> list[tf.Te
     Each replica puts its rows in their places among zeros, and the results are summed. This works
     for parts of any size, on each strategy, and for each gradient.
     """
-    context.check_graph()
+    context.sums.check_graph()
     tensors = [_dense(value) for value in values]
     before, count = context.position()
     padded = []
@@ -446,7 +467,7 @@ def _totals(context: StepContext, values: Sequence[tf.Tensor]) -> list[tf.Tensor
     floats = [value for value in values if value.dtype.is_floating]
     others = [value for value in values if not value.dtype.is_floating]
     float_sums = iter(context.differentiable_sum(floats, OTHER) if floats else ())
-    other_sums = iter(context.all_reduce(others, [OTHER] * len(others)))
+    other_sums = iter(context.sums.all_reduce(others, [OTHER] * len(others)))
     return [next(float_sums if value.dtype.is_floating else other_sums) for value in values]
 
 

@@ -237,7 +237,7 @@ def _apply(
     ]
     sums = [context.weighted(grads[i]) for i in local]
     if not context.on_tpu:  # there Keras sums, after it has clipped
-        sums = context.all_reduce(sums, [reduced_for("gradient", variables[i]) for i in local])
+        sums = context.sums.all_reduce(sums, [reduced_for("gradient", variables[i]) for i in local])
     for i, total in zip(local, sums, strict=True):
         grads[i] = total
     if context.on_tpu:
@@ -282,9 +282,9 @@ def _update_once(
         broadcast_from_owner([*touched, *copies.used], strategy)
         return timestamp_after(sums)
 
-    context.check_graph()
+    context.sums.check_graph()
     values = [gradient for gradient in grads if gradient is not None]
-    context.synchronize(functools.partial(computed_once, update), values)
+    context.sums.synchronize(functools.partial(computed_once, update), values)
 
 
 def _update_mean(
@@ -351,7 +351,7 @@ def _reduce_loss(
         # The mean over parts, times the weights of all rows.
         weights = reduce(tf.ones_like(values))
         weigh = context.where_nonempty if reduction == "sum" else context.weighted
-        return values * context.all_reduce([weigh(weights)])[0]
+        return values * context.sums.all_reduce([weigh(weights)])[0]
     if reduction == "sum":
         if context.rows_in(values) == "batch":
             return loss
@@ -363,7 +363,7 @@ def _reduce_loss(
     ones = tf.ones_like(values, loss.dtype)
     divisor = original(ones, sample_weight=sample_weight, mask=mask, reduction="sum")
     mine = context.where_nonempty(divisor)
-    (whole,) = context.all_reduce([mine])
+    (whole,) = context.sums.all_reduce([mine])
     return loss * tf.math.divide_no_nan(mine, whole * context.batch_fraction(loss.dtype))
 
 
@@ -464,7 +464,7 @@ def _gradient(
         for each, variable in zip(flat, variables, strict=True)
         if each is not None
     ]
-    rest = iter(context.all_reduce(weighted, what))
+    rest = iter(context.sums.all_reduce(weighted, what))
     return tf.nest.pack_sequence_as(made, [None if each is None else next(rest) for each in flat])
 
 

@@ -143,7 +143,7 @@ def _shuffled(
     are_numbers = _are_row_numbers(x)
     rows = x + tf.cast(before, x.dtype) if are_numbers else x
     # In an eager step the number of all rows is a multiple of the part's.
-    with substitutes(dict.fromkeys(_BY_COUNTER), context.called):
+    with substitutes(dict.fromkeys(_BY_COUNTER)):
         shuffled = original(gather_rows(context, [rows])[0], 0, seed)
     mine = shuffled[before : before + context.rows_read]
     mine.set_shape(x.shape)

@@ -51,17 +51,19 @@ class EqualTensors:
     """The tensors of a replica's step that are the same on every replica.
 
     Args:
-        batch: what the step gets, a structure of tensors. They differ.
+        batch: tensors that may differ.
     """
 
-    def __init__(self, batch: Structure):
+    def __init__(self, batch: Structure = ()):
         self._known: dict[_Key, bool] = {}
         self._alive: list[tf.Tensor] = []  # the ids of eager tensors are their keys
-        self._set(batch, equal=False)
+        self.add(batch, equal=False)
 
-    def add(self, values: Structure) -> None:
-        """Note that these tensors are the same on every replica."""
-        self._set(values, equal=True)
+    def add(self, values: Structure, *, equal: bool = True) -> None:
+        """Note that these tensors are the same on every replica, or may differ."""
+        for tensor in _leaves(values):
+            self._known[_key(tensor)] = equal
+            self._alive.append(tensor)
 
     def has(self, values: Structure | Gradient) -> bool:
         """Whether these tensors are known to be the same on every replica."""
@@ -80,11 +82,6 @@ class EqualTensors:
             else:
                 stack.append(inputs[found.index(None)])
         return self._known[_key(tensor)]
-
-    def _set(self, values: Structure, *, equal: bool) -> None:
-        for tensor in _leaves(values):
-            self._known[_key(tensor)] = equal
-            self._alive.append(tensor)
 
 
 def _inputs(tensor: tf.Tensor) -> Sequence[tf.Tensor] | None:

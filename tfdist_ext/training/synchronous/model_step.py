@@ -25,7 +25,7 @@ from tfdist_ext.strategies.traced_replica import replica_id
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.steps import exact
-from tfdist_ext.training.steps.context import StepContext, running_step
+from tfdist_ext.training.steps.context import ReplicaSums, StepContext, running_step
 from tfdist_ext.training.steps.scope import (
     OwnCopies,
     OwnOutputs,
@@ -276,15 +276,14 @@ class ModelStep:
         self, part: Part, rows_of_all: tf.Tensor | None, waits: Waits | None
     ) -> StepContext:
         """The context of the running replica."""
+        on = self.reduction
         rows, of, batch = part
         context = StepContext(
             rows,
             of if rows_of_all is None else rows_of_all,
-            self.reduction.replicas,
-            self.reduction.local_replicas,
+            ReplicaSums(on.replicas, between_workers=on.between_workers, waits=waits),
+            on.local_replicas,
             batch,
-            between_workers=self.reduction.between_workers,
-            waits=waits,
             cut_evenly=rows_of_all is None,
             batch_size=self.batch_size,
             weight_shapes=self._weight_shapes,
