@@ -138,7 +138,7 @@ def test_a_worker_whose_data_ends_waits_for_one_whose_data_does_not(
 def test_workers_that_do_not_agree_on_their_data(results: list[dict[str, Any]]) -> None:
     for task in results:
         seed, position, rows = task["refused"]
-        assert "seed in the data's state must be the same on all workers, got 0 on" in seed
+        assert "seed in the data's state must be the same on all workers, but is 0 on" in seed
         assert "examples in the data's state must be" in position
         assert "and 0 on worker 1" in position
         assert "fingerprint in the data's state" in rows

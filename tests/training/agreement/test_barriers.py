@@ -93,7 +93,7 @@ def test_a_script_that_has_ended_in_a_process_that_lives_on_is_named(tmp_path: P
         caught = int(cluster.wait_for("worker:1", r"SigCgt:\s*(\w+)")[1], 16)
         assert not caught & 1 << signal.SIGTERM - 1
     assert "the thread that trained there has ended; worker:0 is in fit" in error
-    assert "Every worker must make the same calls" in error
+    assert "on every worker, not on one alone" in error
 
 
 @pytest.mark.long

@@ -12,17 +12,17 @@ from task_programs import results_of
 sys.path.insert(0, str(Path(__file__).parents[2] / "programs"))
 
 ERRORS = {
-    "activation": ["activation of layer 2 ('dense')", "got relu on worker 0 and tanh on worker 1"],
-    "optimizer": ["momentum of optimizer", "got 0.0 on worker 0 and 0.5 on worker 1"],
-    "deferred size": ["units of layer 1 ('dense') must be", "got 8 on worker 0 and 9 on worker 1"],
-    "vocabulary": ["vocabulary of layer 2 ('string_lookup')", "got ['[UNK]', 'a', 'c', 'b']"],
-    "batches": ["batch size of x must be the same on all workers, got 8 on worker 0 and 9 on"],
-    "steps": ["batches in the data must be the same on all workers, got 6 on worker 0 and 5 on"],
-    "validation": ["validation_data must be", "got none on worker 0 and given on worker 1"],
-    "x": ["x must be the same on all workers, got float32 [48, 4] with the", "from_dataset_fn"],
-    "one row of x": ["x must be the same on all workers, got float32 [48, 4] with the sums"],
+    "activation": ["activation of layer 2 ('dense')", "is relu on worker 0 and tanh on worker 1"],
+    "optimizer": ["momentum of optimizer", "is 0.0 on worker 0 and 0.5 on worker 1"],
+    "deferred size": ["units of layer 1 ('dense') must be", "is 8 on worker 0 and 9 on worker 1"],
+    "vocabulary": ["vocabulary of layer 2 ('string_lookup')", "is ['[UNK]', 'a', 'c', 'b']"],
+    "batches": ["batch size of x must be the same on all workers, but is 8 on worker 0 and 9 on"],
+    "steps": ["batches in the data must be the same on all workers, but is 6 on worker 0 and 5 on"],
+    "validation": ["validation_data must be", "is none on worker 0 and given on worker 1"],
+    "x": ["x must be the same on all workers, but is float32 [48, 4] with the", "from_dataset_fn"],
+    "one row of x": ["x must be the same on all workers, but is float32 [48, 4] with the sums"],
     "unseeded shuffle": ["class labels y must be", "a seed for shuffle()"],
-    "recompiled": ["loss must be the same on all workers, got mse on worker 0 and mae on worker"],
+    "recompiled": ["loss must be the same on all workers, but is mse on worker 0 and mae on"],
 }
 NOTHING = ["harmless", "read by the chief"]
 

@@ -61,8 +61,8 @@ _STATUS = {
 _THREAD_ENDED = "the thread that trained there has ended"
 _DOES = {"callbacks": "its callbacks", "checkpoint": "a checkpoint"}
 SAME_CALLS = (
-    "call fit, evaluate, predict, save and the like on every worker, not on one alone: all of them"
-    " compute, and of save and export the chief writes the files."
+    "Call fit, evaluate, predict, save and the like on every worker, not on one alone. All workers"
+    " compute, and the chief writes the files of save and export."
 )
 
 
@@ -206,7 +206,7 @@ class PeerMonitor(TaskStatus):
         if end.kind != "differs":
             text += f"; {self._me} is in {place}, which needs every worker."
         if end.kind == "left":
-            text += f" Every worker must make the same calls: {SAME_CALLS}"
+            text += f" {SAME_CALLS}"
         failure = PeerError(text)
         failure.task = end.task
         failure.permanent = end.kind in ("left", "differs")
@@ -366,8 +366,8 @@ def obstacle(positions: Mapping[str, Position], unchanged: float, stalled: str) 
         tasks: dict[str, list[str]] = {}
         for task, each in positions.items():
             tasks.setdefault(each.place, []).append(task)
-        got = "; ".join(f"{', '.join(names)} in {place}" for place, names in tasks.items())
-        text = f"every worker must make the same calls in the same order, got {got}: {SAME_CALLS}"
+        calls = "; ".join(f"{', '.join(names)} in {place}" for place, names in tasks.items())
+        text = f"Workers have made different calls: {calls}. {SAME_CALLS}"
         return End("differs", "", text)
     number = max((each.number for each in inside.values()), default=0)
     for task, each in positions.items():

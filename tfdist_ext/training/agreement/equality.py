@@ -34,11 +34,11 @@ _RANDOM = re.compile("Random|Multinomial|StatefulUniform|StatefulStandardNormal|
 # Names of what no augmentation changes: the number of rows, and one integer or text for each row.
 _BATCH_SIZE, _LABELS = "batch size", "class labels "
 SAME_ARGUMENTS = (
-    "give every worker the same data and the same arguments, as one device would get: each takes"
+    "Give every worker the same data and the same arguments, as one device would get. Each takes"
     " its own part of every global batch."
 )
 SAME_MODEL = (
-    "all workers train one model together. Build and compile the same model on every worker, from"
+    "All workers train one model together. Build and compile the same model on every worker, from"
     " the same code and settings."
 )
 
@@ -59,7 +59,7 @@ def check_equal_across_workers(
         TrainingError: on every worker, if the values of one differ from the first worker's.
     """
     if found := _differences(reduction, values):
-        raise TrainingError(f"{_sentences(found)}: {advice}")
+        raise TrainingError(f"{_sentences(found)}. {advice}")
 
 
 def _differences(reduction: Reduction, values: Mapping[str, Any]) -> dict[str, str]:
@@ -86,7 +86,7 @@ def _differences(reduction: Reduction, values: Mapping[str, Any]) -> dict[str, s
             first, other = (values.get(name, "nothing") for values in (of_first, of_other))
             if not _is_same(first, other):
                 found[name] = (
-                    f"{name} must be the same on all workers, got {first[:_SHOWN]} on {tasks[0]}"
+                    f"{name} must be the same on all workers, but is {first[:_SHOWN]} on {tasks[0]}"
                     f" and {other[:_SHOWN]} on {task}"
                 )
         if found:
@@ -125,7 +125,7 @@ def check_equal_positions(reduction: Reduction, data: ShardedDataset) -> None:
     state = data.state()
     state["fingerprint"] = {**state["fingerprint"], "time stamps": ""}
     values = {f"{name} in the data's state": value for name, value in state.items()}
-    advice = "every worker must be given the same ShardedDataset, at the same position."
+    advice = "Give every worker the same ShardedDataset, at the same position."
     check_equal_across_workers(reduction, values, advice)
 
 
@@ -150,7 +150,7 @@ def check_equal_data(
     if not (found := _differences(reduction, _described(data, names))):
         return
     message = (
-        f"{_sentences(found)}: each worker takes its own part of the same global batches, so some"
+        f"{_sentences(found)}. Each worker takes its own part of the same global batches, so some"
         " examples would be used twice and others never. Give every worker the same data, batch"
         " size and order (a seed for shuffle(), or the same keras.utils.set_random_seed() on every"
         " worker before the data is made); or let each worker read its own examples with"
