@@ -85,7 +85,7 @@ def test_a_host_name_that_is_not_known_and_a_port_in_use() -> None:
         address = jobs["worker"][0]
         with socket.create_server(("", int(address.rpartition(":")[2]))):
             (found,) = outcomes([info("worker:0", jobs)])
-    assert found.startswith(f"The port of worker:0 ({address}) is in use")
+    assert found.startswith(f"the port of worker:0 ({address}) is in use")
 
 
 @pytest.mark.parametrize("swapped", [False, True])

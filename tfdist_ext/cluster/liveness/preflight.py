@@ -119,8 +119,8 @@ def preflight(info: TaskInfo, *, wait: float, source: str) -> Endpoint:
         endpoint = Endpoint(tasks[info.task], answer)
     except OSError as error:
         raise PreflightError(
-            f"The port of {info.task} ({tasks[info.task]}) is in use. End the process that uses it,"
-            " or give the task another port."
+            f"the port of {info.task} ({tasks[info.task]}) is in use by another process, which must"
+            " end, or the task needs another port"
         ) from error
     try:
         deadline = time.monotonic() + wait
