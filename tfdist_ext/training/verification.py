@@ -37,7 +37,7 @@ class Verification:
         tolerance: the largest relative difference that counts as equal.
         causes: probable causes of differences and their remedies, the most probable one first.
         error: the message of the error that ended the training on the strategy; "" without one.
-            Then the differences are those of steps that run eagerly, where these are possible.
+            The differences are then those of the same steps run eagerly, if they can run.
     """
 
     title: str

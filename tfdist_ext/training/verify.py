@@ -133,8 +133,12 @@ def verify(
 def _differences_of_refused(
     trainings: Trainings, strategy: tf.distribute.Strategy
 ) -> dict[str, float]:
-    """The differences of steps that are refused when they are traced, if they run eagerly."""
+    """Returns the differences of refused steps that run eagerly; {} if they cannot.
+
+    Rows in a variable are found in the graph of a step, and an eager step has no graph.
+    """
     with contextlib.suppress(Exception):
+        # After an error the other workers may be elsewhere.
         if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
             return trainings.differences(strategy, eagerly=True)
     return {}

@@ -95,7 +95,7 @@ class Calls:
         done = read = 0
         # So that each worker has several calls. The batches that are left over travel alone.
         most = BATCHES_IN_A_CALL if n >= 4 * BATCHES_IN_A_CALL * self.workers else 1
-        of = functools.cache(functools.partial(traced_on_batches, function, iterator, specs))
+        trace = functools.cache(functools.partial(traced_on_batches, function, iterator, specs))
 
         def calls() -> Iterator[Call]:
             nonlocal done, read
@@ -104,10 +104,10 @@ class Calls:
                 read += 1
                 waiting += [batch] if int(rows) else []
                 if len(waiting) == most:
-                    yield of(most), (waiting, *arguments(done))
+                    yield trace(most), (waiting, *arguments(done))
                     done, waiting = done + most, []
             for batch in waiting:
-                yield of(1), ([batch], *arguments(done))
+                yield trace(1), ([batch], *arguments(done))
                 done += 1
 
         results = self.results(calls())
@@ -128,7 +128,11 @@ def traced_on_batches(
     specs: Sequence[tf.TensorSpec],
     batches: int,
 ) -> tf.types.experimental.ConcreteFunction:
-    """The same for this number of batches of an iterator, and further arguments."""
+    """A function of a list of batches, traced for this number of batches of an iterator.
+
+    Args:
+        specs: the specs of the function's further arguments.
+    """
     ((_, _, structure),) = iterator.element_spec
     spec = keras.tree.map_structure(lambda s: s if hasattr(s, "shape") else None, structure)
     return traced(function, [spec] * batches, *specs)
