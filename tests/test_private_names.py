@@ -14,10 +14,10 @@ from task_programs import LEFT_OUT
 
 import tfdist_ext as tfd
 from tfdist_ext import private_names
-from tfdist_ext.placement.live import _keras_private as kp
+from tfdist_ext.placement.live import _keras_private
 from tfdist_ext.placement.live import _tf_private as servers
 from tfdist_ext.private_names import PrivateNames
-from tfdist_ext.strategies import _tf_private as tp
+from tfdist_ext.strategies import _tf_private
 
 ROOT = Path(__file__).parents[1]
 
@@ -80,7 +80,7 @@ def test_setup_allows_the_releases_that_are_tested() -> None:
         assert f'"{package}>={oldest},<{major}.{int(minor) + 1}"' in setup
 
 
-@pytest.mark.parametrize("module", [tp, servers, kp])
+@pytest.mark.parametrize("module", [_tf_private, servers, _keras_private])
 def test_no_name_is_imported(module: Any) -> None:
     text = Path(module.__file__).read_text(encoding="utf-8")
     assert not re.search(r"^\s*(from|import) (tensorflow\.python|keras\.src)", text, re.M)

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tables import BATCH, build, data
 
 import tfdist_ext as tfd
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training import _keras_private
 from tfdist_ext.training.state import state_of, whole_value
 
 folder = Path(sys.argv[1])
@@ -49,7 +49,7 @@ def state(model):
 
 def pieces(model):
     """Rows of the table's pieces, and the servers where they are."""
-    raw = kp.raw_value(model.keras_model.weights[0])
+    raw = _keras_private.raw_value(model.keras_model.weights[0])
     return [[piece.shape[0], piece.device.split("/")[3]] for piece in raw.variables]
 
 

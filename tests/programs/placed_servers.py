@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import tfdist_ext as tfd
 from tfdist_ext.placement import OnTask, Rule, Sharded
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training import _keras_private
 
 cluster, servers = own_servers.serve(ps=3)
 resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, rpc_layer="grpc")
@@ -47,7 +47,7 @@ y = np.sin(np.arange(64.0))[:, None]
 def places(model):
     """Path -> [(task, rows)] of every variable of the model and its optimizer, as it is live."""
     return {
-        variable.path: of(kp.raw_value(variable))
+        variable.path: of(_keras_private.raw_value(variable))
         for variable in [*model.variables, *model.optimizer.variables]
     }
 
@@ -88,7 +88,7 @@ rules = [
 strategy = tfd.create_strategy("parameter_server", cluster=resolver, placement=rules)
 plain = build()  # connecting to a cluster ends the variables that were there
 model = tfd.distribute(build, strategy)
-before = [kp.raw_value(v).numpy() for v in model.keras_model.weights]
+before = [_keras_private.raw_value(v).numpy() for v in model.keras_model.weights]
 result["same initial values"] = {
     v.path: bool(np.array_equal(a, b.numpy()))
     for v, a, b in zip(model.keras_model.weights, before, plain.weights, strict=True)
@@ -96,7 +96,7 @@ result["same initial values"] = {
 model.fit(x, y, batch_size=16, epochs=2, verbose=0, shuffle=False)
 plain.fit(x, y, batch_size=16, epochs=2, verbose=0, shuffle=False)
 result["trained"] = max(
-    float(np.max(np.abs(kp.raw_value(a).numpy() - b.numpy())))
+    float(np.max(np.abs(_keras_private.raw_value(a).numpy() - b.numpy())))
     for a, b in zip(model.keras_model.weights, plain.weights, strict=True)
 )
 plan = strategy.placement_plan
@@ -113,7 +113,7 @@ with free.scope():
         asked = tf.Variable(tf.zeros([5]))
         layer = keras.layers.Dense(3, name="asked")
         layer.build([None, 4])
-    result["asked"] = [of(asked), *(of(kp.raw_value(v)) for v in layer.weights)]
+    result["asked"] = [of(asked), *(of(_keras_private.raw_value(v)) for v in layer.weights)]
 planned = tfd.create_strategy("parameter_server", cluster=resolver, placement=plan)
 result["refused"] = []
 bytes_before = planned.placer.bytes_by_task.copy()

@@ -9,17 +9,16 @@ import keras
 import pytest
 
 from tfdist_ext.private_names import PrivateNames
-from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training import _tf_private as tp
+from tfdist_ext.training import _keras_private, _tf_private
 
 
-@pytest.mark.parametrize("names", [kp.NAMES, tp.NAMES])
+@pytest.mark.parametrize("names", [_keras_private.NAMES, _tf_private.NAMES])
 def test_names_in_modules(names: PrivateNames) -> None:
     for name in names.uses:
         assert names(name) is not None
 
 
-@pytest.mark.parametrize("replaced", kp.REPLACED, ids=str)
-def test_what_is_replaced_in_steps_is_there(replaced: kp.Replaced) -> None:
+@pytest.mark.parametrize("replaced", _keras_private.REPLACED, ids=str)
+def test_what_is_replaced_in_steps_is_there(replaced: _keras_private.Replaced) -> None:
     owner, name = replaced.place()
     assert hasattr(owner, name), f"Keras {keras.__version__} moved {replaced}"

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
-from tfdist_ext.strategies import _tf_private as tp
+from tfdist_ext.strategies import _tf_private
 from tfdist_ext.strategies.stages import NotSharedError, Stage, cut, tensor_name
 from tfdist_ext.strategies.traced_replica import SyncPoint, TracedReplica
 from tfdist_ext.user_frames import warn
@@ -154,7 +154,9 @@ class SharedStep:
             values = _packed(point.values, leaves)
             of_all.append(tf.nest.map_structure(_of_known_shape, values, point.values))
         local = self._strategy.experimental_local_results
-        results = [local(each) for each in point.reduce(tp.per_replica(of_all, always=True))]
+        results = [
+            local(each) for each in point.reduce(_tf_private.per_replica(of_all, always=True))
+        ]
         names = [leaf.name for leaf in _leaves(point.results)]
         for replica, tensors in enumerate(known):
             got = _leaves([each[replica % len(each)] for each in results])
@@ -234,7 +236,7 @@ class _StageFunction:
         )
         # Kept, because the functions that it calls live as long as it does.
         self._known = traced.get_concrete_function(specs)
-        self._function = tp.unchanged_by_calls(self._known, nodes)
+        self._function = _tf_private.unchanged_by_calls(self._known, nodes)
 
     def __call__(self, tensors: Tensors, replica: int, handles: Handles) -> Tensors:
         """The outputs of the stage on one replica, by name."""
@@ -242,7 +244,7 @@ class _StageFunction:
         for source in self._known.captured_inputs:
             copies = handles.get(id(source))
             args.append(copies[replica % len(copies)] if copies else source)
-        call = tp.call_in_graph(self._function, args)
+        call = _tf_private.call_in_graph(self._function, args)
         for output, shape in zip(call.outputs, self._shapes, strict=True):
             output.set_shape(shape)
         return dict(zip(self._outputs, call.outputs, strict=True))
@@ -291,7 +293,7 @@ def _optimized(
         node.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
     if not jit_compile:
         try:
-            found = tp.optimized(found, [*stage.outputs, *effects, *placeholders], device)
+            found = _tf_private.optimized(found, [*stage.outputs, *effects, *placeholders], device)
         except StrategyError:
             raise
         except ValueError as error:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdist_ext.placement import VariableSpec
 from tfdist_ext.placement.live.creating import is_partitioned
-from tfdist_ext.strategies import _tf_private as tp
+from tfdist_ext.strategies._tf_private import Value, full_name, mirrored_class, per_replica
 from tfdist_ext.strategies.one_machine import pick_devices
 from tfdist_ext.strategies.reductions import OTHER, Reduced
 from tfdist_ext.strategies.template_extended import TemplateExtended
@@ -38,8 +38,8 @@ class StrategyTemplate(tf.distribute.Strategy):
 
     def __init__(self, devices: int | str | Sequence[str] | None = None):
         self._names = tuple(pick_devices(type(self).__name__, devices))
-        extended = tp.mirrored_class(TemplateExtended)
-        super().__init__(extended(self, [tp.full_name(name) for name in self._names]))
+        extended = mirrored_class(TemplateExtended)
+        super().__init__(extended(self, [full_name(name) for name in self._names]))
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -130,10 +130,10 @@ class StrategyTemplate(tf.distribute.Strategy):
     def reduce_values(
         self,
         op: tf.distribute.ReduceOp,
-        values: Sequence[tp.Value],
+        values: Sequence[Value],
         devices: Sequence[str],
         what: Reduced = OTHER,
-    ) -> Sequence[tp.Value]:
+    ) -> Sequence[Value]:
         """Hook: how values are reduced.
 
         Called by `all_reduce`, `reduce`, `extended.reduce_to` and aggregated assignments.
@@ -150,5 +150,5 @@ class StrategyTemplate(tf.distribute.Strategy):
             the values are reduced on the first device.
         """
         first = tf.distribute.ReductionToOneDevice(devices[0])
-        total = first.reduce(op, tp.per_replica(values, always=True), devices[0])
+        total = first.reduce(op, per_replica(values, always=True), devices[0])
         return [total] * len(devices)

@@ -18,7 +18,7 @@ from tfdist_ext.placement import VariableSpec
 from tfdist_ext.placement.live._tf_private import partitioned_variable_class
 from tfdist_ext.placement.live.creating import Where, is_partitioned, made_in_pieces, pieces_of
 from tfdist_ext.placement.live.initial_values import InitialValue
-from tfdist_ext.strategies import _tf_private as tp
+from tfdist_ext.strategies import _tf_private
 from tfdist_ext.strategies.one_machine import pick_devices
 from tfdist_ext.strategies.reductions import OTHER, Reduced
 
@@ -42,7 +42,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         # Not MirroredStrategy's: it reads TF_CONFIG, and makes collectives that nothing uses.
         tf.distribute.StrategyExtended.__init__(self, strategy)
         self._devices = tuple(devices)
-        self._input_workers_devices = ((tp.full_name("/device:CPU:0"), self._devices),)
+        self._input_workers_devices = ((_tf_private.full_name("/device:CPU:0"), self._devices),)
         self._communication_options = tf.distribute.experimental.CommunicationOptions()
 
     def _use_merge_call(self) -> bool:
@@ -71,7 +71,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
 
         def create(devices: Sequence[str], *, in_pieces: bool = False) -> tf.Variable:
             picked = pick_devices(of, devices)
-            names = [tp.full_name(name) for name in picked]
+            names = [_tf_private.full_name(name) for name in picked]
             if in_pieces and len(picked) > 1:
                 made = self._in_pieces(next_creator, kwargs, spec, names)
             elif picked == list(strategy.devices):
@@ -104,11 +104,11 @@ class TemplateExtended(tf.distribute.StrategyExtended):
 
         Without an aggregation it takes the value that the first replica writes.
         """
-        with tp.across(device), tp.outside_of_tapes():
+        with _tf_private.across(device), _tf_private.outside_of_tapes():
             plain = next_creator(**kwargs)
         if aggregation in (None, tf.VariableAggregation.NONE):
             aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
-        return tp.shared_variable(self._container_strategy(), plain, aggregation)
+        return _tf_private.shared_variable(self._container_strategy(), plain, aggregation)
 
     def _in_pieces(
         self,
@@ -136,7 +136,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         pass  # MirroredStrategy's method does not take a variable that replicas share
 
     def value_container(self, value: Any) -> Any:
-        return tp.container_of(value)
+        return _tf_private.container_of(value)
 
     def read_var(self, v: tf.Variable) -> tf.Tensor:
         """The value of a variable outside of replicas."""
@@ -154,18 +154,18 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         def update(number: int) -> Any:
             copy = copies[number]
             name = tf.name_scope(f"update_{number}")
-            with tf.device(getattr(copy, "device", None)), tp.updating(number), name:
-                mine = tp.of_replica(number, (tuple(args), kwargs))
+            with tf.device(getattr(copy, "device", None)), _tf_private.updating(number), name:
+                mine = _tf_private.of_replica(number, (tuple(args), kwargs))
                 return fn(copy, *mine[0], **mine[1])
 
-        if tp.is_synchronized_on_read(var):
+        if _tf_private.is_synchronized_on_read(var):
             results = [update(number) for number in range(len(copies))]
         else:
             results = strategy.update_variable(var, copies, update)
             if not _is_list_of(len(copies), results):
                 of = f"a list of {len(copies)}, what update() returned for each copy of"
                 raise _wrong(strategy, "update_variable", f"{of} {var.name!r}", results)
-        return tp.results_of_update(self, results, group)
+        return _tf_private.results_of_update(self, results, group)
 
     # Values
 
@@ -175,7 +175,9 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         inherited = super()._reduce_to
 
         def reduced(value: Any) -> Any:
-            if tp.is_mirrored(value) or not isinstance(value, tf.distribute.DistributedValues):
+            if _tf_private.is_mirrored(value) or not isinstance(
+                value, tf.distribute.DistributedValues
+            ):
                 return inherited(reduce_op, value, destinations, options)
             return self._reduced(reduce_op, value.values, destinations, what)
 
@@ -225,19 +227,19 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         if isinstance(value, tf.distribute.DistributedValues):
             return value, destinations
         # The tensor may be on no device, and its device does not matter.
-        copies = [tp.copied_to(device, value) for device in self._devices]
-        value = tp.per_replica(copies, always=True)
+        copies = [_tf_private.copied_to(device, value) for device in self._devices]
+        value = _tf_private.per_replica(copies, always=True)
         return value, value
 
     def _reduced(
         self,
         op: tf.distribute.ReduceOp,
-        parts: Sequence[tp.Value],
+        parts: Sequence[_tf_private.Value],
         destinations: Any,
         what: Reduced,
     ) -> Any:
         strategy = self._container_strategy()
-        devices = tp.devices_of(destinations)
+        devices = _tf_private.devices_of(destinations)
         parts = tuple(  # a copy of a variable is read where it is
             part if isinstance(part, tf.IndexedSlices) else tf.convert_to_tensor(part)
             for part in parts
@@ -252,10 +254,10 @@ class TemplateExtended(tf.distribute.StrategyExtended):
                 wanted = f"values like those that it gets, as {shown(parts[0])}"
                 raise _wrong(strategy, "reduce_values", wanted, result)
         there = [
-            result if result.device == device else tp.copied_to(device, result)
+            result if result.device == device else _tf_private.copied_to(device, result)
             for device, result in zip(devices, results, strict=True)
         ]
-        return there[0] if len(there) == 1 else tp.per_replica(there, mirrored=True)
+        return there[0] if len(there) == 1 else _tf_private.per_replica(there, mirrored=True)
 
 
 def _spec(kwargs: dict[str, Any], device: str) -> VariableSpec | None:
@@ -277,7 +279,7 @@ def _spec(kwargs: dict[str, Any], device: str) -> VariableSpec | None:
 
 def _what(value: Any, destinations: Any) -> Reduced:
     """The description of a reduction that was not given."""
-    if tp.is_synchronized_on_read(value):
+    if _tf_private.is_synchronized_on_read(value):
         return Reduced(kind="metric", variable=value, path=value.name.removesuffix(":0"))
     if isinstance(destinations, tf.Variable):
         name = destinations.name.removesuffix(":0")

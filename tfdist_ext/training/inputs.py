@@ -36,7 +36,7 @@ from tfdist_ext.data.pipelines import (
 )
 from tfdist_ext.data.shards import bounds
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._keras_private import array_parts, batches_of, get_data_adapter, take
 from tfdist_ext.training.steps.scope import Logs
 from tfdist_ext.user_frames import warn
 
@@ -108,10 +108,10 @@ def read(
         raise TrainingError(f"There is no data: x is {x!r}.")
     sizes = {"batch_size": batch_size, "steps_per_epoch": steps}
     # Keras does not shuffle: its random numbers differ between tasks.
-    adapter = kp.get_data_adapter(x, y, sample_weight, class_weight=class_weight, **sizes)
+    adapter = get_data_adapter(x, y, sample_weight, class_weight=class_weight, **sizes)
     seed = seed if shuffle else None
     with tf.device("CPU:0"):
-        found = kp.array_parts(adapter)
+        found = array_parts(adapter)
     if found is not None:
         return _batches_of_arrays(adapter, *found, shuffle, None if seed is None else seed())
     return _batches_of_dataset(x, adapter, class_weight, seed, replicas)
@@ -197,7 +197,7 @@ def _dataset_of_arrays(
                 key = tf.random.stateless_uniform([3], of_pass, None, None, tf.uint32)
                 indices = order.rows(step, begin, end, key)
             each = tf.gather(indices, tf.ragged.range(low - begin, high - begin).flat_values)
-            taken = [kp.take(arrays, mine) for mine in tf.split(each, high - low, num=local)]
+            taken = [take(arrays, mine) for mine in tf.split(each, high - low, num=local)]
             return tuple(zip(tf.unstack(counts, local), [size] * local, taken, strict=True))
 
         options = tf.data.Options()  # nothing to optimize, which takes longer than a short fit
@@ -361,9 +361,9 @@ def _in_new_orders(
     def next_pass() -> Iterator[Structure]:
         random = np.random.default_rng([seed, next(numbers)])
         order = random.permutation(source.num_batches).tolist()
-        adapter = kp.get_data_adapter(_Permuted(source, order), class_weight=class_weight)
+        adapter = get_data_adapter(_Permuted(source, order), class_weight=class_weight)
         try:
-            yield from kp.batches_of(adapter)
+            yield from batches_of(adapter)
         finally:
             adapter.on_epoch_end()  # stops workers that read ahead
 

@@ -25,7 +25,7 @@ import numpy as np
 from tfdist_ext.data.pipelines import Structure, data_errors_as_raised
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.launch.exit_codes import PREEMPTED
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._keras_private import in_one_array
 from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks
 from tfdist_ext.training.checkpoints.format import Progress
@@ -324,7 +324,7 @@ def predict(
         raise TrainingError(EMPTY)
     epochs.is_done(data, done, stopped=bool(model.stop_predicting))
     hooks.on_predict_end()
-    return keras.tree.map_structure(kp.in_one_array, *collected)
+    return keras.tree.map_structure(in_one_array, *collected)
 
 
 @contextlib.contextmanager

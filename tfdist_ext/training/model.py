@@ -24,7 +24,7 @@ from tfdist_ext.messages import counted, shown
 from tfdist_ext.strategies import create_strategy
 from tfdist_ext.strategies.explanation import evaluates
 from tfdist_ext.strategies.factory import check_spans_cluster
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._keras_private import metrics_in_order, train_validation_split
 from tfdist_ext.training.agreement.barriers import peers_of
 from tfdist_ext.training.agreement.equality import (
     SAME_ARGUMENTS,
@@ -71,7 +71,7 @@ from tfdist_ext.training.parameter_server.engine import (
     ParameterServerEngine,
     ParameterServerPredictor,
 )
-from tfdist_ext.training.sharded_inputs import check_says_nothing_else, read_sharded
+from tfdist_ext.training.sharded_inputs import check_no_other_arguments, read_sharded
 from tfdist_ext.training.state import broadcast_variables, run_on_chief, snapshot, state_of
 from tfdist_ext.training.steps.scope import Logs
 from tfdist_ext.training.synchronous.engine import (
@@ -215,7 +215,7 @@ class DistributedModel(SavingMixin):
             BackupAndRestore=backup,
         )
         if validation_split and validation_data is None:
-            (x, y, sample_weight), validation_data = kp.train_validation_split(
+            (x, y, sample_weight), validation_data = train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
             )
         sizes = {"batch_size": validation_batch_size or batch_size, "steps": validation_steps}
@@ -323,13 +323,13 @@ class DistributedModel(SavingMixin):
         """
         if _use_cached_eval_dataset and self._cached_validation is not None:
             logs = self._evaluate(*self._cached_validation)
-            return logs if return_dict else kp.metrics_in_order(self._model, logs)
+            return logs if return_dict else metrics_in_order(self._model, logs)
         self._check_call("evaluate", {"batch_size": batch_size, "steps": steps}, x=x)
         data = x, y, sample_weight
         epochs = self._read("test", *data, batch_size=batch_size, steps=steps)
         hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
         logs = self._evaluate(epochs, hooks)
-        return logs if return_dict else kp.metrics_in_order(self._model, logs)
+        return logs if return_dict else metrics_in_order(self._model, logs)
 
     @overridable
     @on_every_worker
@@ -370,7 +370,7 @@ class DistributedModel(SavingMixin):
     ) -> Any:
         """One step on one global batch, as `keras.Model.train_on_batch` does it."""
         logs = self._on_batch("train", (x, y, sample_weight), class_weight=class_weight)
-        return logs if return_dict else kp.metrics_in_order(self._model, logs)
+        return logs if return_dict else metrics_in_order(self._model, logs)
 
     @overridable
     @on_every_worker
@@ -379,7 +379,7 @@ class DistributedModel(SavingMixin):
     ) -> Any:
         """Loss and metrics of one global batch, as `keras.Model.test_on_batch` returns them."""
         logs = self._on_batch("test", (x, y, sample_weight))
-        return logs if return_dict else kp.metrics_in_order(self._model, logs)
+        return logs if return_dict else metrics_in_order(self._model, logs)
 
     @overridable
     @on_every_worker
@@ -557,7 +557,7 @@ class DistributedModel(SavingMixin):
             replicas = self._reduction.replicas
             return read(x, y, sample_weight, seed=seed, replicas=replicas, **options)
         given = {name: options.get(name) for name in ("class_weight", "batch_size")}
-        check_says_nothing_else(x, y=y, sample_weight=sample_weight, **given)
+        check_no_other_arguments(x, y=y, sample_weight=sample_weight, **given)
         on_workers = None
         if isinstance(self._engine, ParameterServerEngine) and self._workers_may_read(x):
             on_workers = self._engine.batches_on_workers(x)

@@ -19,7 +19,7 @@ from tfdist_ext.training.agreement.equality import check_equal_positions, from_e
 from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.inputs import GlobalBatches, Part, parts_of_dataset
 
-__all__ = ["check_says_nothing_else", "read_sharded"]
+__all__ = ["check_no_other_arguments", "read_sharded"]
 
 
 def read_sharded(
@@ -34,10 +34,11 @@ def read_sharded(
     return _batches_of_ordered(data if from_position else data.in_order())
 
 
-def check_says_nothing_else(data: ShardedDataset, **given: Any) -> None:
-    """
+def check_no_other_arguments(data: ShardedDataset, **given: Any) -> None:
+    """Check that `fit` gets no argument that a ShardedDataset already determines.
+
     Raises:
-        TrainingError: an argument of `fit` that a ShardedDataset already determines.
+        TrainingError: it gets one.
     """
     if given["batch_size"] == data.global_batch_size:
         del given["batch_size"]

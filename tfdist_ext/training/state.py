@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import pieces_of
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._keras_private import flat_layers, raw_value
 from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.variables import optimizers_of, with_inner_optimizers
 
@@ -85,7 +85,7 @@ def state_of(model: keras.Model) -> dict[str, keras.Variable]:
             group = ".".join([attribute.replace("/", "_"), *kinds])
             named = [(_slot_name(each.name, slots), each) for each in optimizer.variables]
             state |= {f"{group}/{name}": variable for name, variable in _renumbered(named)}
-    return {name: each for name, each in state.items() if kp.raw_value(each) is not None}
+    return {name: each for name, each in state.items() if raw_value(each) is not None}
 
 
 def group_of(name: str) -> str:
@@ -107,7 +107,7 @@ def _variables_in(layer: keras.Layer, parent: str) -> Iterator[tuple[str, keras.
 
     The variable's own path says where its layer was built, and may differ in a copy.
     """
-    inner = kp.flat_layers(layer, recursive=False, include_self=False)
+    inner = flat_layers(layer, recursive=False, include_self=False)
     of_inner = {id(variable) for part in inner for variable in part.variables}
     own = [(each.name, each) for each in layer.variables if id(each) not in of_inner]
     for name, variable in _renumbered(own):
@@ -140,7 +140,7 @@ def whole_value(variable: keras.Variable, buffer: np.ndarray | None = None) -> n
     Args:
         buffer: memory for the value, if it fits; new memory costs time.
     """
-    shape, dtype = tuple(variable.shape), kp.raw_value(variable).dtype.as_numpy_dtype
+    shape, dtype = tuple(variable.shape), raw_value(variable).dtype.as_numpy_dtype
     if buffer is None or (buffer.shape, buffer.dtype) != (shape, dtype):
         buffer = np.empty(shape, dtype)
     for start, stop in blocks(variable):
@@ -172,7 +172,7 @@ def blocks(value: Variable | np.ndarray) -> Iterator[tuple[int, int]]:
     A scalar is one row. A block has at least one row, however big that is.
     """
     rows, *rest = tuple(value.shape) or (1,)
-    item = value.itemsize if isinstance(value, np.ndarray) else kp.raw_value(value).dtype.size
+    item = value.itemsize if isinstance(value, np.ndarray) else raw_value(value).dtype.size
     row_bytes = int(np.prod(rest, dtype=np.int64)) * item
     step = max(1, BLOCK_BYTES // max(1, row_bytes))
     for start in range(0, rows, step):
@@ -186,7 +186,7 @@ def read_rows(value: Variable | np.ndarray, start: int, stop: int) -> np.ndarray
     """
     if isinstance(value, np.ndarray):
         return np.atleast_1d(value)[start:stop]
-    variable = kp.raw_value(value)
+    variable = raw_value(value)
     parts = []
     for piece, first, end in pieces_of(variable):
         low, high = max(start, first) - first, min(stop, end) - first
@@ -205,7 +205,7 @@ def read_rows(value: Variable | np.ndarray, start: int, stop: int) -> np.ndarray
 
 def assign_rows(variable: Variable, start: int, values: np.ndarray) -> None:
     """Assigns the rows from `start` on, in every copy and every piece."""
-    for piece, first, end in pieces_of(kp.raw_value(variable)):
+    for piece, first, end in pieces_of(raw_value(variable)):
         low, high = max(start, first), min(start + len(values), end)
         if low >= high:
             continue
@@ -264,11 +264,11 @@ def broadcast_variables(reduction: Reduction, variables: Iterable[Variable]) -> 
     """
     if not reduction.multi_worker:
         return
-    different = {id(kp.raw_value(variable)): variable for variable in variables}
+    different = {id(raw_value(variable)): variable for variable in variables}
     messages: dict[int, list[tuple[Variable, int, int]]] = {}
     size = 0
     for variable in different.values():
-        row_bytes = int(np.prod(tuple(variable.shape)[1:])) * kp.raw_value(variable).dtype.size
+        row_bytes = int(np.prod(tuple(variable.shape)[1:])) * raw_value(variable).dtype.size
         for start, stop in blocks(variable):
             messages.setdefault(size // BLOCK_BYTES, []).append((variable, start, stop))
             size += (stop - start) * row_bytes

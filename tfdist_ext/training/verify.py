@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfdist_ext.data.pipelines import Structure, batch_size_of, rows_between
 from tfdist_ext.errors import TfDistError, TrainingError
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._keras_private import flat_layers, get_data_adapter
 from tfdist_ext.training.building.build import batch_normalization_layers
 from tfdist_ext.training.model import check_counts, distribute
 from tfdist_ext.training.state import METRICS, MODEL, state_of, whole_value
@@ -321,7 +321,7 @@ class Trainings:
         """Returns the first global batches."""
         x, y, weights = (*(data if isinstance(data, tuple) else (data,)), None, None)[:3]
         size = self._fit.get("batch_size") or 32
-        dataset = kp.get_data_adapter(x, y, weights, batch_size=size).get_tf_dataset()
+        dataset = get_data_adapter(x, y, weights, batch_size=size).get_tf_dataset()
         return list(dataset.take(steps))
 
     def _predictions(self, model: Any) -> Results:
@@ -372,7 +372,7 @@ def _values_of(model: keras.Model) -> dict[str, np.ndarray]:
             values[f"{kind} {name}"] = whole_value(variable)
         elif group != METRICS:
             values[f"optimizer {path.removeprefix('optimizer.')}"] = whole_value(variable)
-    for number, layer in enumerate(kp.flat_layers(model)):
+    for number, layer in enumerate(flat_layers(model)):
         for attribute, value in vars(layer).items():
             if isinstance(value, tf.Variable):
                 own = f"{type(layer).__name__}.{attribute}"

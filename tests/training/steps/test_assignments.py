@@ -26,7 +26,7 @@ from training_cases import (
 )
 
 import tfdist_ext as tfd
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training import _keras_private
 
 FIT = {"batch_size": 16, "epochs": 2}
 
@@ -80,7 +80,7 @@ def between_dense(layer: Callable[..., Any], *args: Any) -> Callable[[], keras.M
 
 def assert_copies_are_equal(ours: Any) -> None:
     for variable in ours.keras_model.weights:
-        copies = ours.strategy.experimental_local_results(kp.raw_value(variable))
+        copies = ours.strategy.experimental_local_results(_keras_private.raw_value(variable))
         values = [copy.numpy() for copy in copies]
         for value in values[1:]:
             np.testing.assert_array_equal(value, values[0], err_msg=variable.path)

@@ -21,7 +21,7 @@ FIRST_AFTER = 10.0  # seconds; each further report comes after twice the time
 LONGEST_PAUSE = 120.0
 
 
-def say(line: str) -> None:
+def log_line(line: str) -> None:
     """Write a line to stderr at once."""
     print(line, file=sys.stderr, flush=True)
 
@@ -51,7 +51,7 @@ class WaitReports:
         """Report, if due, that a task waits for other tasks; `source` gave their addresses."""
         waited = time.monotonic() - self._began
         if self.due(waited):
-            say(
+            log_line(
                 f"{me}: waiting for {names} for {waited:.0f} s. Is it started, is its address right"
                 f" in {source} on every task, can this host reach it?"
             )

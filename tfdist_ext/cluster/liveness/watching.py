@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Mapping
 
 from tfdist_ext.cluster.jobs import ClusterDescription
-from tfdist_ext.cluster.liveness import WaitReports, say, show_stacks
+from tfdist_ext.cluster.liveness import WaitReports, log_line, show_stacks
 from tfdist_ext.cluster.liveness.wire import READY, SILENT, STARTED, Connection, Endpoint, Message
 
 # The states of a task.
@@ -153,7 +153,7 @@ def run_watcher(me: str, parent: int, tasks: Mapping[str, str], frozen_after: fl
             answers = task.look()
             # After a missed answer the next question follows at once: this one has waited already.
             time.sleep(0.0 if task.silent else frozen_after / 10 if answers else 1.0)
-        say(f"{me}: {task.failure} The job ends.")
+        log_line(f"{me}: {task.failure} The job ends.")
         for number in (signal.SIGTERM, signal.SIGKILL):
             if os.getppid() == parent:
                 os.kill(parent, number)
@@ -232,7 +232,7 @@ class Servers:
         # Python keeps the exception that ended the program, if one did.
         result = FAILED if getattr(sys, "last_value", None) is not None else DONE
         if silent := self.end(result):
-            say(
+            log_line(
                 f"{self._me}: {', '.join(silent)} did not answer within {_TAKE[result]:.0f} s at"
                 " the end of this process, and may be left behind: frozen, or busy."
             )
@@ -252,14 +252,14 @@ def result_of_coordinator(cluster: ClusterDescription, endpoint: Endpoint) -> st
     me, driver = str(cluster.task), cluster.driver
     address = cluster.addresses[me]
     if driver is None:
-        say(
+        log_line(
             f"{me}: serving at {address}. {cluster.source} names no chief: this server does not"
             " notice the end of a coordinator. End it yourself."
         )
         while True:
             time.sleep(_LOOK_EVERY)
     coordinator = TaskWatch(*driver, COORDINATOR_SILENT)
-    say(f"{me}: serving at {address}; the coordinator is {coordinator}")
+    log_line(f"{me}: serving at {address}; the coordinator is {coordinator}")
     deadline = time.monotonic() + _START
     while coordinator.state != GONE and not coordinator.failure:
         if coordinator.state == EXPECTED and time.monotonic() >= deadline:
@@ -272,14 +272,14 @@ def result_of_coordinator(cluster: ClusterDescription, endpoint: Endpoint) -> st
             while coordinator.look() and time.monotonic() < deadline:
                 time.sleep(_LOOK_EVERY)
             how = "is done" if result == DONE else "has failed"
-            say(f"{me}: the coordinator, {coordinator}, {how}")
+            log_line(f"{me}: the coordinator, {coordinator}, {how}")
             return result
         if endpoint.had_session and coordinator.state == EXPECTED:
             coordinator.state = ALIVE
         coordinator.look()
     if coordinator.failure:
-        say(f"{me}: {coordinator.failure} It coordinates this job, which ends.")
+        log_line(f"{me}: {coordinator.failure} It coordinates this job, which ends.")
         exit_within(_END)
     else:
-        say(f"{me}: the coordinator, {coordinator}, is gone without a message: it crashed")
+        log_line(f"{me}: the coordinator, {coordinator}, is gone without a message: it crashed")
     return ""

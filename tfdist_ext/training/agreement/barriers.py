@@ -33,9 +33,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.cluster.liveness import WaitReports, say, show_stacks
+from tfdist_ext.cluster.liveness import WaitReports, log_line, show_stacks
 from tfdist_ext.errors import PeerError
-from tfdist_ext.training import _tf_private as tp
+from tfdist_ext.training._tf_private import (
+    abort_collectives,
+    get_value,
+    has_coordination_service,
+    insert_value,
+    peer_status,
+    replace_value,
+)
 from tfdist_ext.training.agreement.single_task import (
     TaskStatus,
     end_to_be_restarted,
@@ -78,7 +85,7 @@ def peers_of(strategy: tf.distribute.Strategy) -> TaskStatus:
         for index, address in enumerate(jobs.get(job, ()))
     )
     me = f"{resolver.task_type}:{resolver.task_id}"
-    if len(tasks) < 2 or me not in dict(tasks) or not tp.has_coordination_service():
+    if len(tasks) < 2 or me not in dict(tasks) or not has_coordination_service():
         return single_task()
     return _monitor_of_process(me, tasks)
 
@@ -216,7 +223,7 @@ class PeerMonitor(TaskStatus):
         """Stores why no barrier can be passed any more, unless another worker was quicker."""
         if self._leader_answers():
             with contextlib.suppress(tf.errors.OpError):
-                tp.insert_value(f"{_PREFIX}end", json.dumps(asdict(end)))  # the first one stays
+                insert_value(f"{_PREFIX}end", json.dumps(asdict(end)))  # the first one stays
                 end = _stored_end(1.0) or end
         self._learn(end)
 
@@ -226,7 +233,7 @@ class PeerMonitor(TaskStatus):
 
     def _leader_answers(self) -> bool:
         """Whether the store can be written to: its leader is not frozen."""
-        return self._me == self._leader or tp.peer_status(self._leader) == "there"
+        return self._me == self._leader or peer_status(self._leader) == "there"
 
     def _listen(self) -> None:
         """Thread that receives the end from another worker at once."""
@@ -282,13 +289,13 @@ class PeerMonitor(TaskStatus):
 
     def _publish(self, position: Position) -> None:
         with contextlib.suppress(tf.errors.OpError):
-            tp.replace_value(f"{_PREFIX}position/{self._me}", json.dumps(asdict(position)))
+            replace_value(f"{_PREFIX}position/{self._me}", json.dumps(asdict(position)))
             self._published = position
 
     def _lost(self) -> Iterator[End]:
         """Yields the watched tasks that do not answer now."""
         for task, address in self._watched.items():
-            if (status := tp.peer_status(task)) != "there":
+            if (status := peer_status(task)) != "there":
                 yield End(status, task, f"{task} {_STATUS[status].format(address)}")
 
     def _report_wait(self, position: Position, waited: float) -> None:
@@ -300,7 +307,7 @@ class PeerMonitor(TaskStatus):
         if late:
             more = f" and {len(late) - 5} others" if len(late) > 5 else ""
             names = f"{'; '.join(late[:5])}{more}"
-            say(f"{self._me}: waiting in {position.place} for {waited:.0f} s for {names}")
+            log_line(f"{self._me}: waiting in {position.place} for {waited:.0f} s for {names}")
 
     def _obey(self, end: End) -> None:
         """Shows stacks or ends this process, if it has stalled; else aborts its collectives."""
@@ -311,7 +318,7 @@ class PeerMonitor(TaskStatus):
                 end_to_be_restarted(end.text)
         while not self._position.inside:
             time.sleep(_LOOK_EVERY)
-        tp.abort_collectives(end.text)
+        abort_collectives(end.text)
 
     # The end of this process.
 
@@ -387,7 +394,7 @@ def obstacle(positions: Mapping[str, Position], unchanged: float, stalled: str) 
 def _stored(key: str, seconds: float = 0.1) -> dict[str, Any]:
     """A JSON value of the store, waited for; empty if it does not come."""
     with contextlib.suppress(tf.errors.OpError):
-        return json.loads(tp.get_value(f"{_PREFIX}{key}", seconds=seconds) or "{}")
+        return json.loads(get_value(f"{_PREFIX}{key}", seconds=seconds) or "{}")
     return {}
 
 

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._keras_private import compile_arguments, flat_layers, is_graph_of_layers
 
 # Of a config. Keras finds objects by module and registered name. Shapes are those of the variables.
 # The code of a lambda contains the path of its file.
@@ -34,7 +34,7 @@ def describe_model(model: keras.Model, created: Sequence[tf.Variable]) -> dict[s
     Args:
         created: new variables, which need not belong to the model.
     """
-    layers = kp.flat_layers(model)
+    layers = flat_layers(model)
     values: dict[str, Any] = {"the number of layers": len(layers)}
     values["new variables"] = [f"{new.dtype.name} {new.shape}" for new in created]
     for number, layer in enumerate(layers):
@@ -55,7 +55,7 @@ def describe_model(model: keras.Model, created: Sequence[tf.Variable]) -> dict[s
 def _compile_values(model: keras.Model) -> Iterator[tuple[str, Any]]:
     """Yields the arguments of `compile`."""
     try:
-        settings = kp.compile_arguments(model)
+        settings = compile_arguments(model)
     except (AttributeError, TypeError):  # the model has a compile() of its own
         settings = {"optimizer": getattr(model, "optimizer", None)}
     for key in _COMPILED:
@@ -80,7 +80,7 @@ def _adapted_values(name: str, layer: keras.Layer) -> Iterator[tuple[str, Any]]:
 def _object_values(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
     """Yields the class of a Keras object, and the leaves of its config."""
     yield f"class of {name}", type(thing).__name__
-    if not kp.is_graph_of_layers(thing):  # its config repeats its layers
+    if not is_graph_of_layers(thing):  # its config repeats its layers
         with warnings.catch_warnings(), contextlib.suppress(Exception):  # a user's get_config
             warnings.simplefilter("ignore")  # a lambda in a config
             yield from list(_leaves(name, dict(thing.get_config())))

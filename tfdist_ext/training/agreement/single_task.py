@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from tfdist_ext.cluster.liveness import say, show_stacks
+from tfdist_ext.cluster.liveness import log_line, show_stacks
 from tfdist_ext.cluster.liveness.watching import STALLED, Servers
 from tfdist_ext.errors import PeerError
 from tfdist_ext.launch.exit_codes import (
@@ -183,7 +183,7 @@ def single_task(
 
 def end_to_be_restarted(text: str) -> None:
     """End this process at once; a process that has stalled answers to nothing else."""
-    say(f"tfdist: {text}. The job ends, to be started again.")
+    log_line(f"tfdist: {text}. The job ends, to be started again.")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(RESTART)

@@ -21,7 +21,7 @@ from tfdist_ext.errors import PlacementError, TrainingError
 from tfdist_ext.placement.live.learning import fresh_names, learn_specs
 from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
 from tfdist_ext.strategies.placed import PlacedParameterServers
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training import _keras_private
 from tfdist_ext.training._tf_private import creating_without_broadcast
 from tfdist_ext.training.building.copying import clone_model, compile_as, copy_state
 from tfdist_ext.training.state import check_has_variables
@@ -158,7 +158,7 @@ def export(
         if spec is not None:
             if len(copy.variables) != len(model.variables):
                 build(copy, spec, tf.distribute.get_strategy(), kind="predict")
-            if not kp.is_graph_of_layers(model):
+            if not _keras_private.is_graph_of_layers(model):
                 inputs, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
                 arguments.setdefault("input_signature", [inputs])
         copy_state(model, copy)
@@ -177,7 +177,7 @@ def recompile(
     """
     if not model.compiled:
         return
-    given = kp.compile_arguments(model)
+    given = _keras_private.compile_arguments(model)
     metrics = keras.tree.flatten([given["metrics"], given["weighted_metrics"]])
     with_variables = [each for each in metrics if isinstance(each, keras.metrics.Metric)]
     with_variables += optimizers_of(model).values()
@@ -188,7 +188,7 @@ def recompile(
 
 def _belongs_to(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
     """Returns whether a variable was created in the strategy's scope, or is not created yet."""
-    value = kp.raw_value(variable)
+    value = _keras_private.raw_value(variable)
     return value is None or strategy.extended.variable_created_in_scope(value)
 
 
@@ -220,7 +220,7 @@ def build(
         return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=sparse)
 
     batch = keras.tree.map_structure(symbol, spec)
-    own_step = not kp.uses_keras_step(model, kind)
+    own_step = not _keras_private.uses_keras_step(model, kind)
     own_loss = type(model).compute_loss is not keras.Model.compute_loss
     with creation_scope(strategy, created), warnings.catch_warnings():
         if kind == "train" and own_loss and not _has_all_layers(model):
@@ -231,23 +231,27 @@ def build(
             warnings.filterwarnings("ignore", ".*unbuilt state", UserWarning)
         try:
             if kind != "predict":
-                kp.symbolic_build(model, batch)
+                _keras_private.symbolic_build(model, batch)
             elif not _has_all_layers(model):
                 x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-                kp.call_symbolically(model, x, training=False)
+                _keras_private.call_symbolically(model, x, training=False)
         except Exception:
             if not own_step:
                 raise
             _build_from_step(model, kind, batch)
         all_built = all(optimizer.built for optimizer in optimizers_of(model).values())
-        if kind != "predict" and not kp.uses_keras_step(model, "train") and not all_built:
+        if (
+            kind != "predict"
+            and not _keras_private.uses_keras_step(model, "train")
+            and not all_built
+        ):
             _build_from_step(model, "train", batch)
     if isinstance(strategy, PlacedStrategy):
         strategy.placer.check_paths([variable.path for variable in model.variables])
 
 
 def _has_all_layers(model: keras.Model) -> bool:
-    return all(layer.built for layer in kp.flat_layers(model))
+    return all(layer.built for layer in _keras_private.flat_layers(model))
 
 
 def _build_from_step(model: keras.Model, kind: str, batch: Structure) -> None:
@@ -278,17 +282,21 @@ def _build_from_step(model: keras.Model, kind: str, batch: Structure) -> None:
             applied.setdefault(id(optimizer), (optimizer, list(trainable_variables)))
 
     def tried(batch: Structure) -> Structure:
-        targets = [target for target in kp.step_targets() if target.name in ("apply", "gradient")]
-        instead = kp.substitutes({"apply": apply, "gradient": _zero_gradient})
+        targets = [
+            target
+            for target in _keras_private.step_targets()
+            if target.name in ("apply", "gradient")
+        ]
+        instead = _keras_private.substitutes({"apply": apply, "gradient": _zero_gradient})
         # Losses that layers add are discarded with the scope.
         losses = keras.StatelessScope(collect_losses=True)
-        with default_strategy_scope(), kp.functions_in_place(targets), instead, losses:
+        with default_strategy_scope(), _keras_private.functions_in_place(targets), instead, losses:
             return step(batch)
 
     try:
-        kp.call_symbolically(tried, batch)
+        _keras_private.call_symbolically(tried, batch)
     except Exception as error:
-        inner = [layer for layer in kp.flat_layers(model) if layer is not model]
+        inner = [layer for layer in _keras_private.flat_layers(model) if layer is not model]
         if missing := [layer.name for layer in inner if not layer.built]:
             raise TrainingError(
                 f"{type(model).__name__} has layers without variables yet ({', '.join(missing)}),"
@@ -328,7 +336,9 @@ def reject_stateful_rnns(model: keras.Model, strategy: tf.distribute.Strategy) -
     asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
     if not asynchronous and strategy.num_replicas_in_sync == 1:
         return
-    layers = (layer for layer in kp.flat_layers(model) if isinstance(layer, keras.layers.RNN))
+    layers = (
+        layer for layer in _keras_private.flat_layers(model) if isinstance(layer, keras.layers.RNN)
+    )
     if stateful := [repr(layer.name) for layer in layers if layer.stateful]:
         raise TrainingError(
             f"{', '.join(stateful)} must not be stateful on {type(strategy).__name__}: a stateful"
@@ -340,5 +350,5 @@ def reject_stateful_rnns(model: keras.Model, strategy: tf.distribute.Strategy) -
 
 def batch_normalization_layers(model: keras.Model) -> list[keras.layers.BatchNormalization]:
     """Returns the BatchNormalization layers of a model, of its inner models and wrappers."""
-    layers = kp.flat_layers(model)
+    layers = _keras_private.flat_layers(model)
     return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]

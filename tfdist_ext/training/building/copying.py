@@ -21,7 +21,13 @@ from typing import Any, TypeAlias
 import keras
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._keras_private import (
+    compile_arguments,
+    flat_layers,
+    is_graph_of_layers,
+    trained_by,
+    trusted,
+)
 from tfdist_ext.training.state import assign_whole, whole_value
 from tfdist_ext.training.variables import optimizers_of
 
@@ -80,7 +86,7 @@ def _without_state(argument: Any) -> Any:
 
 def _compile_arguments(model: keras.Model) -> dict[str, Any]:
     """Returns the arguments of compile(): those that Keras keeps, and attributes of their names."""
-    of_keras = kp.compile_arguments(model)
+    of_keras = compile_arguments(model)
     _, *parameters = inspect.signature(type(model).compile).parameters.values()
     names = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
     if len(names) < len(parameters):  # the keywords go to Keras
@@ -110,12 +116,12 @@ def _copy_optimizer_state(
 ) -> None:
     """Builds an optimizer as an old one, and copies the state. Frozen weights keep theirs, too."""
     copies = {id(weight): copy for weight, copy in zip(source.weights, target.weights, strict=True)}
-    weights = [copies[id(each)] for each in kp.trained_by(old) if id(each) in copies]
+    weights = [copies[id(each)] for each in trained_by(old) if id(each) in copies]
     if new is not None:
         new.build(weights)
     if (
         new is None
-        or [*map(id, kp.trained_by(new))] != [*map(id, weights)]
+        or [*map(id, trained_by(new))] != [*map(id, weights)]
         or len(new.variables) != len(old.variables)
     ):
         raise _cannot_be_copied(
@@ -156,8 +162,8 @@ def clone_model(model: keras.Model) -> keras.Model:
     state, compiled = random.getstate(), model.compiled
     model.compiled = False
     try:
-        with _errors_of(model), _custom_objects_of(kp.flat_layers(model)):
-            if kp.is_graph_of_layers(model) and _is_of_keras(type(model).get_config):
+        with _errors_of(model), _custom_objects_of(flat_layers(model)):
+            if is_graph_of_layers(model) and _is_of_keras(type(model).get_config):
                 copy = keras.models.clone_model(model, clone_function=_layer_again, recursive=True)
             else:
                 copy = _layer_again(model)
@@ -175,7 +181,7 @@ def _layer_again(layer: keras.Layer | keras.Operation) -> keras.Layer | keras.Op
     parameters = inspect.signature(type(layer).__init__).parameters
     kinds = {each.kind for each in parameters.values()}
     has_own_config = type(layer).get_config is not keras.Model.get_config
-    if isinstance(layer, keras.Model) and not (has_own_config or kp.is_graph_of_layers(layer)):
+    if isinstance(layer, keras.Model) and not (has_own_config or is_graph_of_layers(layer)):
         # Keras keeps the arguments of layers. The config of such a model has the defaults instead.
         variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
         named = {name for name, each in parameters.items() if each.kind not in variadic}
@@ -189,7 +195,7 @@ def _layer_again(layer: keras.Layer | keras.Operation) -> keras.Layer | keras.Op
     if not isinstance(layer, keras.layers.Lambda):  # which takes its function from bytes only
         config.update({k: v for k, v in _own_functions(layer).items() if k in config})
     new = type(layer).from_config(config)
-    for old_part, new_part in zip(kp.flat_layers(layer), kp.flat_layers(new), strict=False):
+    for old_part, new_part in zip(flat_layers(layer), flat_layers(new), strict=False):
         if type(old_part) is type(new_part):
             for name, value in _own_functions(old_part).items():
                 setattr(new_part, name, value)
@@ -241,7 +247,7 @@ def _paired_layers(model: keras.Model, copy: keras.Model) -> list[tuple[keras.La
     Layers without a copy are left out: the model has made them in its first call, as a tokenizer
     makes its packer. They have no weights, or the numbers of weights would differ.
     """
-    old, new = kp.flat_layers(model), kp.flat_layers(copy)
+    old, new = flat_layers(model), flat_layers(copy)
     matcher = difflib.SequenceMatcher(None, [*map(type, old)], [*map(type, new)], False)
     blocks = matcher.get_matching_blocks()
     return [(old[a + i], new[b + i]) for a, b, size in blocks for i in range(size)]
@@ -258,7 +264,7 @@ def _custom_objects_of(things: Iterable[object]) -> Iterator[None]:
                 objects[type(value).__name__] = type(value)
         objects.update({value.__name__: value for value in _own_functions(thing).values()})
     own = {name: value for name, value in objects.items() if not _is_of_keras(value)}
-    with keras.saving.custom_object_scope(own), kp.trusted(), warnings.catch_warnings():
+    with keras.saving.custom_object_scope(own), trusted(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
         yield
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.messages import shown
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training import _keras_private
 from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.callbacks.worker_tensorboard import check_tensorboard
 from tfdist_ext.training.state import broadcast_variables, state_of
@@ -104,7 +104,7 @@ def _ignores_batches(callback: Callback) -> bool:
         case keras.callbacks.ModelCheckpoint() | keras.callbacks.BackupAndRestore():
             return callback.save_freq == "epoch"
         case keras.callbacks.TensorBoard():
-            return callback.update_freq == "epoch" and not kp.traces_batches(callback)
+            return callback.update_freq == "epoch" and not _keras_private.traces_batches(callback)
     return False
 
 
@@ -126,7 +126,7 @@ def has_backup(callbacks: Callbacks, checkpoint_dir: str | Path | None) -> bool:
 
 def restored_epoch(model: keras.Model, reduction: Reduction) -> int | None:
     """Returns the epoch that BackupAndRestore found; copies the chief's state to all tasks."""
-    epoch = kp.restored_epoch(model)
+    epoch = _keras_private.restored_epoch(model)
     epoch = int(reduction.from_chief(-1 if epoch is None else epoch))
     if epoch < 0:
         return None
@@ -155,7 +155,7 @@ def redirect_model_methods(
             distributed.load_weights(filepath, *args, **kwargs)
 
     not_written = ("export", "save", "save_weights") if not is_chief else ()
-    return kp.redirect_methods(
+    return _keras_private.redirect_methods(
         model,
         evaluate=distributed.evaluate,
         predict=distributed.predict,
@@ -174,7 +174,7 @@ def refusing_compile(model: keras.Model, method: str) -> contextlib.AbstractCont
             " optimizer instead, for example model.optimizer.learning_rate = 0.001."
         )
 
-    return kp.redirect_methods(model, compile=refuse)
+    return _keras_private.redirect_methods(model, compile=refuse)
 
 
 def callback_state(callbacks: Iterable[Callback]) -> CallbackState:
@@ -226,7 +226,7 @@ def _named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
 
 def _state_of(callback: Callback, name: str, arrays: CallbackState) -> dict[str, Any]:
     known = {}
-    for attribute in kp.remembered_by(callback):
+    for attribute in _keras_private.remembered_by(callback):
         try:
             known[attribute] = _stored(getattr(callback, attribute, None), arrays, name)
         except TrainingError as error:  # a user's metric may put anything into the history
@@ -278,7 +278,7 @@ TRAINER_METHODS = (
     *("train_on_batch", "test_on_batch", "predict_on_batch"),
 )
 
-_TARGETS = [kp.target_of(name, keras.Model, name) for name in TRAINER_METHODS]
+_TARGETS = [_keras_private.target_of(name, keras.Model, name) for name in TRAINER_METHODS]
 
 
 def overrides(model: keras.Model, name: str) -> bool:
@@ -332,5 +332,5 @@ def _trained_by(distributed: Any) -> Iterator[None]:
         return called
 
     functions = {name: redirected(name) for name in TRAINER_METHODS}
-    with kp.functions_in_place(_TARGETS), kp.substitutes(functions):
+    with _keras_private.functions_in_place(_TARGETS), _keras_private.substitutes(functions):
         yield

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.cluster.jobs import ClusterDescription
-from tfdist_ext.cluster.liveness import say
+from tfdist_ext.cluster.liveness import log_line
 from tfdist_ext.cluster.liveness.watching import COORDINATOR_SILENT, GONE, TaskWatch
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.launch.exit_codes import RESTART
@@ -84,7 +84,7 @@ def evaluate_checkpoints(
     with write_errors(log_dir), os_errors():
         writer = tf.summary.create_file_writer(log_dir)
     if verbose:
-        say(f"{me}: evaluating the checkpoints in {folder}; scalars go to {log_dir}")
+        log_line(f"{me}: evaluating the checkpoints in {folder}; scalars go to {log_dir}")
     for progress in _restored(model, folder, epochs, me, cluster):
         logs = evaluate(steps=steps)
         with writer.as_default():
@@ -92,7 +92,7 @@ def evaluate_checkpoints(
         writer.flush()
         if verbose:
             values = " - ".join(f"{name}: {value:.4f}" for name, value in logs.items())
-            say(f"{me}: {progress}: {values}")
+            log_line(f"{me}: {progress}: {values}")
     writer.close()
     raise RoleEnded(0)
 
@@ -115,11 +115,11 @@ def _restored(
                 is_there = path in checkpoints_in(folder)  # else training is faster
                 if is_there and not isinstance(error, DamagedCheckpointError):
                     raise
-                say(f"{me}: {path} is not evaluated: {error}")
+                log_line(f"{me}: {path} is not evaluated: {error}")
         elif done:
             return
         elif gone:
-            say(f"{me}: {leader} is gone, and {folder} does not say that the training is done")
+            log_line(f"{me}: {leader} is gone, and {folder} does not say that the training is done")
             raise RoleEnded(RESTART)
         else:
             time.sleep(_LOOK_EVERY)

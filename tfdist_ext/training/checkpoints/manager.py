@@ -16,11 +16,11 @@ from typing import NoReturn
 import keras
 import numpy as np
 
-from tfdist_ext.cluster.liveness import say
+from tfdist_ext.cluster.liveness import log_line
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.launch.exit_codes import PREEMPTED, command_line, is_started_again
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._keras_private import global_seed_generator, seed_state
 from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.callbacks.in_cluster import (
     CallbackState,
@@ -129,7 +129,7 @@ class CheckpointManager:
         is_done = has_ended and progress.trained is None
         if self._reduction.is_chief:
             complete = f"training in {folder.path} is complete after {progress}; nothing to do"
-            say(complete if is_done else f"resuming after {progress}, from {path}")
+            log_line(complete if is_done else f"resuming after {progress}, from {path}")
         epochs = progress.epoch - progress.first_epoch
         if self._data is None:
             if not is_done:
@@ -219,8 +219,8 @@ class CheckpointManager:
         # Besides metrics, a validation changes the states of random generators.
         variables = self._model.non_trainable_variables
         seeds = [each for each in variables if each.name == "seed_generator_state"]
-        if kp.seed_state() is not None:
-            seeds.append(kp.global_seed_generator().state)
+        if seed_state() is not None:
+            seeds.append(global_seed_generator().state)
         restore_seeds = snapshot(seeds)
 
         def end() -> NoReturn:
@@ -302,7 +302,9 @@ class CheckpointManager:
         try:
             folder.wait()
         except Exception as failure:
-            say(f"the last checkpoint could not be written: {type(failure).__name__}: {failure}")
+            log_line(
+                f"the last checkpoint could not be written: {type(failure).__name__}: {failure}"
+            )
         hint = f"Checkpoints go to {folder.path} on the chief."
         if folder.newest is not None:
             hint = f"The last checkpoint is {folder.newest}, after {folder.progress}."
@@ -315,7 +317,7 @@ class CheckpointManager:
             is_signal = isinstance(error, SystemExit) and error.code == PREEMPTED
             reason = "a signal" if is_signal else type(error).__name__
             # A progress bar may have left its line open.
-            say(f"\ntraining stopped by {reason}. {hint}")
+            log_line(f"\ntraining stopped by {reason}. {hint}")
 
     def _save(self, progress: Progress) -> None:
         """Begins to write a checkpoint; every task must call."""

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdist_ext.data.pipelines import Specs
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._keras_private import global_seed_generator, seed_state
 from tfdist_ext.training.agreement.single_task import Reduction, on_every_worker
 from tfdist_ext.training.building.build import Builder, creation_scope, export
 from tfdist_ext.training.callbacks.in_cluster import CallbackState
@@ -167,7 +167,7 @@ class SavingMixin:
 
 def arrays_of(model: keras.Model, callbacks: CallbackState) -> Arrays:
     """Returns what a checkpoint holds: all state of the model, and that of callbacks."""
-    seeds = kp.seed_state()
+    seeds = seed_state()
     others = callbacks if seeds is None else {**callbacks, _SEEDS: seeds}
     return {**state_of(model), **{f"{_OTHERS}/{name}": array for name, array in others.items()}}
 
@@ -212,7 +212,7 @@ def restore_checkpoint(
     callbacks = {name.partition("/")[2]: received.read(array) for name, array in arrays}
     seeds = callbacks.pop(_SEEDS, None)
     if seeds is not None:
-        kp.global_seed_generator().state.assign(seeds)
+        global_seed_generator().state.assign(seeds)
     return received.progress, callbacks
 
 

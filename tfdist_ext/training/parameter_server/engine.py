@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.pipelines import Specs, Structure
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._keras_private import raw_value, step_of, step_variables
 from tfdist_ext.training._tf_private import busy_workers
 from tfdist_ext.training.agreement.single_task import Reduction, single_task
 from tfdist_ext.training.inputs import Epoch, Execution, GlobalBatches
@@ -117,17 +117,17 @@ class ParameterServerProgram:
     def __init__(self, model: keras.Model, calls: Calls, kind: str):
         self._model = model
         self._calls = calls
-        self._step = kp.step_of(model, kind)
+        self._step = step_of(model, kind)
         self._own = OwnOutputs(model, kind)
         self._metrics, others = metrics_and_others(model)
         self._watched = [v for v in others if not v.trainable]
         self._counter: keras.Variable | None = None
         self._rate: keras.Variable | None = None
         if kind == "train" and isinstance(model.optimizer, keras.optimizers.Optimizer):
-            self._counter, self._rate = kp.step_variables(model.optimizer)
+            self._counter, self._rate = step_variables(model.optimizer)
         # Other optimizers count in variables on the servers, to which a step adds.
         self._watched += [
-            kp.step_variables(other)[0]
+            step_variables(other)[0]
             for other in optimizers_of(model).values()
             if other is not model.optimizer
         ]
@@ -154,12 +154,12 @@ class ParameterServerProgram:
         self._totals = self._states()
 
     def _states(self) -> np.ndarray:
-        values = [kp.raw_value(v).numpy().ravel().astype(np.float64) for v in self._metrics]
+        values = [raw_value(v).numpy().ravel().astype(np.float64) for v in self._metrics]
         return np.concatenate([np.zeros(0), *values])
 
     def _assign(self, states: np.ndarray) -> None:
         for variable, value in zip(self._metrics, self._unpacked(states), strict=True):
-            kp.raw_value(variable).assign(value)
+            raw_value(variable).assign(value)
 
     def _unpacked(self, states: np.ndarray | tf.Tensor) -> list[tf.Tensor]:
         """The metrics' states, in their own types and shapes."""
@@ -177,8 +177,8 @@ class ParameterServerProgram:
         Raises:
             PeerError: a parameter server is gone.
         """
-        first = 0 if self._counter is None else int(kp.raw_value(self._counter).numpy())
-        rate = np.float32(0) if self._rate is None else kp.raw_value(self._rate).numpy()
+        first = 0 if self._counter is None else int(raw_value(self._counter).numpy())
+        rate = np.float32(0) if self._rate is None else raw_value(self._rate).numpy()
         iterator, done, used, found = data.iterator, 0, 0, []
 
         def arguments(before: int) -> tuple[np.int64, np.floating]:
@@ -197,7 +197,7 @@ class ParameterServerProgram:
         for states, _ in found:
             self._totals = np.where(self._is_sum, self._totals + states - self._start, states)
         if self._counter is not None and done:
-            kp.raw_value(self._counter).assign(first + done * self._counted)
+            raw_value(self._counter).assign(first + done * self._counted)
         self._assign(self._totals)
         logs = self._logs(found[-1][1] if found else {})
         return Execution(logs, used, seconds, stop_requested=stop_requested)
@@ -309,7 +309,7 @@ class ParameterServerPredictor:
     def __init__(self, model: keras.Model, calls: Calls):
         self._model = model
         self._calls = calls
-        self._step = kp.step_of(model, "predict")
+        self._step = step_of(model, "predict")
         one = tf.function(self._one_batch, autograph=False)
         self._each = tf.function(lambda batches: [one(x) for x in batches], autograph=False)
 

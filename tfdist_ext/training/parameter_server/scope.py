@@ -14,7 +14,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._keras_private import (
+    distribution_strategy_of,
+    functions_in_place,
+    raw_value,
+    step_targets,
+    substitutes,
+)
 from tfdist_ext.training.steps.context import current_graph
 from tfdist_ext.training.steps.scope import (
     StepScope,
@@ -61,7 +67,7 @@ class WorkerScope(StepScope):
         key = id(variable)
         if key in self.state_mapping:
             return self.state_mapping[key]
-        raw = kp.raw_value(variable)
+        raw = raw_value(variable)
         if raw is None:
             return None
         if key in self._watched and self._in_step():
@@ -80,7 +86,7 @@ class WorkerScope(StepScope):
             self.updated |= {key} & self._values
             super().add_update((variable, value))
         elif key not in self._values:
-            raw = kp.raw_value(variable)  # acts as the piece that is updated
+            raw = raw_value(variable)  # acts as the piece that is updated
             _add_difference(raw, value, tf.convert_to_tensor(raw))
         elif variable is not self._counter:  # in a cond of the optimizer the number stays
             raise metric_in_inner_graph(variable)
@@ -90,13 +96,13 @@ class WorkerScope(StepScope):
         for key, before in self._before.items():
             after = self.state_mapping[key]
             if after is not before:
-                _add_difference(kp.raw_value(self._watched[key]), after, before)
+                _add_difference(raw_value(self._watched[key]), after, before)
 
     def rows(self, variable: keras.Variable, ids: tf.Tensor) -> tf.Tensor | None:
         """Rows of a table, gathered on its servers; None if the step has read or written it."""
         if id(variable) in self.state_mapping:
             return None
-        return tf.nn.embedding_lookup(kp.raw_value(variable), ids)
+        return tf.nn.embedding_lookup(raw_value(variable), ids)
 
     def _in_step(self) -> bool:
         return current_graph() is self._graph
@@ -108,13 +114,11 @@ def step_on_worker(scope: WorkerScope, model: keras.Model) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(scope)
         stack.enter_context(observed_metrics(metrics_of(model)))
-        stack.enter_context(kp.functions_in_place(kp.step_targets()))
-        stack.enter_context(kp.substitutes({"take": _take}))
+        stack.enter_context(functions_in_place(step_targets()))
+        stack.enter_context(substitutes({"take": _take}))
         for optimizer in optimizers_of(model).values():
             updates = UpdatesInPlace(optimizer)
-            stack.enter_context(
-                kp.distribution_strategy_of(with_inner_optimizers(optimizer), updates)
-            )
+            stack.enter_context(distribution_strategy_of(with_inner_optimizers(optimizer), updates))
         yield
 
 

@@ -15,14 +15,21 @@ from typing import Any, Literal, TypeAlias
 import keras
 import tensorflow as tf
 
-from tfdist_ext.cluster.liveness import FIRST_AFTER, say
+from tfdist_ext.cluster.liveness import FIRST_AFTER, log_line
 from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.errors import StrategyError, TrainingError
 from tfdist_ext.strategies._tf_private import lightly_optimized
 from tfdist_ext.strategies.shared_step import SharedStep, kind_of
 from tfdist_ext.strategies.stages import NotSharedError
 from tfdist_ext.strategies.traced_replica import replica_id
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._keras_private import (
+    drawing_from,
+    functions_in_place,
+    global_seed_generator,
+    raw_value,
+    step_of,
+    step_targets,
+)
 from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.steps import exact
 from tfdist_ext.training.steps.context import ReplicaSums, StepContext, running_step
@@ -89,10 +96,10 @@ class ModelStep:
         self.updates_metrics = False
         self.batch_size: int | None = None
         self._kind = kind
-        self._step = kp.step_of(model, kind)
+        self._step = step_of(model, kind)
         self._seeds = seeds
         self._one_trace = one_trace
-        self._replaced = [*kp.step_targets(), *exact.own_applies(model)]
+        self._replaced = [*step_targets(), *exact.own_applies(model)]
         self._metric_objects = metrics_of(model)
         self._local = OwnCopies(reduction.strategy, reduction.local_replicas)
         self._weight_shapes = frozenset(tuple(variable.shape) for variable in self._others)
@@ -168,7 +175,7 @@ class ModelStep:
             For each local replica the new states, and its outputs.
         """
         with (
-            kp.functions_in_place(self._replaced),
+            functions_in_place(self._replaced),
             observed_metrics(self._metric_objects),
         ):
             results = self._results(batch, states, rows)
@@ -307,7 +314,7 @@ class ModelStep:
         on = self.reduction
         yield from copies_of_model(self.model, on.strategy, on.local_replicas)
         yield from self._local.all_copies()
-        yield [kp.raw_value(generator.state) for generator in self._seeds.generators]
+        yield [raw_value(generator.state) for generator in self._seeds.generators]
 
     @contextlib.contextmanager
     def _reporting_compilation(self) -> Iterator[None]:
@@ -315,7 +322,7 @@ class ModelStep:
         replicas = self.reduction.replicas
         line = f"compiling the first step ({replicas} replicas) ..."
         # A thread reports: the trace stays in the main thread, where Ctrl-C reaches it.
-        report = threading.Timer(FIRST_AFTER, say, [line])
+        report = threading.Timer(FIRST_AFTER, log_line, [line])
         report.daemon = True
         if self.reduction.is_chief:
             report.start()
@@ -361,21 +368,21 @@ class Seeds:
             yield
             return
         generator = self.generators[replica_id() % len(self.generators)]
-        with kp.drawing_from(generator):
+        with drawing_from(generator):
             yield
         self.are_drawn |= id(generator.state) in written
 
     def begin(self) -> None:
         """Begin where the chief's calling thread is; every worker must call."""
         if self.generators:
-            state = self._from_chief(kp.global_seed_generator().state.numpy())
+            state = self._from_chief(global_seed_generator().state.numpy())
             for generator in self.generators:
                 generator.state.assign(state)
 
     def end(self) -> None:
         """Leave the calling thread's generator where the replicas' generators are."""
         if self.generators:
-            kp.global_seed_generator().state.assign(self.generators[0].state.numpy())
+            global_seed_generator().state.assign(self.generators[0].state.numpy())
 
 
 def _generators_on(devices: Sequence[str]) -> list[keras.random.SeedGenerator]:
