@@ -103,7 +103,8 @@ def _pickled_call(
 
 
 def _pickler_class() -> type[pickle.Pickler]:
-    """
+    """Returns the class that writes functions of a notebook or of a script.
+
     Raises:
         LaunchError: cloudpickle is not installed.
     """

@@ -250,7 +250,8 @@ def _spans(
 
 
 def _check_batches(spec: Specs, replicas: int) -> None:
-    """
+    """Check the structure of the batches of a dataset.
+
     Raises:
         TrainingError: no input, or tensors without a row for each example, as far as shapes tell.
     """

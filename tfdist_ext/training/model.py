@@ -649,9 +649,9 @@ def _compiled_parts(model: keras.Model) -> tuple[object, ...]:
 CREATING = ("build", "build_from_config", "compile", "compile_from_config")
 
 # Methods of Keras's models that would do something on one replica alone -> what to do instead.
-_ONE_STEP = "it would change the first replica's copies only. Call {}, which runs on all replicas"
-_COMPILED = "fit(), evaluate() and predict() compile their own steps; compile() makes them anew"
-_VARIABLES = "its variables must be made for the strategy. Call it on the model before distribute()"
+_ONE_STEP = "It would change the first replica's copies only. Call {}, which runs on all replicas."
+_COMPILED = "fit(), evaluate() and predict() compile their own steps, and compile() drops them."
+_VARIABLES = "Call it on the model before distribute(), which creates variables for the strategy."
 REFUSED = {
     "train_step": _ONE_STEP.format("train_on_batch(x, y)"),
     "test_step": _ONE_STEP.format("test_on_batch(x, y)"),
@@ -663,7 +663,7 @@ REFUSED = {
 
 @filter_traceback
 def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise TrainingError(f"{name}() must not be called on a DistributedModel: {REFUSED[name]}.")
+    raise TrainingError(f"Do not call {name}() on a DistributedModel. {REFUSED[name]}")
 
 
 def _rows(x: Any) -> int:
