@@ -226,7 +226,7 @@ class ParameterServerProgram:
             elif time.monotonic() - progress < worker_data.PATIENCE:
                 time.sleep(0.1)  # the workers that have answered are done with their shards
             else:
-                data.read_rest(worker_data.PATIENCE)
+                data.read_rest()
         return found
 
     def _steps_on_shard(

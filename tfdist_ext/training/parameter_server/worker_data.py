@@ -130,11 +130,11 @@ class ShardIterators:
             found += [answer] if answer.steps else []
         return found
 
-    def read_rest(self, seconds: float) -> None:
+    def read_rest(self) -> None:
         """Let the coordinator read what is left of the unfinished shards."""
         absent = sorted(self.unfinished)
         warn(
-            f"worker {', '.join(map(str, absent))} has not answered for {seconds:.0f} s, and the"
+            f"worker {', '.join(map(str, absent))} has not answered for {PATIENCE:.0f} s, and the"
             " other workers are done with their data: this process reads the rest of its data."
         )
         with tf.device("CPU:0"):
