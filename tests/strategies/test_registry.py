@@ -77,16 +77,17 @@ def test_a_factory_that_returns_no_strategy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "factory", "message"),
     [
-        ("mirrored", "'mirrored' cannot be the name of a new strategy"),
-        ("my strategy", "'my strategy' cannot be"),
+        ("mirrored", lambda: None, "'mirrored' cannot be the name of a new strategy"),
+        ("my strategy", lambda: None, "'my strategy' cannot be"),
+        ("mine", "mirrored", "is no function: 'mirrored'"),
     ],
 )
-def test_refused_registrations(name: Any, message: str) -> None:
+def test_refused_registrations(name: Any, factory: Any, message: str) -> None:
     before = tfd.available_strategies()
     with pytest.raises(tfd.StrategyError) as error:
-        tfd.register_strategy(name, lambda: None, "my own")
+        tfd.register_strategy(name, factory, "my own")
     assert message in str(error.value)
     assert tfd.available_strategies() == before
 

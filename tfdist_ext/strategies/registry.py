@@ -89,13 +89,15 @@ def register_strategy(
         description: one line, shown in the list of strategies.
 
     Raises:
-        StrategyError: the name is taken or is not an identifier.
+        StrategyError: the name is taken or is not an identifier, or the factory is not callable.
     """
     if not isinstance(name, str) or not name.isidentifier() or name in ("auto", *_TABLE):
         raise StrategyError(
             f"{name!r} cannot be the name of a new strategy. Use a new word like 'my_strategy'."
             f" These names are taken: auto, {', '.join(_TABLE)}."
         )
+    if not callable(factory):
+        raise StrategyError(f"the factory of the strategy {name!r} is no function: {factory!r}.")
     _TABLE[name] = Entry(name, factory, description)
 
 
