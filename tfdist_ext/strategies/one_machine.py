@@ -5,6 +5,7 @@ The parameters of a function that makes a strategy are the options of the strate
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from numbers import Integral
@@ -60,7 +61,10 @@ def mirrored(*, devices: Devices = None) -> tf.distribute.Strategy:
     on_cpus = all(name.startswith("CPU:") for name in picked)
     # The default collectives fail on CPUs inside a loop in the graph.
     reduction = tf.distribute.ReductionToOneDevice() if on_cpus else None
-    return tf.distribute.MirroredStrategy(picked, cross_device_ops=reduction)
+    try:
+        return tf.distribute.MirroredStrategy(picked, cross_device_ops=reduction)
+    except json.JSONDecodeError as error:
+        raise StrategyError(f"TF_CONFIG is not JSON: {error}. Correct or unset it.") from error
 
 
 def central_storage(

@@ -286,7 +286,8 @@ class Trainings:
         numpy_seed: int = _SEED,
         eagerly: bool = False,
     ) -> Results:
-        """
+        """Trains in plain Keras or on a strategy; returns all numbers by kind and name.
+
         Args:
             synchronize_batch_norm: turn it on.
             last_bit: change the last bit of the inputs, or of the weights if no input is a float.
