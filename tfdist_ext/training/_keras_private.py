@@ -234,8 +234,8 @@ _step = _Step()
 _lock = threading.RLock()  # Ctrl-C may come, and leave a scope, while this thread has it
 
 
-# By owner and name of a function that is replaced now: the original, and by how many scopes.
-_originals: dict[tuple[type | types.ModuleType, str], tuple[Any, int]] = {}
+# The original of each target that is replaced now, and by how many scopes.
+_originals: dict[Target, tuple[Any, int]] = {}
 
 
 @contextlib.contextmanager
@@ -275,21 +275,18 @@ def functions_in_place(targets: Sequence[Target]) -> Iterator[None]:
 def _in_place(target: Target) -> Iterator[None]:
     key, owner, name = target
     with _lock:
-        original, users = _originals.get((owner, name), (vars(owner)[name], 0))
-        _originals[owner, name] = original, users + 1
+        original, users = _originals.get(target, (vars(owner)[name], 0))
+        _originals[target] = original, users + 1
         if not users:
-            is_property = isinstance(original, property)
-            asking = (_asking_by_type if key == "draw" else _asking)(
-                key, original.fget if is_property else original
-            )
-            setattr(owner, name, property(asking) if is_property else asking)
+            asking = _asking_by_type if key == "draw" else _asking
+            setattr(owner, name, asking(key, original))
     try:
         yield
     finally:
         with _lock:
-            original, users = _originals.pop((owner, name))
+            original, users = _originals.pop(target)
             if users > 1:
-                _originals[owner, name] = original, users - 1
+                _originals[target] = original, users - 1
             else:
                 setattr(owner, name, original)
 
@@ -300,8 +297,7 @@ def step_targets() -> list[Target]:
     found = []
     for replaced in REPLACED:
         with contextlib.suppress(ImportError, AttributeError):
-            owner, name = replaced.place()
-            found.append(target_of(replaced.key, owner, name))
+            found.append(target_of(replaced.key, *replaced.place()))
     return found
 
 
@@ -317,8 +313,10 @@ def target_of(key: str, owner: type | types.ModuleType, name: str) -> Target:
     raise AttributeError(f"{owner!r} has no {name!r}")
 
 
-def _asking(key: str, original: Any) -> Callable[..., Any]:
-    """Returns a wrapper of an original that calls the substitute of this thread."""
+def _asking(key: str, original: Any) -> Any:
+    """Returns a function or a property that calls the substitute of this thread."""
+    if isinstance(original, property):
+        return property(_asking(key, original.fget))
 
     @functools.wraps(original)
     def chosen(*args: Any, **kwargs: Any) -> Any:
