@@ -5,11 +5,20 @@ When a release of Keras moves one, the test that fails names it and says what it
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+from typing import Any
+
 import keras
+import numpy as np
 import pytest
 
 from tfdist_ext.private_names import PrivateNames
 from tfdist_ext.training import _keras_private, _tf_private
+from tfdist_ext.training.callbacks import in_cluster
 
 
 @pytest.mark.parametrize("names", [_keras_private.NAMES, _tf_private.NAMES])
@@ -22,3 +31,120 @@ def test_names_in_modules(names: PrivateNames) -> None:
 def test_what_is_replaced_in_steps_is_there(replaced: _keras_private.Replaced) -> None:
     owner, name = replaced.place()
     assert hasattr(owner, name), f"Keras {keras.__version__} moved {replaced}"
+
+
+K = keras.callbacks
+
+
+def trained_model() -> keras.Model:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1), keras.layers.Dropout(0.5)])
+    model.compile("sgd", "mse")
+    model.fit(np.ones((2, 2)), np.ones((2, 1)), verbose=0)
+    return model
+
+
+def test_attributes_of_objects() -> None:
+    """Each attribute that the module looks up by `NAMES.of` is on the object that it is for."""
+    model = trained_model()
+    batches = _keras_private.get_data_adapter(np.ones((4, 2)), np.ones(4), batch_size=2)
+    numbers = keras.utils.PyDataset()
+    type(numbers).num_batches, type(numbers).__getitem__ = 1, lambda self, index: np.ones((2, 2))
+    board = K.TensorBoard("x", profile_batch=0)
+    board._start_trace = board._stop_trace = lambda *_: None
+    holders: dict[str, Any] = {
+        "_loss_ids": model,
+        "_value": model.weights[0],
+        "_inputs": batches,
+        "_num_samples": batches,
+        "_batch_size": batches,
+        "_get_iterator": _keras_private.get_data_adapter(numbers),
+        "_symbolic_build": model,
+        "_flatten_layers": model,
+        "_seed_generators": model.layers[1],
+        "_compile_config": model,
+        "_flatten_metrics_in_order": model,
+        "_initial_epoch": model,
+        "_should_trace": board,
+        "_trainable_variables": model.optimizer,
+        "_distribution_strategy": model.optimizer,
+        "_all_reduce_sum_gradients": model.optimizer,
+        "_learning_rate": model.optimizer,
+        "_iterations": model.optimizer,
+    }
+    source = Path(_keras_private.__file__).read_text()
+    assert {*re.findall(r'NAMES\.of\(\w+, "(\w+)"', source)} == {*holders}
+    for name, holder in holders.items():
+        assert hasattr(holder, name), f"Keras {keras.__version__} moved {name} of {holder}"
+    assert "_use_cached_eval_dataset" in inspect.signature(keras.Model.evaluate).parameters or (
+        "_use_cached_eval_dataset" in inspect.getsource(keras.Model.evaluate)
+    )
+
+
+CALLBACKS = {
+    name: kind
+    for name, kind in vars(K).items()
+    if isinstance(kind, type) and issubclass(kind, K.Callback) and kind is not K.Callback
+}
+
+# They run on every worker, and write nothing.
+EVERYWHERE = {
+    "EarlyStopping",
+    "History",
+    "LambdaCallback",
+    "LearningRateScheduler",
+    "ReduceLROnPlateau",
+    "SwapEMAWeights",
+    "TerminateOnNaN",
+}
+
+
+def test_every_callback_of_keras_is_known() -> None:
+    """A new one may write files on every worker, or have a state that no checkpoint holds."""
+    writers = {kind.__name__ for kind in in_cluster._WRITING_CALLBACKS}
+    assert {*CALLBACKS} - writers - EVERYWHERE <= {"CallbackList"}
+    assert not writers & EVERYWHERE
+
+
+STATEFUL: dict[str, Any] = {
+    "EarlyStopping": lambda: K.EarlyStopping(),
+    "ReduceLROnPlateau": lambda: K.ReduceLROnPlateau(),
+    "ModelCheckpoint": lambda: K.ModelCheckpoint("x.keras"),
+    "TensorBoard": lambda: K.TensorBoard("x"),
+    "SwapEMAWeights": lambda: K.SwapEMAWeights(),
+    "History": lambda: K.History(),
+    "CSVLogger": lambda: K.CSVLogger("x"),
+}
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_what_callbacks_remember(name: str) -> None:
+    """Each name is an attribute of the callback, after it has begun, or stands in its source."""
+    kind = getattr(K, name)
+    attributes = _keras_private.remembered_by(STATEFUL[name]())
+    assert attributes
+    source = "".join(inspect.getsource(base) for base in kind.__mro__[:-1])
+    assert [each for each in attributes if f"self.{each}" not in source] == []
+
+
+# What the package does in the place of these bodies, or relies on, was compared with them. When
+# one changes, read it again, and take over what is new.
+BODIES = {
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit": "a9a6dc02a7ddafa8",
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.evaluate": "a1facf6528168e8d",
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.predict": "ee5831d7d2179667",
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.train_step": "debf0efab9d5794b",
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.test_step": "a8f04a25512e74e2",
+    "keras.src.trainers.epoch_iterator:EpochIterator": "805f917ff4beb967",
+    "keras.src.trainers.trainer:Trainer.compute_loss": "450e48288d4857f0",
+    "keras.src.losses.loss:reduce_weighted_values": "1976df12ea192061",
+    "keras.src.losses.loss:apply_mask": "61d8938cd8663dee",
+    "keras.src.layers.normalization.batch_normalization:BatchNormalization": "8b3a382b7d4c194b",
+}
+READ = "3.15"  # the release whose bodies were read
+
+
+@pytest.mark.skipif(not keras.__version__.startswith(READ), reason=f"these are Keras {READ}'s")
+@pytest.mark.parametrize("path", BODIES)
+def test_bodies_are_those_that_were_read(path: str) -> None:
+    source = inspect.getsource(pkgutil.resolve_name(path))
+    assert hashlib.sha256(source.encode()).hexdigest()[:16] == BODIES[path]

@@ -135,6 +135,47 @@ def test_shuffle_takes_every_row_once_in_an_order_of_each_epoch_and_seed() -> No
     assert steps == [steps_of(one) for one in rows_seen(True)]  # under one seed
 
 
+def test_what_counts_as_true_shuffles() -> None:
+    passes = [rows_seen(value) for value in (1, np.True_, True)]
+    assert [list(map(steps_of, each)) for each in passes[1:]] == [
+        list(map(steps_of, passes[0]))
+    ] * 2
+    assert steps_of(IN_ORDER) not in map(steps_of, passes[0])
+
+
+def test_steps_are_made_again_when_settings_change() -> None:
+    plain, ours = classifier()(), tfd.distribute(classifier(), mirrored())
+    ours.set_weights(plain.get_weights())
+    for model in (plain, ours):
+        model.predict(X, verbose=0)
+        for eagerly in (True, False):
+            model.run_eagerly = eagerly
+            model.fit(X, Y, batch_size=16, shuffle=False, verbose=0)
+        model.compile("sgd", "mse", run_eagerly=True)
+        model.fit(X, Y, batch_size=16, shuffle=False, verbose=0)
+    for mine, keras_ in zip(ours.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, keras_, atol=1e-6)
+    assert tfd.explain(ours).steps[0] == "train: none: run_eagerly=True"
+    np.testing.assert_allclose(ours.predict(X, verbose=0), plain.predict(X, verbose=0), atol=1e-6)
+    assert tfd.explain(ours).steps[-1] == "predict: none: run_eagerly=True"
+
+
+def test_limits_of_keras() -> None:
+    """`keras.config.set_max_epochs` and its like, for short trials."""
+    model = tfd.distribute(CLASSIFIER, mirrored())
+    keras.config.set_max_epochs(2)
+    keras.config.set_max_steps_per_epoch(3)
+    try:
+        assert model.fit(X, Y, batch_size=8, epochs=4, verbose=0).epoch == [0, 1]
+        assert len(model.predict(X, batch_size=8, verbose=0)) == 3 * 8
+    finally:
+        keras.config.set_max_epochs(None)
+        keras.config.set_max_steps_per_epoch(None)
+    assert int(model.optimizer.iterations) == 2 * 3
+    with pytest.raises(tfd.TrainingError, match="validation_freq=0 is neither"):
+        model.fit(X, Y, validation_data=(X, Y), validation_freq=0, verbose=0)
+
+
 def test_shuffle_of_each_batch() -> None:
     """As Keras's: the batches are those of the data's order, the rows within them are not."""
     assert all(steps_of(one) == steps_of(IN_ORDER) for one in rows_seen("batch"))

@@ -90,6 +90,15 @@ class DropoutOfNumpy(keras.layers.Layer):
         return x * np.random.binomial(1, 0.5, 5).astype("float32")
 
 
+class DrawsByNumpy(keras.optimizers.SGD):
+    """Each replica gets numbers of its own."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        noise = tf.numpy_function(lambda: np.random.normal(size=[1]), [], tf.float64)
+        scale = tf.cast(tf.ensure_shape(noise, [1])[0], tf.float32)
+        super().apply([g * scale for g in grads], trainable_variables)
+
+
 class MeanOfRatios(keras.metrics.Metric):
     """The mean over batches of the share of right answers."""
 
@@ -175,6 +184,12 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Any, str, str]] = {
     "BatchNormalization": (batch_norm_model, (X, Y), "weight", "synchronize_batch_norm=True"),
     "unseeded shuffle": (equal_model, shuffled, "data", "a seed"),
     "metric": (lambda: model(metrics=[MeanOfRatios()]), (X, Y), "log share", "denominator"),
+    "drifting copies": (
+        lambda: model(optimizer=DrawsByNumpy(0.1)),
+        (X, Y),
+        "weight",
+        "copies of ['weight dense",
+    ),
     "np.random": (lambda: model(DropoutOfNumpy()), (X, Y), "weight", "SeedGenerator"),
 }
 
@@ -203,6 +218,8 @@ def test_settings_that_make_a_model_equal() -> None:
     assert verify(batch_norm_model, synchronize_batch_norm=True).equal
     assert verify(equal_model, rows().batch(12), validation_data=(X, Y), epochs=2).equal
     assert verify(equal_model, ((X[:n], Y[:n]) for n in (12, 6))).equal
+    sharded = tfd.data.from_arrays((X, Y), global_batch_size=12, seed=0)
+    assert verify(equal_model, sharded).equal
 
 
 def test_arguments_that_cannot_be_compared() -> None:

@@ -94,6 +94,7 @@ def test_all_wait_for_what_the_chief_saves_and_plain_keras_loads_it(cluster: Clu
 def test_one_workers_stop_stops_all_at_the_same_step(cluster: Cluster) -> None:
     assert cluster.same("steps_until_one_stopped") == 3
     assert cluster.same("stopped_before") == 8 + 1  # as Keras, which still runs one batch
+    assert cluster.same("rows_predicted") == 2 * 24
 
 
 def test_all_take_over_what_the_chief_restored(cluster: Cluster) -> None:

@@ -96,7 +96,7 @@ class Replaced(NamedTuple):
         owner, _, name = names.rpartition(".")
         try:
             return pkgutil.resolve_name(f"{module}:{owner}"), name
-        except ImportError:  # newer releases of Keras have a package for operations
+        except ImportError:  # Keras 3.16 has a package for operations
             module = module.replace(".tensorflow.", ".tensorflow.ops.")
             return pkgutil.resolve_name(f"{module}:{owner}"), name
 
@@ -375,8 +375,8 @@ def redirect_methods(
     try:
         yield
     finally:
-        for name in methods:
-            del attributes[name]
+        for name in methods:  # another thread may have restored them
+            attributes.pop(name, None)
         attributes.update(before)
 
 
@@ -461,6 +461,11 @@ def flat_layers(model: keras.Model | keras.Layer, **options: bool) -> list[keras
     return list(NAMES.of(model, "_flatten_layers", "layers inside of layers")(**options))
 
 
+def seed_generators(layer: keras.Layer) -> list[keras.random.SeedGenerator]:
+    """The generators that a layer itself draws from. Private: layers have no public list."""
+    return list(NAMES.of(layer, "_seed_generators", "random numbers of layers"))
+
+
 def is_graph_of_layers(model: keras.Model) -> bool:
     """Whether a model is Functional or Sequential: its config has its layers.
 
@@ -510,6 +515,10 @@ _REMEMBERED: dict[type[keras.callbacks.Callback], Sequence[str]] = {
     keras.callbacks.History: ("epoch", "history"),
     keras.callbacks.CSVLogger: ("keys",),
 }  # fmt: skip
+if hasattr(keras.callbacks, "OrbaxCheckpoint"):  # Keras 3.15
+    _REMEMBERED[keras.callbacks.OrbaxCheckpoint] = (
+        "best", "_batches_seen_since_last_saving", "_last_batch_seen", "_total_batches_seen"
+    )  # fmt: skip
 
 
 _SEEDS = "global_seed_generator"

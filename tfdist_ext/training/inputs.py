@@ -109,6 +109,7 @@ def read(
     sizes = {"batch_size": batch_size, "steps_per_epoch": steps}
     # Keras does not shuffle: its random numbers differ between tasks.
     adapter = get_data_adapter(x, y, sample_weight, class_weight=class_weight, **sizes)
+    shuffle = "batch" if shuffle == "batch" else bool(shuffle)
     seed = seed if shuffle else None
     with tf.device("CPU:0"):
         found = array_parts(adapter)
@@ -451,7 +452,8 @@ class Epochs:
         requested: int | None,
         inspect: Callable[[Structure], None] | None = None,
     ) -> None:
-        requested = requested or None  # as in Keras, 0 means all steps of the data
+        # As in Keras, 0 means all steps of the data.
+        requested = min(filter(None, [requested, keras.config.max_steps_per_epoch()]), default=None)
         if batches.steps is None and batches.is_infinite and requested is None:
             raise TrainingError(
                 "The data is infinite, so an epoch has no end. Pass steps_per_epoch to `fit`, or"

@@ -97,9 +97,9 @@ def train(
         with peers.barrier(f"epoch {epoch + 1}, its end"):
             flags = np.array([model.stop_training, peers.stop_requested], np.int32)
             stop, stop_requested = (reduction.sum_over_workers(flags) > 0).tolist()
-            progress = Progress(epoch + 1 if complete else epoch)
+            progress = Progress(epoch + 1)
             if saved is not None:
-                progress = saved.epoch_is_done(epoch, logs, complete=complete, stopped=stop)
+                progress = saved.epoch_is_done(epoch, logs, stopped=stop)
         yield logs, progress
         peers.enters("callbacks")
         if saved is not None:
@@ -185,13 +185,14 @@ class Loop:
             with peers.barrier(f"{where}before its first step"):
                 uses_batches = uses_batch_hooks(hooks.callbacks, self._kind)
                 spec = getattr(data.iterator, "element_spec", None)
-                kind = spec, data.batch_size, data.known_length, data.needs_row_count
+                data_kind = spec, data.batch_size, data.known_length, data.needs_row_count
                 # If a callback stops before the first batch, Keras still runs that batch.
-                flags = np.array([uses_batches, self._stopped, kind != self._tuned_for], np.int32)
+                is_new = data_kind != self._tuned_for
+                flags = np.array([uses_batches, self._stopped, is_new], np.int32)
                 by_batch, one_only, is_new = (self.reduction.sum_over_workers(flags) > 0).tolist()
                 self.program.reset(resume=data.completed > 0)
             if is_new:  # on any worker: all of them choose the same numbers of steps
-                self._tuner, self._tuned_for = StepsPerExecutionTuner(), kind
+                self._tuner, self._tuned_for = StepsPerExecutionTuner(), data_kind
             tuner = self._tuner
             if (requested := self.model.steps_per_execution) > 1 or by_batch:
                 tuner = StepsPerExecutionTuner(fixed=requested)
@@ -299,17 +300,23 @@ def predict(
     hooks: keras.callbacks.CallbackList,
 ) -> Structure:
     """Returns the outputs for one pass over the data, as NumPy arrays, in input order."""
-    model.stop_predicting = False
+    model.stop_predicting = stop = False
+    peers = reduction.peers
+    peers.enters("callbacks")
     hooks.on_predict_begin()
+    # On any worker: callbacks may stop there alone.
+    may_stop = uses_batch_hooks(hooks.callbacks, "predict") or model.stop_predicting
+    may_stop = reduction.any_worker(may_stop)
     collected: list[Structure] = []
     done = 0  # global batches
     with preserve_sigint() as raise_if_interrupted, data_errors_as_raised(), epochs.next() as data:
         each = predictor.outputs(data)
-        while data.steps is None or done < data.steps:
+        while not stop and (data.steps is None or done < data.steps):
+            peers.enters("callbacks")
             hooks.on_predict_batch_begin(done)
-            reduction.peers.enters("steps")
+            peers.enters("steps")
             try:
-                with reduction.peers.barrier(f"batch {done}"):
+                with peers.barrier(f"batch {done}"):
                     outputs = next(each)
             except StopIteration:
                 break
@@ -317,12 +324,14 @@ def predict(
             done += 1
             if outputs is not None:
                 collected.append(outputs)
+            peers.enters("callbacks")
             hooks.on_predict_batch_end(done - 1, {"outputs": outputs})
-            if model.stop_predicting:
-                break
+            if may_stop:
+                with peers.barrier(f"stop after batch {done - 1}?"):
+                    stop = reduction.any_worker(bool(model.stop_predicting))
     if not collected:
         raise TrainingError(EMPTY)
-    epochs.is_done(data, done, stopped=bool(model.stop_predicting))
+    epochs.is_done(data, done, stopped=stop)
     hooks.on_predict_end()
     return keras.tree.map_structure(in_one_array, *collected)
 

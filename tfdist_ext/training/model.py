@@ -112,7 +112,7 @@ class DistributedModel(SavingMixin):
         self._progress = Progress()
         self._loops: dict[tuple[str, bool], Loop] = {}  # by kind, and whether steps are timed
         self._predictor: Predictor | ParameterServerPredictor | None = None
-        self._predicts_eagerly = False
+        self._predictor_made_for: tuple[object, ...] = ()
         self._engine: SynchronousEngine | ParameterServerEngine
         if isinstance(strategy, tf.distribute.ParameterServerStrategy):
             self._engine = ParameterServerEngine(strategy)
@@ -192,6 +192,7 @@ class DistributedModel(SavingMixin):
                 another model, or that a newer job writes to.
             ValueError: what Keras itself refuses.
         """
+        epochs = min(epochs, keras.config.max_epochs() or epochs)
         counts = {
             "batch_size": batch_size,
             "epochs": epochs,
@@ -406,20 +407,24 @@ class DistributedModel(SavingMixin):
             return functools.partial(_refuse, name)
         found = getattr(self._model, name)
         if name in CREATING:
-            return filter_traceback(functools.partial(self._create, found))
+            return filter_traceback(functools.partial(self._create, name, found))
         if getattr(found, "__self__", None) is not self._model:
             return found
         method = redirected_method(self, found)
-        if not name.startswith(("save_", "export_")):
-            return method
-        return lambda *args, **kwargs: run_on_chief(
-            self._reduction, lambda: method(*args, **kwargs), f"do {name}()"
-        )
+        if name.startswith(("save_", "export_")):
+            return filter_traceback(functools.partial(self._write, name, method))
+        return method
 
-    def _create(self, method: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        with creation_scope(self._strategy, self._created):
-            method(*args, **kwargs)
-        self._unify()
+    def _create(self, name: str, method: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        with self._reduction.call(name):
+            with creation_scope(self._strategy, self._created):
+                method(*args, **kwargs)
+            self._unify()
+
+    def _write(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._reduction.call(name):
+            write = functools.partial(method, *args, **kwargs)
+            return run_on_chief(self._reduction, write, f"do {name}()")
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self._model)})
@@ -438,9 +443,10 @@ class DistributedModel(SavingMixin):
             setattr(self._model, name, value)
 
     def _predict(self, epochs: Epochs, hooks: keras.callbacks.CallbackList) -> Any:
-        if self._predictor is None or self._predicts_eagerly != self._model.run_eagerly:
+        compiled = _compiled_parts(self._model)
+        if self._predictor is None or self._predictor_made_for != compiled:
             self._predictor = self._engine.make_predictor(self._model)
-            self._predicts_eagerly = self._model.run_eagerly
+            self._predictor_made_for = compiled
         return predict(self._model, self._reduction, self._predictor, epochs, hooks)
 
     def _on_batch(self, kind: str, data: tuple[Any, ...], **options: Any) -> Logs:
@@ -456,7 +462,7 @@ class DistributedModel(SavingMixin):
         """Reads the validation data of a `fit`, and says when to evaluate on it."""
         if data is None:
             return lambda epoch: None
-        if not isinstance(frequency, int | list | tuple | set):
+        if frequency == 0 or not isinstance(frequency, int | list | tuple | set):
             raise TrainingError(
                 f"validation_freq={frequency!r} is neither a number of epochs nor a list of epochs."
                 " Epochs are counted from 1."
@@ -630,7 +636,7 @@ class DistributedModel(SavingMixin):
         self._created.clear()
         if not self._reduction.multi_worker:
             return
-        compiled = _compiled_parts(self._model) if self._model.compiled else ()
+        compiled = _compiled_parts(self._model)
         if self._reduction.any_worker(bool(created) or self._compared != compiled):
             described = describe_model(self._model, created)
             check_equal_across_workers(self._reduction, described, SAME_MODEL)
@@ -641,8 +647,11 @@ class DistributedModel(SavingMixin):
 
 
 def _compiled_parts(model: keras.Model) -> tuple[object, ...]:
-    """Returns the objects that `compile` has set. They change when a model is compiled again."""
-    return model.optimizer, model.loss, model.metrics
+    """Returns what `compile` has set. Steps are made again where it has changed."""
+    eagerly = bool(model.run_eagerly)
+    if not model.compiled:
+        return (eagerly,)
+    return model.optimizer, model.loss, model.metrics, eagerly, model.jit_compile
 
 
 # Methods of Keras's models that create variables.

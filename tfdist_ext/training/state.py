@@ -39,6 +39,7 @@ __all__ = [
     "broadcast_variables",
     "check_has_variables",
     "group_of",
+    "has_equal_copies",
     "read_rows",
     "run_on_chief",
     "snapshot",
@@ -146,6 +147,15 @@ def whole_value(variable: keras.Variable, buffer: np.ndarray | None = None) -> n
     for start, stop in blocks(variable):
         np.atleast_1d(buffer)[start:stop] = read_rows(variable, start, stop)
     return buffer
+
+
+def has_equal_copies(variable: Variable) -> bool:
+    """Whether the local copies of a variable are equal to the bit."""
+    for piece, _, _ in pieces_of(raw_value(variable)):
+        first, *others = (copy.read_value().numpy().tobytes() for copy in _copies(piece))
+        if any(other != first for other in others):
+            return False
+    return True
 
 
 def assign_whole(variable: keras.Variable, value: npt.ArrayLike) -> None:

@@ -19,11 +19,19 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.data.pipelines import Structure, batch_size_of, rows_between
+from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TfDistError, TrainingError
+from tfdist_ext.messages import shown
 from tfdist_ext.training._keras_private import flat_layers, get_data_adapter
 from tfdist_ext.training.building.build import batch_normalization_layers
 from tfdist_ext.training.model import check_counts, distribute
-from tfdist_ext.training.state import METRICS, MODEL, state_of, whole_value
+from tfdist_ext.training.state import (
+    METRICS,
+    MODEL,
+    has_equal_copies,
+    state_of,
+    whole_value,
+)
 from tfdist_ext.training.verification import Results, Verification, relative_differences
 from tfdist_ext.user_frames import filter_traceback
 
@@ -64,6 +72,10 @@ _VARIABLE = (
 _METRIC = (
     "The metric {} is not made of sums over rows: it averages a number of each batch (rule 4)."
     " Add up numerator and denominator in two variables, and divide in result()."
+)
+_COPIES = (
+    "The replicas' copies of {} are different, because an update is not the same on all replicas."
+    " It may draw random numbers outside of TensorFlow, or use the number of its replica."
 )
 _UNKNOWN = "No experiment found the cause. Read what the rules do not cover, in docs/exactness.md."
 
@@ -158,6 +170,9 @@ def _probable_causes(
     names = [name for name in result.unequal if not name.startswith("data ")]
     if not names:
         return
+    if trainings.unequal_copies:
+        yield _COPIES.format(shown(sorted(trainings.unequal_copies)))
+        return
     if unequal(numpy_seed=7331):
         yield _RANDOM
         return
@@ -225,6 +240,7 @@ class Trainings:
         batches: the global batches of one epoch; the last one is smaller.
         rows: the number of rows of each batch.
         order_changes: whether a dataset begins with another batch when it is read again.
+        unequal_copies: names of variables that have had different copies after a training.
     """
 
     def __init__(
@@ -247,6 +263,7 @@ class Trainings:
         if not self.batches:
             raise TrainingError("The data of verify has no batch.")
         self.order_changes = False
+        self.unequal_copies: set[str] = set()
         if not isinstance(data, Iterator):  # it can be read once
             again = self._read(data, 1)
             self.order_changes = _bytes_of(self.batches[0]) != _bytes_of(again[0])
@@ -313,17 +330,29 @@ class Trainings:
         callbacks = copy.deepcopy(self._fit.get("callbacks"))  # some cannot be used twice
         logs = model.fit(_dataset_of(batches), **{**self._fit, "callbacks": callbacks}).history
         return {
-            **_values_of(inner),
+            **self._values_of(inner),
             **{f"log {name}": np.asarray(values) for name, values in logs.items()},
             **self._predictions(model),
         }
 
     def _read(self, data: Any, steps: int) -> list[Structure]:
         """Returns the first global batches."""
+        if isinstance(data, ShardedDataset):
+            data = data.dataset(epoch=0)
         x, y, weights = (*(data if isinstance(data, tuple) else (data,)), None, None)[:3]
         size = self._fit.get("batch_size") or 32
         dataset = get_data_adapter(x, y, weights, batch_size=size).get_tf_dataset()
         return list(dataset.take(steps))
+
+    def _values_of(self, model: keras.Model) -> dict[str, np.ndarray]:
+        """Returns the values of all variables by kind and name; NaN where copies are different."""
+        values = {}
+        for name, variable in _variables_of(model).items():
+            values[name] = whole_value(variable)
+            if not has_equal_copies(variable):
+                self.unequal_copies.add(name)
+                values[name] = np.full(values[name].shape, np.nan)
+        return values
 
     def _predictions(self, model: Any) -> Results:
         """Returns the predictions for all batches; none if plain Keras cannot predict, either."""
@@ -361,21 +390,20 @@ def _next_number(part: Any) -> Any:
     return np.nextafter(np.asarray(part).astype(keras.config.floatx()), np.inf)
 
 
-def _values_of(model: keras.Model) -> dict[str, np.ndarray]:
-    """Returns the values of all variables of a model and its optimizers, by kind and name."""
-    values = {}
+def _variables_of(model: keras.Model) -> dict[str, keras.Variable | tf.Variable]:
+    """Returns all variables of a model and its optimizers, by kind and name."""
+    variables: dict[str, keras.Variable | tf.Variable] = {}
     trainable = {id(variable) for variable in model.trainable_weights}
-    state = state_of(model)
-    for path, variable in state.items():
+    for path, variable in state_of(model).items():
         group, _, name = path.partition("/")
         if group == MODEL:
             kind = "weight" if id(variable) in trainable else "variable"
-            values[f"{kind} {name}"] = whole_value(variable)
+            variables[f"{kind} {name}"] = variable
         elif group != METRICS:
-            values[f"optimizer {path.removeprefix('optimizer.')}"] = whole_value(variable)
+            variables[f"optimizer {path.removeprefix('optimizer.')}"] = variable
     for number, layer in enumerate(flat_layers(model)):
         for attribute, value in vars(layer).items():
             if isinstance(value, tf.Variable):
                 own = f"{type(layer).__name__}.{attribute}"
-                values[f"variable {own} (tf.Variable in layer {number})"] = whole_value(value)
-    return values
+                variables[f"variable {own} (tf.Variable in layer {number})"] = value
+    return variables

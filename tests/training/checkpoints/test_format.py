@@ -18,6 +18,8 @@ from tfdist_ext.training import state
 from tfdist_ext.training.checkpoints.format import (
     CheckpointFile,
     DamagedCheckpointError,
+    Progress,
+    encode_checkpoint,
     open_checkpoint,
 )
 from tfdist_ext.training.state import assign_whole, state_of, whole_value
@@ -111,6 +113,10 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(tfd.TrainingError, match=words), open_checkpoint(str(tmp_path / name)):
             pass
 
+    progress = encode_checkpoint(Progress(), {})
+    version_2 = b"".join(progress).replace(rb"\"version\": 1", rb"\"version\": 2")[:-4]
+    version_2 += zlib.crc32(version_2).to_bytes(4, "little")
+    refused("version", "has format 2, and this tfdist_ext reads format 1", version_2)
     refused("missing", r"missing cannot be read: No such file or directory\.")
     refused(".", r" cannot be read: Is a directory\.")
     refused("text", "is not a complete checkpoint", b"weights of something else")

@@ -13,7 +13,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from training_cases import X, Y, assert_trains_as_keras, compiled, mirrored, strategy_of
+from training_cases import X, Y, assert_trains_as_keras, compiled, mirrored, stack, strategy_of
+
+import tfdist_ext as tfd
 
 ROWS = 50
 FIT = {"batch_size": 16, "epochs": 2}
@@ -165,3 +167,38 @@ def test_a_step_gets_the_gradient_of_the_global_batch(kind: Any) -> None:
     assert_trains_as_keras(
         build, X[:ROWS], Y[:ROWS], strategy=strategy_of("central_storage", 3), **FIT
     )
+
+
+class Noisy(keras.optimizers.SGD):
+    """Adds noise to the gradients, as for privacy."""
+
+    by_keras = False
+
+    def __init__(self, *args: Any, **named: Any):
+        super().__init__(*args, **named)
+        self.generator = keras.random.SeedGenerator(5)
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        if self.by_keras:
+            noise = [keras.random.normal(g.shape, seed=self.generator) for g in grads]
+        else:
+            noise = [tf.random.normal(g.shape) for g in grads]
+        super().apply(list(map(keras.ops.add, grads, noise)), trainable_variables)
+
+
+class NoisyByKeras(Noisy):
+    by_keras = True
+
+
+@pytest.mark.parametrize("settings", [{}, {"run_eagerly": True}])
+def test_noise_of_an_optimizer_is_the_same_on_all_replicas(settings: dict[str, Any]) -> None:
+    """tf.random draws on each replica by itself, so the copies of a variable would drift apart."""
+
+    def build(kind: type) -> keras.Model:
+        return compiled(stack(keras.layers.Dense(1)), kind(0.1), **settings)
+
+    for one_trace in (True, False):
+        model = tfd.distribute(lambda: build(Noisy), mirrored(3), one_trace=one_trace)
+        with pytest.raises(tfd.TrainingError, match=r"keras.random.SeedGenerator"):
+            model.fit(X, Y, verbose=0)
+    assert_trains_as_keras(lambda: build(NoisyByKeras), X[:ROWS], Y[:ROWS], **FIT)

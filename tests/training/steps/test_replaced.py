@@ -183,7 +183,7 @@ def normalized_by_the_part(self: Any, inputs: Any, training: bool = False, mask:
     return self.gamma * (inputs - mean) / keras.ops.sqrt(variance + 0.1) + self.beta
 
 
-def dropout_by_a_hash(layer: Any, inputs: Any, training: bool = False) -> Any:
+def noise_by_a_hash(layer: Any, inputs: Any, training: bool = False) -> Any:
     if not training:
         return inputs
     seed = tf.cast(layer.seed_generator.next(), tf.int32)
@@ -192,11 +192,21 @@ def dropout_by_a_hash(layer: Any, inputs: Any, training: bool = False) -> Any:
     return tf.where(tf.reshape(order % 2 == 0, tf.shape(inputs)), inputs, 0)
 
 
-PLANTED: dict[str, tuple[Any, str, Any]] = {
-    "apply": (keras.Model, "train_step", step_past_apply),
-    "loss": (keras.Model, "compute_loss", compute_loss_past_the_call),
-    "moments": (keras.layers.BatchNormalization, "call", normalized_by_the_part),
-    "draw": (keras.layers.Dropout, "call", dropout_by_a_hash),
+def losses_added_by_itself(self: Any, x: Any, y: Any, y_pred: Any, *more: Any, **_: Any) -> Any:
+    return self._compile_loss(y, y_pred) + keras.ops.sum(keras.ops.stack(self.losses))
+
+
+LOSSES = keras.src.losses.loss
+PLANTED: dict[str, list[tuple[Any, str, Any]]] = {
+    "apply": [(keras.Model, "train_step", step_past_apply)],
+    "loss": [(keras.Model, "compute_loss", compute_loss_past_the_call)],
+    "moments": [(keras.layers.BatchNormalization, "call", normalized_by_the_part)],
+    "draw": [(keras.layers.GaussianNoise, "call", noise_by_a_hash)],
+    "added_loss": [(keras.Model, "compute_loss", losses_added_by_itself)],
+    "replicas": [
+        (LOSSES, f"{name}_loss_for_distribution", lambda value: value)
+        for name in ("scale", "unscale")
+    ],
 }
 
 
@@ -211,7 +221,7 @@ def with_all() -> keras.Model:
     layers = keras.layers
     normal = layers.BatchNormalization(synchronized=True)
     model = stack(
-        layers.Dense(4), Penalty(), normal, layers.Dropout(0.5), layers.Dense(1, "sigmoid")
+        layers.Dense(4), Penalty(), normal, layers.GaussianNoise(0.5), layers.Dense(1, "sigmoid")
     )
     return compiled(model, "sgd", "binary_crossentropy")
 
@@ -220,7 +230,7 @@ def test_a_step_calls_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `check_called` expects, and what numbers alone show."""
     seen: set[str] = set()
 
-    def check(model: Any, kind: str, called: set[str], written: Any) -> None:
+    def check(model: Any, kind: str, called: set[str], written: Any, losses: Any) -> None:
         seen.update(called)
 
     monkeypatch.setattr("tfdist_ext.training.steps.exact.check_called", check)
@@ -232,7 +242,8 @@ def test_a_step_calls_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("key", PLANTED)
 def test_a_way_past_a_function_is_an_error(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*PLANTED[key])
+    for planted in PLANTED[key]:
+        monkeypatch.setattr(*planted)
     model = tfd.distribute(with_all, mirrored())
     before = model.get_weights()
     with pytest.raises(tfd.TfDistError) as caught:

@@ -57,6 +57,7 @@ _WRITING_CALLBACKS = (
     keras.callbacks.ProgbarLogger,
     keras.callbacks.RemoteMonitor,
     keras.callbacks.TensorBoard,
+    *filter(None, [getattr(keras.callbacks, "OrbaxCheckpoint", None)]),  # since Keras 3.15
 )
 
 

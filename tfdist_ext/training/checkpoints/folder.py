@@ -214,7 +214,7 @@ class CheckpointFolder:
         self._buffers = {}
 
     def write(self, progress: Progress, blocks: Iterable[bytes | memoryview]) -> None:
-        """Writes a checkpoint, and removes old ones.
+        """Writes a checkpoint, and removes old ones if possible.
 
         Args:
             blocks: the bytes of the checkpoint.
@@ -227,7 +227,10 @@ class CheckpointFolder:
         write_atomically(path, blocks, writer=self._writer, before_rename=self._check_owner)
         self.newest, self.progress = path, progress
         for old in checkpoints_in(self.path)[:-KEPT]:
-            remove(old)
+            try:
+                remove(old)
+            except OSError as error:
+                warn(f"The old checkpoint {old} cannot be removed: {error.strerror or error}.")
 
     def finish(self, epochs: int) -> None:
         """Waits for the last file, and notes that all epochs are complete."""

@@ -53,6 +53,7 @@ __all__ = [
 
 SYNC_BYTES = 16 * 2**20
 
+_VERSION = 1  # of the format; another one when older releases cannot read it
 _METADATA, _CHECKSUM, _OURS = "__metadata__", "crc32", "tfdist_ext"
 
 # `group/name` -> variable or array.
@@ -136,7 +137,7 @@ def encode_checkpoint(
 
 
 def _header(progress: Progress, arrays: Arrays) -> bytes:
-    text = json.dumps({"version": 1, "progress": asdict(progress)})
+    text = json.dumps({"version": _VERSION, "progress": asdict(progress)})
     header: dict[str, Any] = {_METADATA: {_OURS: text}}
     begin = 0
     for name, array in {**arrays, _CHECKSUM: np.zeros(1, np.uint32)}.items():
@@ -196,7 +197,13 @@ class CheckpointFile:
         self._file = file
         length = int.from_bytes(self._read(0, 8), "little")
         header = json.loads(self._read(8, length))
-        self.progress = Progress(**json.loads(header.pop(_METADATA)[_OURS])["progress"])
+        ours = json.loads(header.pop(_METADATA)[_OURS])
+        if ours["version"] != _VERSION:
+            raise TrainingError(
+                f"The checkpoint has format {ours['version']}, and this tfdist_ext reads format"
+                f" {_VERSION}. Install the version of tfdist_ext that wrote it."
+            )
+        self.progress = Progress(**ours["progress"])
         del header[_CHECKSUM]
         begin = 8 + length
         self.arrays = {

@@ -20,7 +20,12 @@ from tfdist_ext.cluster.liveness import log_line
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.launch.exit_codes import PREEMPTED, command_line, is_started_again
-from tfdist_ext.training._keras_private import global_seed_generator, seed_state
+from tfdist_ext.training._keras_private import (
+    flat_layers,
+    global_seed_generator,
+    seed_generators,
+    seed_state,
+)
 from tfdist_ext.training.agreement.single_task import Reduction
 from tfdist_ext.training.callbacks.in_cluster import (
     CallbackState,
@@ -106,7 +111,7 @@ class CheckpointManager:
         Raises:
             TrainingError: `checkpoint_every` is not possible, or other data than before.
         """
-        batch_size = self._check_position(data)
+        batch_size = self._checked_batch_size(data)
         folder, model = self._folder, self._model
         self._callbacks = callbacks
         self._progress = replace(
@@ -145,7 +150,7 @@ class CheckpointManager:
             return max(self._epochs, progress.epoch)
         return progress.epoch - (progress.trained is not None)
 
-    def _check_position(self, data: Epochs) -> int:
+    def _checked_batch_size(self, data: Epochs) -> int:
         """Returns the rows of a global batch; 0 if not known, or of a ShardedDataset.
 
         Raises:
@@ -217,8 +222,8 @@ class CheckpointManager:
         trained = {name: np.asarray(value).tolist() for name, value in logs.items()}
         progress = replace(self._progress, epoch=epoch + 1, batches=0, trained=trained)
         # Besides metrics, a validation changes the states of random generators.
-        variables = self._model.non_trainable_variables
-        seeds = [each for each in variables if each.name == "seed_generator_state"]
+        layers = flat_layers(self._model)
+        seeds = [each.state for layer in layers for each in seed_generators(layer)]
         if seed_state() is not None:
             seeds.append(global_seed_generator().state)
         restore_seeds = snapshot(seeds)
@@ -255,17 +260,13 @@ class CheckpointManager:
         if stop_requested:
             raise SystemExit(PREEMPTED)
 
-    def epoch_is_done(self, epoch: int, logs: Logs, *, complete: bool, stopped: bool) -> Progress:
+    def epoch_is_done(self, epoch: int, logs: Logs, *, stopped: bool) -> Progress:
         """Saves after an epoch, unless its loss is not finite.
 
         Args:
-            complete: all global batches of the epoch are done.
-            stopped: a callback has stopped the training.
+            stopped: a callback has stopped the training, maybe in the middle of the epoch.
         """
-        if complete or self._data is None:
-            self._progress = replace(self._progress, epoch=epoch + 1, batches=0)
-        else:  # stopped in the middle
-            self._progress = replace(self._progress, epoch=epoch)
+        self._progress = replace(self._progress, epoch=epoch + 1, batches=0)
         if _is_finite(logs):
             self._save(replace(self._progress, stopped=stopped))
         elif self._reduction.is_chief:

@@ -18,13 +18,16 @@ import tensorflow as tf
 
 from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.messages import shown
 from tfdist_ext.strategies._tf_private import is_recording
 from tfdist_ext.strategies.traced_replica import computed_once, replica_id
 from tfdist_ext.training._keras_private import (
     Original,
     Target,
     flat_layers,
+    loss_ids,
     not_called,
+    seed_generators,
     stateless_scope,
     substitutes,
     trained_by,
@@ -37,7 +40,7 @@ from tfdist_ext.training.steps.context import (
     reduced_for,
     running_step,
 )
-from tfdist_ext.training.steps.random_numbers import RANDOM, rows_at
+from tfdist_ext.training.steps.random_numbers import RANDOM, REFUSED_IN_UPDATES, rows_at
 from tfdist_ext.training.steps.rows import Gradient, compared_rows
 from tfdist_ext.training.steps.scope import (
     ReplicaScope,
@@ -75,13 +78,18 @@ def substitutes_of(context: StepContext) -> Mapping[str, Callable[..., Any]]:
         "gradient": _gradient,
         "update_mean": _update_mean,
         "moments": _moments,
+        "replicas": _replicas,
         "take": _take,
         **RANDOM,
     }
     if context.replicas > 1 and not context.on_tpu:
         functions |= {"write_variable": _write_variable, "update_variable": _update_variable}
-    bound = {key: functools.partial(function, context) for key, function in functions.items()}
-    return {**bound, "replicas": lambda original, strategy: 1}
+    return {key: functools.partial(function, context) for key, function in functions.items()}
+
+
+def _replicas(context: StepContext, original: Original, strategy: tf.distribute.Strategy) -> int:
+    """Returns the `num_replicas_in_sync` of a step."""
+    return 1
 
 
 def _take(
@@ -130,7 +138,9 @@ def _update_variable(
     return update(copies[replica_id() % len(copies)], value, **named)
 
 
-def check_called(model: keras.Model, kind: str, called: Set[str], written: Container[int]) -> None:
+def check_called(
+    model: keras.Model, kind: str, called: Set[str], written: Container[int], losses: Set[int]
+) -> None:
     """Checks that a step has called the replaced functions that its model must call.
 
     A new release of Keras may compute something without them, and train on wrong numbers.
@@ -139,6 +149,7 @@ def check_called(model: keras.Model, kind: str, called: Set[str], written: Conta
         kind: "train" or "test".
         called: keys of `REPLACED` that the step has called.
         written: ids of the variables that the step has written.
+        losses: ids of what the layers have given to add_loss.
     """
     of_keras = uses_keras_step(model, kind)
     computes_loss = of_keras and type(model).compute_loss is keras.Model.compute_loss
@@ -150,14 +161,17 @@ def check_called(model: keras.Model, kind: str, called: Set[str], written: Conta
         "reduce_loss": "loss" in called,
         "gradient": trains,
         "apply": trains,
+        "replicas": of_keras,
+        "added_loss": False,
         "moments": False,
         "draw": False,
     }
     for layer in flat_layers(model):
+        required["added_loss"] |= computes_loss and not losses.isdisjoint(loss_ids(layer))
         if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
             required["moments"] |= id(layer.moving_mean) in written
-        if isinstance(layer, keras.layers.Dropout) and layer.rate:
-            required["draw"] |= id(layer.seed_generator.state) in written
+        if type(layer).__module__.startswith("keras.") and "shuffle" not in called:
+            required["draw"] |= any(id(each.state) in written for each in seed_generators(layer))
     for key, is_required in required.items():
         if is_required and key not in called:
             raise not_called(key)
@@ -251,7 +265,8 @@ def _apply(
         return optimizer.iterations
     number = replica_id()
     copies = LocalCopies(lambda variable: local_copy(variable, strategy, number), optimizers)
-    with running_step(None), default_strategy_scope(optimizers), copies:
+    drawing = substitutes(REFUSED_IN_UPDATES if context.replicas > 1 else {})
+    with running_step(None), drawing, default_strategy_scope(optimizers), copies:
         return apply(grads)
 
 
@@ -330,6 +345,8 @@ def _moments(
 
 _RATIOS = (keras.losses.dice, keras.losses.tversky)
 
+_REDUCTIONS = ("sum", "sum_over_batch_size", "mean", "mean_with_sample_weight", "none", None)
+
 
 def _reduce_loss(
     context: StepContext,
@@ -341,6 +358,11 @@ def _reduce_loss(
     dtype: tf.DType | str | None = None,
 ) -> tf.Tensor:
     """Reduces a loss over the part, so that the weighted mean over parts is the global loss."""
+    if reduction not in _REDUCTIONS:
+        raise TrainingError(
+            f"The reduction {reduction!r} of a loss is not supported on several replicas. Use"
+            f" {shown(_REDUCTIONS)}."
+        )
     reduce = functools.partial(original, sample_weight=sample_weight, reduction=reduction)
     loss = reduce(values, mask=mask, dtype=dtype)
     if loss.shape.rank != 0:
@@ -360,6 +382,7 @@ def _reduce_loss(
         sample_weight = None
     if sample_weight is None and mask is None:
         return loss  # divided by the number of rows
+    # Keras's `apply_mask` scales the weights so that the sum is divided by the rows that count.
     ones = tf.ones_like(values, loss.dtype)
     divisor = original(ones, sample_weight=sample_weight, mask=mask, reduction="sum")
     mine = context.where_nonempty(divisor)
@@ -493,7 +516,7 @@ def _upstream(context: StepContext, targets: list[tf.Tensor], given: Structure) 
 
 def _warn_of_compared_rows(context: StepContext, targets: list[tf.Tensor]) -> None:
     """Warns once, while the first replica is traced, of a loss such as in-batch negatives."""
-    if context.graph is None or replica_id() % context.local_replicas:
+    if context.graph is None or context.on_tpu or replica_id() % context.local_replicas:
         return
     if name := compared_rows(targets, context.equal):
         warn(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -34,7 +34,7 @@ from tfdist_ext.training._keras_private import (
 from tfdist_ext.training.steps.context import StepContext, gather_rows
 from tfdist_ext.training.steps.rows import blocks_of_rows, first_size
 
-__all__ = ["RANDOM", "rows_at"]
+__all__ = ["RANDOM", "REFUSED_IN_UPDATES", "rows_at"]
 
 
 # Arguments of a distribution, which may have numbers for each row.
@@ -162,7 +162,12 @@ def _are_row_numbers(x: tf.Tensor) -> bool:
 
 def rows_at(context: StepContext, x: Any, indices: Any, axis: int | None) -> Any:
     """Returns the tensor in which `indices` are looked up: `x`, or the rows of all replicas."""
-    if axis not in (0, None) or not any(indices is each for each in context.row_numbers):
+    found = indices
+    while tf.is_symbolic_tensor(found) and found.op.type in ("Cast", "Identity", "Reshape"):
+        if any(found is each for each in context.row_numbers):
+            break
+        found = found.op.inputs[0]
+    if axis not in (0, None) or not any(found is each for each in context.row_numbers):
         return x
     return gather_rows(context, [keras.ops.convert_to_tensor(x)])[0]
 
@@ -188,23 +193,34 @@ _BY_COUNTER = (
     "StatelessTruncatedNormalV2",
 )
 
-# Operations that have another order, or a state: each replica draws everything.
+# Operations that have another order: each replica draws everything. So it does where an operation
+# has a state.
 _WHOLE = (
     "StatelessRandomGammaV3",
     "StatelessRandomBinomial",
     "StatelessRandomPoisson",
     "StatelessMultinomial",
-    "RandomUniform",
-    "RandomUniformInt",
-    "RandomStandardNormal",
-    "TruncatedNormal",
 )
+
+_STATEFUL = ("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal")
+
+
+def _refuse_to_draw(draw: Original, whole: tf.Tensor, **named: Any) -> NoReturn:
+    raise TrainingError(
+        "An optimizer draws random numbers with tf.random, which are not the same on all replicas."
+        " Draw them with keras.random and a keras.random.SeedGenerator that the optimizer keeps."
+    )
+
+
+# In an update: the copies of a variable would become different.
+REFUSED_IN_UPDATES = dict.fromkeys(_STATEFUL, _refuse_to_draw)
+
 
 # What replaces functions and operations that draw random numbers, by key or by the operation's
 # type. Each gets the step's context first.
 RANDOM: dict[str, Callable[..., Any]] = {
     **{op: functools.partial(_drawn, op=op) for op in _BY_COUNTER},
-    **dict.fromkeys(_WHOLE, _drawn_whole),
+    **dict.fromkeys([*_WHOLE, *_STATEFUL], _drawn_whole),
     "gather": _gather,
     "shuffle": _shuffled,
 }

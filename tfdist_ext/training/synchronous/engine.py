@@ -246,6 +246,8 @@ class Predictor:
 
     def _outputs_of_batch(self, batch: Parts, needs_row_count: bool) -> Structure:
         step, on = self._step, self._reduction
+        if not tf.executing_eagerly():
+            on.peers.enters("compiling")
         rows_of_all = on.rows_of_all(batch)[0] if needs_row_count else None
         states, outputs = step(batch, step.states.at_start(), rows_of_all)
         if step.updates_metrics:  # layers may update metrics in their call

@@ -304,7 +304,8 @@ class ModelStep:
         if self._checked and tf.executing_eagerly():
             return
         if self._kind != "predict":
-            exact.check_called(self.model, self._kind, context.called, scope.updated)
+            losses = set(map(id, scope.losses))
+            exact.check_called(self.model, self._kind, context.called, scope.updated, losses)
             if context.replicas > 1:
                 exact.check_activity_regularizers(self.model)
         self._checked = True
