@@ -15,9 +15,9 @@ import tensorflow as tf  # noqa: E402
 
 config = tfd.ClusterConfig.from_env()
 if where == "callback":  # 5 times the timeout would be long for a test
-    from tfdist_ext.training.agreement import single_task
+    from tfdist_ext.training.agreement import task_status
 
-    single_task._AT_LEAST["callbacks"] = 1.0
+    task_status._AT_LEAST["callbacks"] = 1.0
 is_victim = config is None or str(config.task) == victim
 x, y = mlp.data()
 STEPS = mlp.ROWS // mlp.BATCH

@@ -222,7 +222,10 @@ class Target(NamedTuple):
 
 
 class _Step(threading.local):
-    """The substitutes that are active in this thread, by key: `substitute(original, *args)`."""
+    """The substitutes that are active in this thread, as `substitute(original, *args)`.
+
+    Their keys are those of targets, and types of operations.
+    """
 
     substitutes: Mapping[str, Callable[..., Any] | None] = MappingProxyType({})
     called: set[str] | None = None  # keys; None: not recorded
@@ -245,8 +248,9 @@ def substitutes(
     """Scope in which this thread calls substitutes in place of the originals.
 
     Args:
-        functions: by key, functions that get the original and its arguments. They are added to
-            those of the scope around this one. None removes all substitutes.
+        functions: by the key of a target, or by the type of an operation, functions that get the
+            original and its arguments. They are added to those of the scope around this one. None
+            removes all substitutes.
         called: receives the keys of the substitutes that are called. By default they go where
             those of the scope around this one go.
     """
@@ -260,26 +264,26 @@ def substitutes(
 
 
 @contextlib.contextmanager
-def functions_in_place(targets: Sequence[Target]) -> Iterator[None]:
+def replacing(targets: Sequence[Target]) -> Iterator[None]:
     """Scope in which the targets call the substitutes of the current thread.
 
     Several threads may be in it. When the last one leaves, the originals are back.
     """
     with contextlib.ExitStack() as stack:
         for target in targets:
-            stack.enter_context(_in_place(target))
+            stack.enter_context(_replaced(target))
         yield
 
 
 @contextlib.contextmanager
-def _in_place(target: Target) -> Iterator[None]:
+def _replaced(target: Target) -> Iterator[None]:
     key, owner, name = target
     with _lock:
         original, users = _originals.get(target, (vars(owner)[name], 0))
         _originals[target] = original, users + 1
         if not users:
-            asking = _asking_by_type if key == "draw" else _asking
-            setattr(owner, name, asking(key, original))
+            dispatching = _dispatching_by_type if key == "draw" else _dispatching
+            setattr(owner, name, dispatching(key, original))
     try:
         yield
     finally:
@@ -313,13 +317,13 @@ def target_of(key: str, owner: type | types.ModuleType, name: str) -> Target:
     raise AttributeError(f"{owner!r} has no {name!r}")
 
 
-def _asking(key: str, original: Any) -> Any:
+def _dispatching(key: str, original: Any) -> Any:
     """Returns a function or a property that calls the substitute of this thread."""
     if isinstance(original, property):
-        return property(_asking(key, original.fget))
+        return property(_dispatching(key, original.fget))
 
     @functools.wraps(original)
-    def chosen(*args: Any, **kwargs: Any) -> Any:
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
         substitute = _step.substitutes.get(key)
         if substitute is None:
             return original(*args, **kwargs)
@@ -327,10 +331,10 @@ def _asking(key: str, original: Any) -> Any:
             _step.called.add(key)
         return substitute(original, *args, **kwargs)
 
-    return chosen
+    return dispatch
 
 
-def _asking_by_type(key: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _dispatching_by_type(key: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a wrapper of a function that makes operations of all types.
 
     The substitute of a type gets the operation's function of `tf.raw_ops`, the result of the
@@ -338,9 +342,9 @@ def _asking_by_type(key: str, original: Callable[..., Any]) -> Callable[..., Any
     """
 
     @functools.wraps(original)
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        # In a graph: type, and arguments by name. In eager code: context, type, name, inputs, and
-        # names and values of attributes.
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        # As TensorFlow's generated gen_*_ops.py call them. In a graph: type, and arguments by name.
+        # In eager code: context, type, name, inputs, and names and values of attributes.
         in_graph = isinstance(args[0], str)
         kind = args[0] if in_graph else args[1]
         substitute = _step.substitutes.get(kind)
@@ -361,7 +365,7 @@ def _asking_by_type(key: str, original: Callable[..., Any]) -> Callable[..., Any
             attributes = zip(values[first::2], values[first + 1 :: 2], strict=True)
             return substitute(raw, result, **dict(inputs), **dict(attributes))
 
-    return chosen
+    return dispatch
 
 
 @contextlib.contextmanager
@@ -384,6 +388,11 @@ def uses_keras_step(model: keras.Model, kind: str) -> bool:
     """Whether a "train", "test" or "predict" step is the one that Keras's own models have."""
     step = getattr(model, f"{kind}_step")
     return getattr(step, "__func__", None) is getattr(keras.Model, f"{kind}_step")
+
+
+def overrides(model: keras.Model, name: str) -> bool:
+    """Whether a model's class has its own method of this name, and not that of `keras.Model`."""
+    return getattr(type(model), name) is not getattr(keras.Model, name)
 
 
 def step_of(model: keras.Model, kind: str) -> Callable[..., Any]:

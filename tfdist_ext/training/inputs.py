@@ -467,7 +467,8 @@ class Epochs:
         self._inspect = inspect
         self._source: Any = None  # a tf.data.Iterator over the dataset of the running pass
         self._input: Any = None  # what steps iterate over
-        self._input_of: object = None  # the source and the steps of an input for one epoch
+        # Of the input: its source and its steps, () if it is for several epochs, None for nothing.
+        self._input_of: tuple[Any, ...] | None = None
         self._iterator: BatchIterator | None = None  # over an input for several epochs
         self._position = batches.begin()  # in the running pass
         self._is_empty = self._position == 0  # as far as it was read
@@ -585,16 +586,17 @@ class Epochs:
             self._iterator = self._iterator or iter(self._feed(batches))
             return self._iterator
         if self._requested is None and inspect is None:
-            if self._input is None or self._input_of is not None:
-                self._input, self._input_of = self._feed(batches), None
+            if self._input_of != ():
+                self._input, self._input_of = self._feed(batches), ()
             return iter(self._input)
         if self._requested is None or self._source is None:
             self._source = _without_prefetch(batches.dataset)
         # Iterating over the same input again reads on.
-        if inspect is not None or self._input_of != (self._source, steps):
+        wanted = (self._source, steps)
+        if inspect is not None or self._input_of != wanted:
             of_epoch = parts_of_dataset(self._dataset_of_epoch(steps))
             self._input = self._feed(replace(batches, parts_of=of_epoch))
-            self._input_of = (self._source, steps) if inspect is None else object()
+            self._input_of = wanted if inspect is None else None  # one with a first batch, once
         return iter(self._input)
 
     def _dataset_of_epoch(self, steps: int | None) -> tf.data.Dataset:

@@ -16,8 +16,8 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import NoReturn, TypeAlias
+from collections.abc import Callable, Collection, Iterator
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import keras
 import numpy as np
@@ -26,7 +26,7 @@ from tfdist_ext.data.pipelines import Structure, data_errors_as_raised
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.launch.exit_codes import PREEMPTED
 from tfdist_ext.training._keras_private import in_one_array
-from tfdist_ext.training.agreement.single_task import Reduction
+from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
@@ -40,7 +40,6 @@ from tfdist_ext.training.synchronous.engine import Predictor, SynchronousProgram
 
 __all__ = [
     "EndOfJob",
-    "Evaluation",
     "Loop",
     "StepsPerExecutionTuner",
     "Validation",
@@ -57,9 +56,24 @@ StepProgram: TypeAlias = SynchronousProgram | ParameterServerProgram
 # Ends the job in a validation, at a signal.
 EndOfJob: TypeAlias = Callable[[], NoReturn]
 
-# From an epoch of `fit` to what evaluates after the epoch; None after the others.
-Evaluation: TypeAlias = Callable[[keras.callbacks.CallbackList, EndOfJob | None], Logs]
-Validation: TypeAlias = Callable[[int], Evaluation | None]
+
+class Validation(NamedTuple):
+    """The validation of a `fit`.
+
+    Attributes:
+        evaluate: evaluates on the validation data, with the callbacks of the `fit`. It ends the job
+            at a signal, if it gets an `EndOfJob`.
+        frequency: after how many epochs, or after which epochs, counted from 1.
+    """
+
+    evaluate: Callable[[keras.callbacks.CallbackList, EndOfJob | None], Logs]
+    frequency: int | Collection[int]
+
+    def is_due(self, epoch: int) -> bool:
+        """Whether to evaluate after an epoch, counted from 0."""
+        if isinstance(self.frequency, int):
+            return (epoch + 1) % self.frequency == 0
+        return epoch + 1 in self.frequency
 
 
 def train(
@@ -68,12 +82,13 @@ def train(
     data: Epochs,
     hooks: keras.callbacks.CallbackList,
     saved: CheckpointManager | None,
-    validation: Validation,
+    validation: Validation | None,
 ) -> Iterator[tuple[Logs, Progress]]:
     """Trains; yields the logs of each epoch, and the progress of the training after it.
 
     Args:
         saved: the checkpoints of the training; None without a folder.
+        validation: None without validation data.
     """
     model, reduction = loop.model, loop.reduction
     peers = reduction.peers
@@ -85,11 +100,11 @@ def train(
             with data.next() as batches:
                 logs, steps = loop.run(batches, hooks, f"epoch {epoch + 1}, ", saved=saved)
             complete = data.is_done(batches, steps, stopped=bool(model.stop_training))
-        if (evaluate := validation(epoch)) is not None:
+        if validation is not None and validation.is_due(epoch):
             end = None
             if saved is not None:
                 end = saved.end_of_validation(epoch, logs, complete=complete)
-            val_logs = evaluate(hooks, end)
+            val_logs = validation.evaluate(hooks, end)
             logs = {**logs, **{f"val_{name}": value for name, value in val_logs.items()}}
         peers.enters("callbacks")
         hooks.on_epoch_end(epoch, logs)

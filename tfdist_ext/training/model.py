@@ -24,7 +24,11 @@ from tfdist_ext.messages import counted, shown
 from tfdist_ext.strategies import create_strategy
 from tfdist_ext.strategies.explanation import evaluates
 from tfdist_ext.strategies.factory import check_spans_cluster
-from tfdist_ext.training._keras_private import metrics_in_order, train_validation_split
+from tfdist_ext.training._keras_private import (
+    metrics_in_order,
+    overrides,
+    train_validation_split,
+)
 from tfdist_ext.training.agreement.barriers import peers_of
 from tfdist_ext.training.agreement.equality import (
     SAME_ARGUMENTS,
@@ -33,7 +37,7 @@ from tfdist_ext.training.agreement.equality import (
     check_equal_data,
 )
 from tfdist_ext.training.agreement.model_description import describe_model
-from tfdist_ext.training.agreement.single_task import on_every_worker
+from tfdist_ext.training.agreement.task_status import on_every_worker
 from tfdist_ext.training.building.build import (
     adopt,
     batch_normalization_layers,
@@ -46,7 +50,6 @@ from tfdist_ext.training.callbacks.in_cluster import (
     callbacks_of_this_task,
     has_backup,
     overridable,
-    overrides,
     redirect_model_methods,
     redirected_method,
     refusing_compile,
@@ -60,7 +63,6 @@ from tfdist_ext.training.checkpoints.saving import SavingMixin
 from tfdist_ext.training.inputs import Epochs, GlobalBatches, read
 from tfdist_ext.training.loop import (
     EndOfJob,
-    Evaluation,
     Loop,
     Validation,
     end_training,
@@ -458,10 +460,10 @@ class DistributedModel(SavingMixin):
 
     def _validation(
         self, data: Any, sizes: dict[str, Any], frequency: int | list[int]
-    ) -> Validation:
-        """Reads the validation data of a `fit`, and says when to evaluate on it."""
+    ) -> Validation | None:
+        """Reads the validation data of a `fit`; None without data."""
         if data is None:
-            return lambda epoch: None
+            return None
         if frequency == 0 or not isinstance(frequency, int | list | tuple | set):
             raise TrainingError(
                 f"validation_freq={frequency!r} is neither a number of epochs nor a list of epochs."
@@ -483,12 +485,7 @@ class DistributedModel(SavingMixin):
             finally:
                 self._cached_validation = None
 
-        def evaluation_after(epoch: int) -> Evaluation | None:
-            if isinstance(frequency, int):
-                return None if (epoch + 1) % frequency else evaluate
-            return evaluate if epoch + 1 in frequency else None
-
-        return evaluation_after
+        return Validation(evaluate, frequency)
 
     def _evaluate(
         self,

@@ -16,7 +16,7 @@ from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.data.shards import Shard
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.agreement.equality import check_equal_positions, from_each_worker
-from tfdist_ext.training.agreement.single_task import Reduction
+from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.inputs import GlobalBatches, Part, parts_of_dataset
 
 __all__ = ["check_no_other_arguments", "read_sharded"]

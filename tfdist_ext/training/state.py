@@ -25,7 +25,7 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import pieces_of
 from tfdist_ext.training._keras_private import flat_layers, raw_value
-from tfdist_ext.training.agreement.single_task import Reduction
+from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.variables import optimizers_of, with_inner_optimizers
 
 __all__ = [

@@ -22,7 +22,7 @@ from tfdist_ext.data.pipelines import Structure, batch_size_of, rows_between
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TfDistError, TrainingError
 from tfdist_ext.messages import shown
-from tfdist_ext.training._keras_private import flat_layers, get_data_adapter
+from tfdist_ext.training._keras_private import flat_layers, get_data_adapter, uses_keras_step
 from tfdist_ext.training.building.build import batch_normalization_layers
 from tfdist_ext.training.model import check_counts, distribute
 from tfdist_ext.training.state import (
@@ -210,7 +210,7 @@ def _causes_in_loss(trainings: Trainings) -> Iterator[str]:
 
     def loss_of(*batches: Structure) -> float:
         model, data = trainings.new_model(), _dataset_of(batches).unbatch().batch(2 * rows)
-        if type(model).train_step is keras.Model.train_step:  # evaluate has no dropout
+        if uses_keras_step(model, "train"):  # evaluate has no dropout
             return float(model.evaluate(data, verbose=0, return_dict=True)["loss"])
         return float(model.fit(data, verbose=0).history["loss"][0])
 

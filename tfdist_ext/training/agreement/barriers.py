@@ -43,7 +43,7 @@ from tfdist_ext.training._tf_private import (
     peer_status,
     replace_value,
 )
-from tfdist_ext.training.agreement.single_task import (
+from tfdist_ext.training.agreement.task_status import (
     TaskStatus,
     end_to_be_restarted,
     single_task,

@@ -25,7 +25,7 @@ from tfdist_ext.data.pipelines import PY_FUNCTIONS, Structure, operations_of
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.agreement.model_description import as_text, describe_array
-from tfdist_ext.training.agreement.single_task import Reduction
+from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.user_frames import warn
 
 _RELATIVE, _SHOWN, _MOST = 1e-5, 200, 3  # noise of floats, characters of a text, differences

@@ -221,7 +221,7 @@ def build(
 
     batch = keras.tree.map_structure(symbol, spec)
     own_step = not _keras_private.uses_keras_step(model, kind)
-    own_loss = type(model).compute_loss is not keras.Model.compute_loss
+    own_loss = _keras_private.overrides(model, "compute_loss")
     with creation_scope(strategy, created), warnings.catch_warnings():
         if kind == "train" and own_loss and not _has_all_layers(model):
             # compute_loss may use layers that the call does not use.
@@ -268,8 +268,7 @@ def _build_from_step(model: keras.Model, kind: str, batch: Structure) -> None:
     Raises:
         TrainingError: the step cannot be traced while layers have no variables yet.
     """
-    step = getattr(model, f"{kind}_step")
-    step = getattr(step, "python_function", step)  # of a tf.function
+    step = _keras_private.step_of(model, kind)
     applied: dict[int, tuple[keras.optimizers.Optimizer, list[keras.Variable]]] = {}
 
     def apply(
@@ -285,12 +284,12 @@ def _build_from_step(model: keras.Model, kind: str, batch: Structure) -> None:
         targets = [
             target
             for target in _keras_private.step_targets()
-            if target.name in ("apply", "gradient")
+            if target.key in ("apply", "gradient")
         ]
         instead = _keras_private.substitutes({"apply": apply, "gradient": _zero_gradient})
         # Losses that layers add are discarded with the scope.
         losses = keras.StatelessScope(collect_losses=True)
-        with default_strategy_scope(), _keras_private.functions_in_place(targets), instead, losses:
+        with default_strategy_scope(), _keras_private.replacing(targets), instead, losses:
             return step(batch)
 
     try:

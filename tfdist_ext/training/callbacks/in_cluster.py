@@ -27,7 +27,7 @@ import numpy as np
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.messages import shown
 from tfdist_ext.training import _keras_private
-from tfdist_ext.training.agreement.single_task import Reduction
+from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.callbacks.worker_tensorboard import check_tensorboard
 from tfdist_ext.training.state import broadcast_variables, state_of
 from tfdist_ext.user_frames import filter_traceback, warn
@@ -185,7 +185,7 @@ def callback_state(callbacks: Iterable[Callback]) -> CallbackState:
         TrainingError: a `get_state` returns something that cannot be stored.
     """
     arrays: CallbackState = {}
-    states = {name: _state_of(callback, name, arrays) for name, callback in _named(callbacks)}
+    states = {name: _saved_state(callback, name, arrays) for name, callback in _named(callbacks)}
     return {_JSON: np.frombuffer(json.dumps(states).encode(), np.uint8), **arrays}
 
 
@@ -225,7 +225,7 @@ def _named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
         seen[name] += 1
 
 
-def _state_of(callback: Callback, name: str, arrays: CallbackState) -> dict[str, Any]:
+def _saved_state(callback: Callback, name: str, arrays: CallbackState) -> dict[str, Any]:
     known = {}
     for attribute in _keras_private.remembered_by(callback):
         try:
@@ -282,11 +282,6 @@ TRAINER_METHODS = (
 _TARGETS = [_keras_private.target_of(name, keras.Model, name) for name in TRAINER_METHODS]
 
 
-def overrides(model: keras.Model, name: str) -> bool:
-    """Whether the model's class overrides `fit`, `evaluate`, ... of `keras.Model`."""
-    return getattr(type(model), name) is not getattr(keras.Model, name)
-
-
 def overridable(method: Method) -> Method:
     """Decorator for methods of a DistributedModel that replace those of `keras.Model`.
 
@@ -297,7 +292,7 @@ def overridable(method: Method) -> Method:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         model, name = self.keras_model, method.__name__
-        if not overrides(model, name):
+        if not _keras_private.overrides(model, name):
             return method(self, *args, **kwargs)
         with _trained_by(self):
             return getattr(type(model), name)(model, *args, **kwargs)
@@ -333,5 +328,5 @@ def _trained_by(distributed: Any) -> Iterator[None]:
         return called
 
     functions = {name: redirected(name) for name in TRAINER_METHODS}
-    with _keras_private.functions_in_place(_TARGETS), _keras_private.substitutes(functions):
+    with _keras_private.replacing(_TARGETS), _keras_private.substitutes(functions):
         yield

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.agreement.single_task import Reduction
+from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.steps.scope import Logs
 from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.synchronous.engine import SynchronousProgram

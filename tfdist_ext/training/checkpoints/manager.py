@@ -26,7 +26,7 @@ from tfdist_ext.training._keras_private import (
     seed_generators,
     seed_state,
 )
-from tfdist_ext.training.agreement.single_task import Reduction
+from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.callbacks.in_cluster import (
     CallbackState,
     callback_state,
@@ -48,7 +48,10 @@ __all__ = ["CheckpointManager"]
 class CheckpointManager:
     """The checkpoints of one `fit`.
 
-    Every task makes the same calls. Only the chief needs to see the folder.
+    Every task makes the same calls, in this order: `seed`, `resume`, and in the scope of `training`
+    first `training_has_begun`. In each epoch `epoch_has_begun`, around each execution `max_steps`
+    and `steps_done`, before a validation `end_of_validation`, then `epoch_is_done` and `announce`.
+    At the end `training_is_done`. Only the chief needs to see the folder.
 
     Args:
         folder: where checkpoints are, or will be.

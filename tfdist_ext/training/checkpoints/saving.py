@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfdist_ext.data.pipelines import Specs
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training._keras_private import global_seed_generator, seed_state
-from tfdist_ext.training.agreement.single_task import Reduction, on_every_worker
+from tfdist_ext.training.agreement.task_status import Reduction, on_every_worker
 from tfdist_ext.training.building.build import Builder, creation_scope, export
 from tfdist_ext.training.callbacks.in_cluster import CallbackState
 from tfdist_ext.training.checkpoints.format import (

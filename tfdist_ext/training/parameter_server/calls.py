@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist_ext.data.pipelines import Specs, Structure
 from tfdist_ext.errors import PeerError
-from tfdist_ext.training.agreement.single_task import TaskStatus
+from tfdist_ext.training.agreement.task_status import TaskStatus
 from tfdist_ext.training.inputs import BatchIterator
 from tfdist_ext.training.variables import default_strategy_scope
 

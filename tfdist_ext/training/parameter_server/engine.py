@@ -22,13 +22,13 @@ from tfdist_ext.data.pipelines import Specs, Structure
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training._keras_private import raw_value, step_of, step_variables
 from tfdist_ext.training._tf_private import busy_workers
-from tfdist_ext.training.agreement.single_task import Reduction, single_task
+from tfdist_ext.training.agreement.task_status import Reduction, single_task
 from tfdist_ext.training.inputs import Epoch, Execution, GlobalBatches
 from tfdist_ext.training.parameter_server import worker_data
 from tfdist_ext.training.parameter_server.calls import BATCHES_IN_A_CALL, Call, Calls, traced
 from tfdist_ext.training.parameter_server.scope import WorkerScope, step_on_worker
 from tfdist_ext.training.parameter_server.worker_data import Answer, ShardIterators, WorkerBatches
-from tfdist_ext.training.steps.scope import Logs, OwnOutputs, metrics_and_others
+from tfdist_ext.training.steps.scope import Logs, StepOutputs, metrics_and_others
 from tfdist_ext.training.variables import default_strategy_scope, optimizers_of
 from tfdist_ext.user_frames import warn
 
@@ -118,7 +118,7 @@ class ParameterServerProgram:
         self._model = model
         self._calls = calls
         self._step = step_of(model, kind)
-        self._own = OwnOutputs(model, kind)
+        self._outputs = StepOutputs(model, kind)
         self._metrics, others = metrics_and_others(model)
         self._watched = [v for v in others if not v.trainable]
         self._counter: keras.Variable | None = None
@@ -286,7 +286,7 @@ class ParameterServerProgram:
             values.append((self._rate, rate))
         scope = WorkerScope(values, self._watched, self._counter)
         with step_on_worker(scope, self._model):
-            outputs = self._own.others(self._step(batch), scope, [states], warns=True)
+            outputs = self._outputs.others(self._step(batch), scope, [states], warns=True)
         scope.write_watched()
         self._counted = scope.counted
         after = [tf.cast(scope.get_current_value(v), tf.float64) for v in self._metrics]
@@ -296,7 +296,7 @@ class ParameterServerProgram:
     def _logs(self, outputs: dict[str, np.ndarray]) -> Logs:
         values = zip(self._metrics, self._unpacked(self._totals), strict=True)
         with keras.StatelessScope(values):  # without reading them from servers
-            found = self._own.results(outputs)
+            found = self._outputs.results(outputs)
         logs = {name: value.numpy() for name, value in sorted(found.items())}
         return {name: float(v) if v.ndim == 0 else v for name, v in logs.items()}
 

@@ -16,8 +16,8 @@ import tensorflow as tf
 
 from tfdist_ext.training._keras_private import (
     distribution_strategy_of,
-    functions_in_place,
     raw_value,
+    replacing,
     step_targets,
     substitutes,
 )
@@ -114,7 +114,7 @@ def step_on_worker(scope: WorkerScope, model: keras.Model) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(scope)
         stack.enter_context(observed_metrics(metrics_of(model)))
-        stack.enter_context(functions_in_place(step_targets()))
+        stack.enter_context(replacing(step_targets()))
         stack.enter_context(substitutes({"take": _take}))
         for optimizer in optimizers_of(model).values():
             updates = UpdatesInPlace(optimizer)

@@ -27,6 +27,7 @@ from tfdist_ext.training._keras_private import (
     flat_layers,
     loss_ids,
     not_called,
+    overrides,
     seed_generators,
     stateless_scope,
     substitutes,
@@ -122,7 +123,7 @@ def _write_variable(
             check_equal(context, variable, values, op.type)
         elif op is not None and ("Scatter" in op.type or "Slice" in op.type):
             check_equal(context, variable, values[0], op.type)
-        scope.own.add(variable)
+        scope.copies.add(variable)
     return result
 
 
@@ -152,7 +153,7 @@ def check_called(
         losses: ids of what the layers have given to add_loss.
     """
     of_keras = uses_keras_step(model, kind)
-    computes_loss = of_keras and type(model).compute_loss is keras.Model.compute_loss
+    computes_loss = of_keras and not overrides(model, "compute_loss")
     trains = of_keras and kind == "train" and bool(model.trainable_variables)
     required = {
         "clear_losses": of_keras,

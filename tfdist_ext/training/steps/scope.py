@@ -29,10 +29,12 @@ from tfdist_ext.strategies.traced_replica import replica_id, replica_number
 from tfdist_ext.training._keras_private import (
     flat_layers,
     loss_ids,
+    overrides,
     raw_value,
     redirect_methods,
     stateless_scope,
     substitutes,
+    uses_keras_step,
 )
 from tfdist_ext.training.steps.context import (
     StepContext,
@@ -47,8 +49,8 @@ from tfdist_ext.user_frames import warn
 __all__ = [
     "Logs",
     "OwnCopies",
-    "OwnOutputs",
     "ReplicaScope",
+    "StepOutputs",
     "StepScope",
     "assign_each",
     "check_equal",
@@ -128,20 +130,20 @@ class ReplicaScope(StepScope):
     Args:
         metrics: (variable, value) of each metric's variable.
         watched: the model's other variables.
-        own: the replicas' own copies.
+        copies: the replicas' own copies.
     """
 
     def __init__(
         self,
         metrics: Iterable[tuple[keras.Variable, tf.Tensor]],
         watched: Sequence[keras.Variable],
-        own: OwnCopies,
+        copies: OwnCopies,
     ):
         metrics = list(metrics)
         super().__init__(metrics)
         self._metrics = {id(variable): variable for variable, _ in metrics}
         self._watched = {id(variable): (i, variable) for i, variable in enumerate(watched)}
-        self.own = own
+        self.copies = copies
         self._graph = current_graph()
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
@@ -156,16 +158,16 @@ class ReplicaScope(StepScope):
         if key not in self._watched:
             _check_is_no_metric(variable)
         elif not variable.trainable or self._in_inner_graph():
-            if self.own.is_collected(variable):
+            if self.copies.is_collected(variable):
                 if self._in_inner_graph():
-                    raise shared_by_replicas(raw_value(variable), self.own.local_replicas)
+                    raise shared_by_replicas(raw_value(variable), self.copies.local_replicas)
                 super().add_update(update)
                 return
-            self.own.add(variable)
-        if context is not None and variable not in self.own and not self._in_inner_graph():
+            self.copies.add(variable)
+        if context is not None and variable not in self.copies and not self._in_inner_graph():
             # Where replicas share the variable, all write the same value.
             (value,) = context.mean([value], [variable])
-        _assign(self.own.copy_of(variable), value)
+        _assign(self.copies.copy_of(variable), value)
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | tf.Variable:
         if id(variable) in self.state_mapping:
@@ -175,10 +177,10 @@ class ReplicaScope(StepScope):
         if not is_partitioned(raw):
             return raw
         if not self._in_inner_graph():
-            return self.own.copy_of(variable)
+            return self.copies.copy_of(variable)
         # The gradient of a loop has the shape of the loop's inputs. So the loop gets one tensor.
         with outside_of_inner_graphs(self._graph):
-            return tf.convert_to_tensor(self.own.copy_of(variable))
+            return tf.convert_to_tensor(self.copies.copy_of(variable))
 
     def forget_losses(self, layer: keras.Layer) -> None:
         """Drop the losses that a layer and its sublayers gave to add_loss in this step."""
@@ -196,9 +198,9 @@ class ReplicaScope(StepScope):
             inner graphs.
         """
         has_other_value = id(variable) in self.state_mapping
-        if has_other_value or self._in_inner_graph() or not self.own.is_shared(variable):
+        if has_other_value or self._in_inner_graph() or not self.copies.is_shared(variable):
             return None
-        return tf.nn.embedding_lookup(self.own.copy_of(variable), ids)
+        return tf.nn.embedding_lookup(self.copies.copy_of(variable), ids)
 
     def states(self) -> list[tf.Tensor]:
         """The state of each metric variable on this replica."""
@@ -217,11 +219,11 @@ class ReplicaScope(StepScope):
         variables: list[Any] = [variable for _, variable in collected]
         means = [self.state_mapping[id(variable)] for variable in variables]
         if context is not None:
-            own = self.own.written()
-            values = [*means, *(self.own.copy_of(each).read_value() for each in own)]
+            own = self.copies.written()
+            values = [*means, *(self.copies.copy_of(each).read_value() for each in own)]
             means = context.mean(values, [*variables, *own])
             for variable, mean in zip(own, means[len(variables) :], strict=True):
-                _assign(self.own.copy_of(variable), mean)
+                _assign(self.copies.copy_of(variable), mean)
         return {str(n): mean for (n, _), mean in zip(collected, means, strict=False)}
 
     def _update_metric(
@@ -242,7 +244,7 @@ class ReplicaScope(StepScope):
         return current_graph() is not self._graph
 
 
-class OwnOutputs:
+class StepOutputs:
     """The logs of "train" or "test" steps of a model, and what an overridden step returns.
 
     A step returns values such as `{"acc": self.accuracy.result()}`. During the step a metric has
@@ -254,10 +256,7 @@ class OwnOutputs:
     """
 
     def __init__(self, model: keras.Model, kind: str):
-        self.exist = any(
-            getattr(type(model), name) is not getattr(keras.Model, name)
-            for name in (f"{kind}_step", "compute_metrics")
-        )
+        self.exist = not uses_keras_step(model, kind) or overrides(model, "compute_metrics")
         # Name of a log -> the metric whose result it is, and the index in the flat result.
         self._of_metrics: dict[str, tuple[keras.metrics.Metric, int]] = {}
         self._model = model

@@ -97,7 +97,7 @@ class SynchronousProgram:
         metrics = self._step.states
         values = metrics.of_this_task(self._states)
         with keras.StatelessScope(zip(metrics.variables, values, strict=True)):
-            logs = self._step.own.results({})
+            logs = self._step.outputs.results({})
         return {name: float(value) for name, value in logs.items() if value.shape.rank == 0}
 
     def _run(
@@ -120,7 +120,7 @@ class SynchronousProgram:
         """
 
         def body(
-            i: tf.Tensor, _: tf.Tensor, before: Carried
+            done: tf.Tensor, _: tf.Tensor, before: Carried
         ) -> tuple[tf.Tensor, tf.Tensor, Carried]:
             if needs_row_count:
                 more, after = self._next_agreed(batches, before)
@@ -128,7 +128,7 @@ class SynchronousProgram:
                 more, after = tf.constant(True), self._one_step(self._next_batch(batches), before)
             else:
                 more, after = self._next_if_any(batches, before)
-            return i + tf.cast(more, tf.int32), more, after
+            return done + tf.cast(more, tf.int32), more, after
 
         steps, more = tf.constant(0), tf.constant(True)
         last: Carried = (states, {})
@@ -139,13 +139,15 @@ class SynchronousProgram:
             self._reduction.peers.enters("compiling")
             last = states, self._empty_outputs(batches, last)
             start = steps, more, last
-            steps, _, last = tf.while_loop(lambda i, more, _: (i < n) & more, body, start)
+            steps, _, last = tf.while_loop(
+                lambda done, more, before: (done < n) & more, body, start
+            )
         metrics = self._step.states
         values, outputs, report = metrics.over_all(*last, report)
         if self.timer is not None:
             self.timer.execution_is_done(steps)
         with keras.StatelessScope(zip(metrics.variables, values, strict=True)):
-            logs = self._step.own.results(outputs)
+            logs = self._step.outputs.results(outputs)
         return logs, last[0], steps, report
 
     def _next_if_any(self, batches: BatchIterator, before: Carried) -> tuple[tf.Tensor, Carried]:
@@ -191,7 +193,7 @@ class SynchronousProgram:
 
     def _empty_outputs(self, batches: BatchIterator, before: Carried) -> dict[str, tf.Tensor]:
         """Zeros of the structure that an overridden step returns, so that a loop can carry it."""
-        if not self._step.own.exist:
+        if not self._step.outputs.exist:
             return {}
         trace = tf.function(  # never runs
             lambda batches: self._one_step(self._next_batch(batches), before)[1], autograph=False

@@ -24,9 +24,9 @@ from tfdist_ext.strategies.stages import NotSharedError
 from tfdist_ext.strategies.traced_replica import replica_id
 from tfdist_ext.training._keras_private import (
     drawing_from,
-    functions_in_place,
     global_seed_generator,
     raw_value,
+    replacing,
     step_of,
     step_targets,
 )
@@ -35,8 +35,8 @@ from tfdist_ext.training.steps import exact
 from tfdist_ext.training.steps.context import ReplicaSums, StepContext, running_step
 from tfdist_ext.training.steps.scope import (
     OwnCopies,
-    OwnOutputs,
     ReplicaScope,
+    StepOutputs,
     assign_each,
     metrics_and_others,
     metrics_of,
@@ -73,7 +73,7 @@ class ModelStep:
     Attributes:
         timer: records the times of steps; None where nobody asks for them.
         states: the states of the model's metrics.
-        own: what an overridden step returns.
+        outputs: what an overridden step returns.
         updates_metrics: whether the step writes variables of metrics.
         batch_size: rows of a whole global batch; None if not known. To be set before a trace.
     """
@@ -92,7 +92,7 @@ class ModelStep:
         self.timer = timer
         variables, self._others = metrics_and_others(model)
         self.states = MetricStates(reduction, variables)
-        self.own = OwnOutputs(model, kind)
+        self.outputs = StepOutputs(model, kind)
         self.updates_metrics = False
         self.batch_size: int | None = None
         self._kind = kind
@@ -104,17 +104,19 @@ class ModelStep:
         self._local = OwnCopies(reduction.strategy, reduction.local_replicas)
         self._weight_shapes = frozenset(tuple(variable.shape) for variable in self._others)
         self._checked = False
+        self._eagerly = bool(model.run_eagerly)
         # XLA knows no time of day.
-        compiles = kind != "predict" and not model.run_eagerly and timer is None
+        compiles = kind != "predict" and not self._eagerly and timer is None
         self._jit_compile = compiles and model.jit_compile
         self._run_once = self._run_replica
         # As a function the step is traced once, although the loop must know in advance what the
         # step returns.
-        if compiles and reduction.replicas == 1 and (self._jit_compile or self.own.exist):
+        if compiles and reduction.replicas == 1 and (self._jit_compile or self.outputs.exist):
             self._run_once = tf.function(
                 self._run_replica, jit_compile=self._jit_compile or None, autograph=False
             )
-        self._not_shared: str | None = None
+        # Why each replica has its own trace of the step; None if they share one.
+        self._why_trace_each: str | None = None
         if why := trace_for_each(reduction, one_trace, jit_compile=self._jit_compile):
             self._trace_for_each(why)
         self._shared: dict[Any, SharedStep] = {}  # by the kind of arguments
@@ -123,10 +125,10 @@ class ModelStep:
     def traces(self) -> str:
         """How the step is traced, in words."""
         replicas = self.reduction.local_replicas
-        if self.model.run_eagerly:
+        if self._eagerly:
             return "none: run_eagerly=True"
-        if self._not_shared is not None and replicas > 1:
-            return f"a trace for each of {replicas} replicas: {self._not_shared}"
+        if self._why_trace_each is not None and replicas > 1:
+            return f"a trace for each of {replicas} replicas: {self._why_trace_each}"
         by_xla = ", compiled by XLA" if self._jit_compile else ""
         if replicas == 1:
             return f"a trace for the one replica of this task{by_xla}"
@@ -134,17 +136,17 @@ class ModelStep:
 
     def in_graph(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run`, which calls this step, as a tf.function; as it is under `run_eagerly`."""
-        if self.model.run_eagerly:
+        if self._eagerly:
             return run
         return tf.function(run, autograph=False, reduce_retracing=True)
 
     def call(self, function: Any, *args: Any) -> Any:
         """Call a function that `in_graph` made."""
-        in_graph = not self.model.run_eagerly
+        in_graph = not self._eagerly
         if in_graph and not function.experimental_get_tracing_count():
             with self._reporting_compilation():
                 function.get_concrete_function(*args)
-        is_shared = in_graph and self._not_shared is None
+        is_shared = in_graph and self._why_trace_each is None
         # Only a trace tells whether the step draws without a seed.
         if draws := not in_graph or self._seeds.are_drawn:
             self._seeds.begin()
@@ -175,7 +177,7 @@ class ModelStep:
             For each local replica the new states, and its outputs.
         """
         with (
-            functions_in_place(self._replaced),
+            replacing(self._replaced),
             observed_metrics(self._metric_objects),
         ):
             results = self._results(batch, states, rows)
@@ -189,22 +191,25 @@ class ModelStep:
 
     def _results(self, batch: Parts, states: States, rows: tf.Tensor | None) -> list[ReplicaResult]:
         """The results of the local replicas: one trace for all replicas, or one for each."""
-        on = self.reduction
-        if self._not_shared is None and not tf.executing_eagerly():
-            args = [(part, mine, rows) for part, mine in zip(on.parts(batch), states, strict=True)]
+        reduction = self.reduction
+        if self._why_trace_each is None and not tf.executing_eagerly():
+            args = [
+                (part, mine, rows)
+                for part, mine in zip(reduction.parts(batch), states, strict=True)
+            ]
             try:
                 return self._shared_step(args)(args)
             except (NotSharedError, StrategyError) as why:
                 self._trace_for_each(str(why))
-        return on.run(self._run_once, batch, states, rows)
+        return reduction.run(self._run_once, batch, states, rows)
 
     def _shared_step(self, args: Sequence[Sequence[Any]]) -> SharedStep:
-        on, kind = self.reduction, kind_of(args)
+        reduction, kind = self.reduction, kind_of(args)
         if kind not in self._shared:
             self._shared[kind] = step = SharedStep(
-                on.strategy,
-                on.devices,
-                on.first_replica,
+                reduction.strategy,
+                reduction.devices,
+                reduction.first_replica,
                 self._run_once,
                 args,
                 self._copies,
@@ -215,7 +220,7 @@ class ModelStep:
 
     def _trace_for_each(self, why: str) -> None:
         """Trace the step for each replica; warn where something else was asked for."""
-        self._not_shared = why
+        self._why_trace_each = why
         if self._one_trace is True and self.reduction.local_replicas > 1:
             warn(f"one_trace=True is off: {why}.")
         if self._jit_compile and self.reduction.replicas > 1:
@@ -228,7 +233,7 @@ class ModelStep:
         Where replicas call functions, TensorFlow reports an error in one of them as a cancellation
         of the others. So the steps run again, on the next batches, with a trace for each replica.
         """
-        self._not_shared = "it has failed"
+        self._why_trace_each = "it has failed"
         with contextlib.suppress(tf.errors.OutOfRangeError):
             tf.function(function.python_function, autograph=False)(*args)
         return TrainingError(
@@ -274,7 +279,7 @@ class ModelStep:
         if self._kind == "predict":
             return returned if context is None else _own_rows(returned, context.rows)
         several = self.reduction.replicas > 1
-        outputs = self.own.others(returned, scope, before, warns=several)
+        outputs = self.outputs.others(returned, scope, before, warns=several)
         if context is None:
             return outputs
         return {name: context.weighted(value) for name, value in outputs.items()}
@@ -283,13 +288,13 @@ class ModelStep:
         self, part: Part, rows_of_all: tf.Tensor | None, waits: Waits | None
     ) -> StepContext:
         """The context of the running replica."""
-        on = self.reduction
+        reduction = self.reduction
         rows, of, batch = part
         context = StepContext(
             rows,
             of if rows_of_all is None else rows_of_all,
-            ReplicaSums(on.replicas, between_workers=on.between_workers, waits=waits),
-            on.local_replicas,
+            ReplicaSums(reduction.replicas, between_workers=reduction.between_workers, waits=waits),
+            reduction.local_replicas,
             batch,
             cut_evenly=rows_of_all is None,
             batch_size=self.batch_size,
@@ -312,8 +317,8 @@ class ModelStep:
 
     def _copies(self) -> Iterator[Sequence[tf.Variable]]:
         """The variables that a step may use: of each, the copies of all local replicas."""
-        on = self.reduction
-        yield from copies_of_model(self.model, on.strategy, on.local_replicas)
+        reduction = self.reduction
+        yield from copies_of_model(self.model, reduction.strategy, reduction.local_replicas)
         yield from self._local.all_copies()
         yield [raw_value(generator.state) for generator in self._seeds.generators]
 
@@ -395,20 +400,20 @@ def _generators_on(devices: Sequence[str]) -> list[keras.random.SeedGenerator]:
 
 
 def trace_for_each(
-    on: SynchronousReduction, one_trace: OneTrace, *, jit_compile: bool
+    reduction: SynchronousReduction, one_trace: OneTrace, *, jit_compile: bool
 ) -> str | None:
     """Why each replica of a task has its own trace; None if the step can share one.
 
     On devices other than CPUs, "auto" leaves the traces to TensorFlow, because one trace has never
     run there.
     """
-    kinds = on.device_types
+    kinds = reduction.device_types
     if "TPU" in kinds:
         return "a TPU compiles the step"
-    if on.multi_worker and on.local_replicas > 1:  # several GPUs on each: untested
+    if reduction.multi_worker and reduction.local_replicas > 1:  # several GPUs on each: untested
         return "other workers have replicas, too"
     # XLA cannot compile the sums over tasks. A shared step is compiled between the sums.
-    if on.local_replicas == 1 and not (on.multi_worker and jit_compile):
+    if reduction.local_replicas == 1 and not (reduction.multi_worker and jit_compile):
         return "there is one replica"
     if one_trace == "auto" and kinds != ["CPU"]:
         return f"one_trace='auto' shares a trace on CPUs only, and devices are {', '.join(kinds)}"

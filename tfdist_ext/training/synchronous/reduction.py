@@ -23,7 +23,7 @@ from tfdist_ext.strategies.reductions import (
 from tfdist_ext.training._keras_private import raw_value
 from tfdist_ext.training.agreement.barriers import SAME_CALLS, peers_of
 from tfdist_ext.training.agreement.equality import check_equal_across_workers
-from tfdist_ext.training.agreement.single_task import Reduction
+from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.steps.scope import assign_each
 

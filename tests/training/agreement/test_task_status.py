@@ -16,7 +16,7 @@ from warm_programs import run_program
 
 from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.launch.exit_codes import RESTART, STALL_TIMEOUT
-from tfdist_ext.training.agreement.single_task import TaskStatus, watch_timeout
+from tfdist_ext.training.agreement.task_status import TaskStatus, watch_timeout
 
 
 def fail_after_sigterm(error: type[Exception]) -> None:
