@@ -33,6 +33,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> flags.FlagValues:
             {"logical_cpus": 3, "communication": "ring"},
         ),
         (["--wait=2.5"], {"wait": 2.5}),
+        (["--bucket_bytes=16MB"], {"bucket_bytes": "16MB"}),
     ],
 )
 def test_what_flags_say(

@@ -18,6 +18,19 @@ import mlp  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
+from tfdist_ext.strategies.reductions import set_bucket_bytes  # noqa: E402
+
+
+def sums_in(model):
+    """How many collectives sum in the graph of a training's execution."""
+    (loop,) = model._loops.values()
+    (function,) = loop.program._executions.values()
+    (concrete,) = function._list_all_concrete_functions_for_serialization()
+    graph = concrete.graph.as_graph_def()
+    nodes = [node for each in graph.library.function for node in each.node_def]
+    return sum(node.op == "CollectiveReduceV2" for node in [*graph.node, *nodes])
+
+
 rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 shared = Path(sys.argv[1])
 result = {"replicas": strategy.num_replicas_in_sync, "explain": str(tfd.explain(strategy))}
@@ -40,6 +53,17 @@ by_xla = tfd.distribute(lambda: mlp.build(jit_compile=True), strategy)
 by_xla.fit(x, y, batch_size=mlp.BATCH, epochs=3, verbose=0)
 result["weights_by_xla"] = mlp.flat(by_xla.keras_model)
 result["steps_by_xla"] = tfd.explain(by_xla).steps
+
+# And with gradients in several buckets, once by each way to sum them.
+set_bucket_bytes(strategy, 64)
+for how in ({}, {"jit_compile": True}):
+    keras.utils.set_random_seed(7 + 100 * rank)
+    in_buckets = tfd.distribute(lambda how=how: mlp.build(**how), strategy)
+    in_buckets.fit(x, y, batch_size=mlp.BATCH, epochs=3, verbose=0)
+    result[f"weights_in_buckets{len(how)}"] = mlp.flat(in_buckets.keras_model)
+    collectives = result.setdefault("collectives", [])
+    collectives.append(sums_in(in_buckets))
+set_bucket_bytes(strategy, 4 << 20)
 
 model.save(shared / "model.keras")
 result["saved_when_save_returns"] = (shared / "model.keras").exists()

@@ -13,7 +13,15 @@ import tfdist_ext as tfd
 from tfdist_ext.strategies import registry
 
 PAGE = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text(encoding="utf-8")
-OURS = ("strategy", "strategy_config", "devices", "logical_cpus", "communication", "wait")
+OURS = (
+    "strategy",
+    "strategy_config",
+    "devices",
+    "logical_cpus",
+    "communication",
+    "bucket_bytes",
+    "wait",
+)
 
 
 @pytest.fixture

@@ -64,6 +64,9 @@ def test_every_worker_ends_with_the_same_bits(cluster: Cluster) -> None:
 def test_weights_are_those_of_one_process(cluster: Cluster, one_process: dict[str, Any]) -> None:
     np.testing.assert_allclose(cluster.same("weights"), one_process["weights"], atol=1e-6)
     np.testing.assert_allclose(cluster.same("weights_by_xla"), one_process["weights"], atol=1e-6)
+    for key in ("weights_in_buckets0", "weights_in_buckets1"):
+        np.testing.assert_allclose(cluster.same(key), one_process["weights"], atol=1e-6)
+    assert min(cluster.same("collectives")) > 5
     by_xla = "train: a trace for the one replica of this task, compiled by XLA"
     assert cluster.same("steps_by_xla") == [by_xla]
 

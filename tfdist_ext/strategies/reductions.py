@@ -28,14 +28,18 @@ __all__ = [
     "KeysOfSize",
     "Reduced",
     "all_reduce",
+    "bucket_bytes_of",
     "key_of_size",
     "padded_to_size",
     "reduce_parts",
+    "set_bucket_bytes",
     "tells_what_it_reduces",
 ]
 
 # Makes a scope in which collectives have the keys of a size, one of `SIZES`.
 KeysOfSize: TypeAlias = Callable[[tf.Tensor], AbstractContextManager[None]]
+
+_BUCKET_BYTES = "_tfdist_ext_bucket_bytes"  # an attribute of a strategy
 
 Kind = Literal["gradient", "metric", "statistic", "assignment", "other"]
 
@@ -70,6 +74,8 @@ def all_reduce(
     values: Sequence[Value],
     what: Sequence[Reduced],
     keys: KeysOfSize | None = None,
+    *,
+    apart: bool = False,
 ) -> list[Value]:
     """`ReplicaContext.all_reduce` of a list, which tells a StrategyTemplate what the values are.
 
@@ -77,15 +83,18 @@ def all_reduce(
 
     Args:
         keys: given with a single value whose size may change from step to step.
+        apart: reduce each value by itself; in a graph TensorFlow makes one of all.
     """
     context = tf.distribute.get_replica_context()
     if reduce := all_reduce_in_replica(context.strategy.extended):
         with _scope_of_keys(keys, values[0]):
             options = tf.distribute.experimental.CommunicationOptions()
+            if apart:
+                return [reduce(op, [value], options)[0] for value in values]
             return list(reduce(op, list(values), options))
 
     def of_all(strategy: tf.distribute.Strategy, *parts: Any) -> Any:
-        return reduce_parts(strategy, op, parts, what, keys)
+        return reduce_parts(strategy, op, parts, what, keys, apart=apart)
 
     return list(context.merge_call(of_all, args=tuple(values)))
 
@@ -96,18 +105,33 @@ def reduce_parts(
     parts: Sequence[Any],
     what: Sequence[Reduced],
     keys: KeysOfSize | None = None,
+    *,
+    apart: bool = False,
 ) -> list[Any]:
     """Values per replica, each reduced to where it came from; in cross-replica context.
 
     Args:
         keys: given with a single value whose size may change from step to step.
+        apart: as of `all_reduce`.
     """
     # With one replica a part is a tensor, and its device is its destination.
     pairs = [(part, part.device if isinstance(part, tf.Tensor) else part) for part in parts]
     with _scope_of_keys(keys, strategy.experimental_local_results(parts[0])[0]):
         if tells_what_it_reduces(strategy):
             return list(strategy.extended.batch_reduce_described(op, pairs, what))
+        if apart:
+            return [strategy.extended.batch_reduce_to(op, [pair])[0] for pair in pairs]
         return list(strategy.extended.batch_reduce_to(op, pairs))
+
+
+def bucket_bytes_of(strategy: tf.distribute.Strategy) -> int:
+    """The size of the buckets in which a strategy reduces values; 0 without buckets."""
+    return getattr(strategy, _BUCKET_BYTES, 0)
+
+
+def set_bucket_bytes(strategy: tf.distribute.Strategy, size: int) -> None:
+    """Set the size of the buckets in which a strategy reduces values."""
+    setattr(strategy, _BUCKET_BYTES, size)
 
 
 def _scope_of_keys(keys: KeysOfSize | None, value: tf.Tensor) -> AbstractContextManager[None]:

@@ -22,6 +22,7 @@ from tfdist_ext.cluster.liveness.watching import Servers
 from tfdist_ext.cluster.liveness.wire import STARTED, Connection
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.placement.placer import ServerPlacer
+from tfdist_ext.placement.specs import parse_size
 from tfdist_ext.strategies.cluster_tasks import (
     Cluster,
     call_with_timeout,
@@ -35,22 +36,34 @@ from tfdist_ext.strategies.cluster_tasks import (
 )
 from tfdist_ext.strategies.one_machine import seen_devices
 from tfdist_ext.strategies.placed import PlacedParameterServers
+from tfdist_ext.strategies.reductions import set_bucket_bytes
 
 __all__ = ["multi_worker_mirrored", "parameter_server", "tpu"]
 
 LOOKUP_SECONDS = 30.0  # for Google Cloud's metadata server and TPU API
 REACH_SECONDS = 10.0  # for a TPU to answer
+_BUCKET_BYTES = 4 << 20
 _STARTED_WITHIN = 10.0  # seconds for servers to start after the preflight
 
 
 def multi_worker_mirrored(
-    *, cluster: Cluster = None, communication: str = "auto", wait: float | None = None
+    *,
+    cluster: Cluster = None,
+    communication: str = "auto",
+    bucket_bytes: int | str | None = None,
+    wait: float | None = None,
 ) -> tf.distribute.Strategy:
     """A copy on each worker of the cluster.
 
     Blocks for at most `wait` seconds until all workers are there. Workers on one machine share its
     cores.
+
+    Args:
+        bucket_bytes: gradients are summed over workers in buckets of this size, as 4_000_000 or
+            "16MB". 0 leaves them to TensorFlow, which makes one tensor of all. By default 4 MiB on
+            CPUs, and 0 on GPUs.
     """
+    size = None if bucket_bytes is None else parse_size(bucket_bytes, "bucket_bytes")
     if communication not in ("auto", "ring", "nccl"):
         raise StrategyError(f"communication={communication!r} is not auto, ring or nccl.")
     described = describe_for("multi_worker_mirrored", cluster)
@@ -76,9 +89,13 @@ def multi_worker_mirrored(
         if endpoint is not None:
             endpoint.free_port()
         with _sigterm_kept(), connecting():
-            return tf.distribute.MultiWorkerMirroredStrategy(
+            strategy = tf.distribute.MultiWorkerMirroredStrategy(
                 cluster_resolver=resolver_of(cluster), communication_options=options
             )
+    on_cpus = all("CPU" in device for device in strategy.extended.worker_devices)
+    usual = _BUCKET_BYTES if on_cpus else 0
+    set_bucket_bytes(strategy, usual if size is None else size)
+    return strategy
 
 
 def parameter_server(

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple, NoReturn
 import tensorflow as tf
 
 from tfdist_ext.strategies._tf_private import Value
+from tfdist_ext.strategies.buckets import dense_bytes, reduced_in_buckets
 from tfdist_ext.strategies.reductions import (
     OTHER,
     KeysOfSize,
     Reduced,
     all_reduce,
+    bucket_bytes_of,
     reduce_parts,
     tells_what_it_reduces,
 )
@@ -115,13 +117,25 @@ def sum_up(
         what: what each value is, for a StrategyTemplate.
         keys: given with a single value whose size may change from step to step.
     """
+    size = bucket_bytes_of(tf.distribute.get_strategy())
+    if tf.executing_eagerly() or not size or dense_bytes(values) <= size:
+        return _sum_up(values, what, keys, apart=False)
+    return reduced_in_buckets(
+        values, size, lambda some: _sum_up(some, [OTHER] * len(some), keys, apart=True)
+    )
+
+
+def _sum_up(
+    values: Sequence[Value], what: Sequence[Reduced], keys: KeysOfSize | None, *, apart: bool
+) -> list[Value]:
     op = tf.distribute.ReduceOp.SUM
     context = tf.distribute.get_replica_context()
     if not isinstance(context, TracedReplica):
-        return all_reduce(op, values, what, keys)
+        return all_reduce(op, values, what, keys, apart=apart)
     values = [v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v) for v in values]
     # The hook of a StrategyTemplate gets a description of each value.
-    small = [] if tells_what_it_reduces(context.strategy) else _small_values(values)
+    one_by_one = apart or tells_what_it_reduces(context.strategy)
+    small = [] if one_by_one else _small_values(values)
     alone = [i for i in range(len(values)) if i not in small]
     brought, kinds = [values[i] for i in alone], [what[i] for i in alone]
     if small:
@@ -129,7 +143,7 @@ def sum_up(
         kinds.append(OTHER)
 
     def reduce(of_all: Sequence[Any]) -> list[Any]:
-        return reduce_parts(context.strategy, op, of_all, kinds, keys)
+        return reduce_parts(context.strategy, op, of_all, kinds, keys, apart=apart)
 
     summed = [_sum_placeholder(value) for value in brought]
     context.sync_points.append(SyncPoint(brought, summed, reduce))

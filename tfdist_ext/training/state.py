@@ -11,6 +11,7 @@ servers never has to fit into this process.
 from __future__ import annotations
 
 import io
+import math
 import re
 import time
 from collections import Counter
@@ -32,7 +33,7 @@ __all__ = [
     "BLOCK_BYTES",
     "METRICS",
     "MODEL",
-    "assign_rows",
+    "RowsAssigner",
     "assign_whole",
     "blocks",
     "broadcast_bytes",
@@ -50,6 +51,7 @@ __all__ = [
 MODEL, METRICS = "model", "metrics"  # all other groups are optimizers
 
 BLOCK_BYTES = 64 * 2**20
+WHOLE_BYTES = 2**30
 
 Variable: TypeAlias = keras.Variable | tf.Variable
 
@@ -161,8 +163,9 @@ def has_equal_copies(variable: Variable) -> bool:
 def assign_whole(variable: keras.Variable, value: npt.ArrayLike) -> None:
     """Assigns a value to every copy and every piece of a variable."""
     rows = np.broadcast_to(value, tuple(variable.shape))
+    assign = RowsAssigner(variable)
     for start, stop in blocks(variable):
-        assign_rows(variable, start, np.atleast_1d(rows)[start:stop])
+        assign.next(np.atleast_1d(rows)[start:stop])
 
 
 def snapshot(variables: Iterable[keras.Variable]) -> Callable[[], None]:
@@ -213,8 +216,35 @@ def read_rows(value: Variable | np.ndarray, start: int, stop: int) -> np.ndarray
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def assign_rows(variable: Variable, start: int, values: np.ndarray) -> None:
-    """Assigns the rows from `start` on, in every copy and every piece."""
+class RowsAssigner:
+    """Assigns the rows of a variable from the first to the last, in every copy and every piece.
+
+    TensorFlow copies a variable at each read once single rows of it were assigned. So the rows of a
+    variable that is not very large are collected, and assigned together.
+    """
+
+    def __init__(self, variable: Variable):
+        self._variable = variable
+        self._row = 0
+        shape, dtype = tuple(variable.shape) or (1,), raw_value(variable).dtype
+        collects = math.prod(shape) * dtype.size <= WHOLE_BYTES
+        self._collected = np.empty(shape, dtype.as_numpy_dtype) if collects else None
+
+    def next(self, rows: np.ndarray) -> None:
+        """Takes the next rows; of a scalar, an array of one value."""
+        start, self._row = self._row, self._row + len(rows)
+        if self._collected is None:
+            _assign_rows(self._variable, start, rows)
+            return
+        if start == 0 and len(rows) == len(self._collected):
+            self._collected = rows
+        else:
+            self._collected[start : self._row] = rows
+        if self._row == len(self._collected):
+            _assign_rows(self._variable, 0, self._collected)
+
+
+def _assign_rows(variable: Variable, start: int, values: np.ndarray) -> None:
     for piece, first, end in pieces_of(raw_value(variable)):
         low, high = max(start, first), min(start + len(values), end)
         if low >= high:
@@ -286,8 +316,10 @@ def broadcast_variables(reduction: Reduction, variables: Iterable[Variable]) -> 
         before = [read_rows(*part) for part in parts]
         received = io.BytesIO(_from_chief(reduction, b"".join(rows.tobytes() for rows in before)))
         for (variable, start, _), rows in zip(parts, before, strict=True):
+            if start == 0:
+                assign = RowsAssigner(variable)
             values = np.frombuffer(received.read(rows.nbytes), rows.dtype)
-            assign_rows(variable, start, values.reshape(rows.shape))
+            assign.next(values.reshape(rows.shape))
 
 
 def broadcast_bytes(reduction: Reduction, data: bytes) -> bytes:

@@ -33,7 +33,7 @@ from tfdist_ext.training.checkpoints.format import (
 from tfdist_ext.training.state import (
     METRICS,
     MODEL,
-    assign_rows,
+    RowsAssigner,
     blocks,
     broadcast_bytes,
     broadcast_variables,
@@ -200,8 +200,9 @@ def restore_checkpoint(
         with open_checkpoint(path, verified=verified) as file:
             variables = _variables_to_restore(file, model, path)
             for name, variable in variables.items():
+                assign = RowsAssigner(variable)
                 for start, stop in blocks(variable):
-                    assign_rows(variable, start, file.read_rows(file.arrays[name], start, stop))
+                    assign.next(file.read_rows(file.arrays[name], start, stop))
             others = {n: file.read(a) for n, a in file.arrays.items() if group_of(n) == _OTHERS}
             return b"".join(encode_checkpoint(file.progress, others))
 

@@ -1,0 +1,96 @@
+"""Large dense models on several workers: fit beside what a user would pick instead.
+
+    .venv/bin/python benchmarks/large_models.py [--rounds 3] [--markdown docs/performance.md]
+
+Every round runs each way once, in processes of its own. Compared are medians over the rounds, with
+the smallest and the largest; a ratio is the median of those of the rounds. The last lines are the
+sum of the gradients alone, and the step of a worker that sums nothing: a step of fit that overlaps
+neither would take as long as both together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+from pathlib import Path
+
+from clusters import outputs_of_tasks
+from fit_speed import LEGACY_PYTHON, prepare_legacy
+from report import closing_line, put_into
+
+PROGRAM = Path(__file__).resolve().parent / "programs" / "large_models.py"
+MARKERS = ("<!-- large_models begin -->", "<!-- large_models end -->")
+WAYS = ("fit", "one pack", "by hand", "tf_keras", "collectives", "alone")
+TITLES = {
+    "one pack": "fit, `bucket_bytes=0`",
+    "collectives": "the sum of the gradients alone",
+    "alone": "a step without sums",
+}
+# model, optimizer, rows of a global batch, steps of an epoch
+SETTINGS = [
+    ("Dense 5000x5000", "sgd", 64, 12),
+    ("Dense 5000x5000", "adam", 64, 12),
+    ("ResNet50", "adam", 64, 6),
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--models", nargs="+", help="begin of a model's name, and its optimizer")
+    parser.add_argument("--markdown", type=Path, help="also write the tables into this page")
+    arguments = parser.parse_args()
+    if "tf_keras" in arguments.ways:
+        prepare_legacy()
+    lines: list[str] = []
+    for workers in arguments.workers:
+        for setting in SETTINGS:
+            name = f"{setting[0]}, {setting[1]}"
+            if arguments.models and not name.startswith(tuple(arguments.models)):
+                continue
+            rounds: list[dict[str, float]] = []
+            for number in range(arguments.rounds):
+                order = arguments.ways if number % 2 else arguments.ways[::-1]
+                rounds.append({way: speed_of(way, workers, *setting) for way in order})
+            lines += table_of(f"{workers} workers, {name}", rounds, arguments.ways)
+            print("\n".join(lines[-len(arguments.ways) - 4 :]), flush=True)
+    text = "\n".join(lines + closing_line(arguments.rounds))
+    if arguments.markdown:
+        put_into(arguments.markdown, MARKERS, text)
+    return 0
+
+
+def speed_of(way: str, workers: int, model: str, optimizer: str, rows: int, steps: int) -> float:
+    """Steps a second in the first worker."""
+    python = LEGACY_PYTHON if way == "tf_keras" else sys.executable
+    command = [python, str(PROGRAM), model, optimizer, way, str(rows), str(steps)]
+    status, outputs = outputs_of_tasks(command, workers=workers)
+    found = re.search(r"^steps/s ([\d.]+)$", outputs["worker-0"], re.M)
+    if status or found is None:
+        raise SystemExit(f"{' '.join(command)} failed: status {status}\n{outputs['worker-0']}")
+    print(f"{workers} workers, {model}, {optimizer}, {way}: {found[1]} steps/s", flush=True)
+    return float(found[1])
+
+
+def table_of(title: str, rounds: list[dict[str, float]], ways: list[str]) -> list[str]:
+    lines = ["", f"| {title} | steps/s | of by hand |", "|---|---|---|"]
+    for way in ways:
+        speeds = [each[way] for each in rounds]
+        spread = f"{statistics.median(speeds):.2f} ({min(speeds):.2f} to {max(speeds):.2f})"
+        of_hand = [each[way] / each["by hand"] for each in rounds if "by hand" in each]
+        ratio = f"{statistics.median(of_hand):.2f} x" if of_hand else ""
+        lines.append(f"| {TITLES.get(way, way)} | {spread} | {ratio} |")
+    if {"fit", "collectives", "alone"} <= {*ways}:
+        both = [each["fit"] * (1 / each["collectives"] + 1 / each["alone"]) for each in rounds]
+        lines.append(
+            f"| fit, of a step without sums and then the sum | | {statistics.median(both):.2f} x |"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,131 @@
+"""One way to train a large model on a worker of a cluster; prints steps a second, or seconds.
+
+Arguments: the model, the optimizer, the way, rows of a global batch, steps. The ways:
+
+    fit          under create_strategy()
+    one pack     the same with bucket_bytes=0: TensorFlow makes one tensor of all gradients
+    by hand      a loop in the graph, under TensorFlow's own strategy
+    tf_keras     its fit, under TensorFlow's own strategy
+    collectives  the sum of the gradients alone
+    alone        fit of each worker by itself, on its part of the rows
+
+This file imports no Keras before it knows which one, and TensorFlow only after the strategy.
+"""
+
+import json
+import os
+import sys
+import time
+
+import numpy as np
+
+model_name, optimizer, way, *numbers = sys.argv[1:]
+rows, steps = map(int, numbers)
+workers = len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"])
+
+if way in ("fit", "collectives"):
+    import tfdist_ext as tfd
+
+    strategy = tfd.create_strategy()
+elif way == "one pack":
+    import tfdist_ext as tfd
+
+    strategy = tfd.create_strategy(bucket_bytes=0)
+elif way == "alone":
+    import tfdist_ext as tfd
+
+    strategy = tfd.create_strategy("default", alone=True)
+    # As a worker of create_strategy on a machine that it shares.
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(max(1, os.cpu_count() // workers))
+    rows //= workers
+else:
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+
+if way == "tf_keras":
+    import tf_keras as keras
+else:
+    import keras
+import tensorflow as tf  # noqa: E402
+
+
+def dense():
+    return keras.Sequential(
+        [keras.Input((5000,)), keras.layers.Dense(5000), keras.layers.Dense(10)]
+    )
+
+
+def resnet():
+    options = {"classes": 10, "classifier_activation": None}
+    return keras.applications.ResNet50(weights=None, input_shape=(32, 32, 3), **options)
+
+
+build, shape = {"Dense 5000x5000": (dense, (5000,)), "ResNet50": (resnet, (32, 32, 3))}[model_name]
+
+
+def compiled():
+    model = build()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    options = {} if way == "tf_keras" else {"jit_compile": False}
+    model.compile(optimizer, loss, metrics=["accuracy"], **options)
+    return model
+
+
+def sums_of_gradients():
+    """A function that sums values of the sizes of the gradients so many times."""
+    from tfdist_ext.strategies.reductions import OTHER
+    from tfdist_ext.strategies.traced_replica import sum_up
+
+    shapes = [variable.shape for variable in build().trainable_variables]
+    values = [tf.Variable(tf.ones(shape)) for shape in shapes]
+
+    def step():
+        summed = sum_up([value + 1.0 for value in values], [OTHER] * len(values))
+        return tf.add_n([tf.reshape(value, [-1])[0] for value in summed])
+
+    @tf.function
+    def run(count):
+        last = tf.constant(0.0)
+        for _ in tf.range(count):
+            last = strategy.experimental_local_results(strategy.run(step))[0]
+        return last
+
+    return lambda count: float(run(tf.constant(count)))
+
+
+random = np.random.default_rng(0)
+x = random.random((rows * steps, *shape), "float32")
+y = random.integers(0, 10, len(x)).astype("int32")
+if way == "collectives":
+    train = sums_of_gradients()
+elif way == "by hand":
+    import hand_loop
+
+    train = hand_loop.hand_loop(strategy, compiled, x, y, rows)
+elif way == "tf_keras":
+    with strategy.scope():
+        model = compiled()
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(rows, drop_remainder=True)
+    data = data.with_options(options)
+
+    def train(count):
+        model.fit(data, verbose=0)
+else:
+    model = tfd.distribute(compiled, strategy, synchronize_batch_norm=False)
+
+    def train(count):
+        model.fit(x, y, batch_size=rows, verbose=0)
+
+
+train(steps)
+times = []
+for _ in range(3):
+    begun = time.perf_counter()
+    train(steps)
+    times.append(time.perf_counter() - begun)
+print(f"steps/s {steps / sorted(times)[1]:.4f}", flush=True)
