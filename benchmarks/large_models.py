@@ -3,9 +3,8 @@
     .venv/bin/python benchmarks/large_models.py [--rounds 3] [--markdown docs/performance.md]
 
 Every round runs each way once, in processes of its own. Compared are medians over the rounds, with
-the smallest and the largest; a ratio is the median of those of the rounds. The last lines are the
-sum of the gradients alone, and the step of a worker that sums nothing: a step of fit that overlaps
-neither would take as long as both together.
+the smallest and the largest; a ratio is the median of those of the rounds. A step of fit that does
+not overlap takes as long as the sum of the gradients and a step without sums together.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import re
 import statistics
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from clusters import outputs_of_tasks
 from fit_speed import LEGACY_PYTHON, prepare_legacy
@@ -52,10 +52,10 @@ def main() -> int:
             name = f"{setting[0]}, {setting[1]}"
             if arguments.models and not name.startswith(tuple(arguments.models)):
                 continue
-            rounds: list[dict[str, float]] = []
+            rounds: list[dict[str, Measured]] = []
             for number in range(arguments.rounds):
                 order = arguments.ways if number % 2 else arguments.ways[::-1]
-                rounds.append({way: speed_of(way, workers, *setting) for way in order})
+                rounds.append({way: measure(way, workers, *setting) for way in order})
             lines += table_of(f"{workers} workers, {name}", rounds, arguments.ways)
             print("\n".join(lines[-len(arguments.ways) - 4 :]), flush=True)
     text = "\n".join(lines + closing_line(arguments.rounds))
@@ -64,30 +64,38 @@ def main() -> int:
     return 0
 
 
-def speed_of(way: str, workers: int, model: str, optimizer: str, rows: int, steps: int) -> float:
-    """Steps a second in the first worker."""
+class Measured(NamedTuple):
+    """Of the first worker: steps a second, and the most memory of its process."""
+
+    speed: float
+    megabytes: float
+
+
+def measure(way: str, workers: int, model: str, optimizer: str, rows: int, steps: int) -> Measured:
     python = LEGACY_PYTHON if way == "tf_keras" else sys.executable
     command = [python, str(PROGRAM), model, optimizer, way, str(rows), str(steps)]
     status, outputs = outputs_of_tasks(command, workers=workers)
-    found = re.search(r"^steps/s ([\d.]+)$", outputs["worker-0"], re.M)
+    found = re.search(r"^steps/s ([\d.]+)\npeak MB (\d+)$", outputs["worker-0"], re.M)
     if status or found is None:
         raise SystemExit(f"{' '.join(command)} failed: status {status}\n{outputs['worker-0']}")
     print(f"{workers} workers, {model}, {optimizer}, {way}: {found[1]} steps/s", flush=True)
-    return float(found[1])
+    return Measured(*map(float, found.groups()))
 
 
-def table_of(title: str, rounds: list[dict[str, float]], ways: list[str]) -> list[str]:
-    lines = ["", f"| {title} | steps/s | of by hand |", "|---|---|---|"]
+def table_of(title: str, rounds: list[dict[str, Measured]], ways: list[str]) -> list[str]:
+    lines = ["", f"| {title} | steps/s | of by hand | MB |", "|---|---|---|---|"]
     for way in ways:
-        speeds = [each[way] for each in rounds]
+        speeds = [each[way].speed for each in rounds]
         spread = f"{statistics.median(speeds):.2f} ({min(speeds):.2f} to {max(speeds):.2f})"
-        of_hand = [each[way] / each["by hand"] for each in rounds if "by hand" in each]
+        of_hand = [each[way].speed / each["by hand"].speed for each in rounds if "by hand" in each]
         ratio = f"{statistics.median(of_hand):.2f} x" if of_hand else ""
-        lines.append(f"| {TITLES.get(way, way)} | {spread} | {ratio} |")
+        megabytes = statistics.median(each[way].megabytes for each in rounds)
+        lines.append(f"| {TITLES.get(way, way)} | {spread} | {ratio} | {megabytes:.0f} |")
     if {"fit", "collectives", "alone"} <= {*ways}:
-        both = [each["fit"] * (1 / each["collectives"] + 1 / each["alone"]) for each in rounds]
+        parts = [1 / each["collectives"].speed + 1 / each["alone"].speed for each in rounds]
+        times = [1 / each["fit"].speed / part for each, part in zip(rounds, parts, strict=True)]
         lines.append(
-            f"| fit, of a step without sums and then the sum | | {statistics.median(both):.2f} x |"
+            f"| time of fit, of the last two together | {statistics.median(times):.2f} x | | |"
         )
     return lines
 

@@ -1,4 +1,4 @@
-"""One way to train a large model on a worker of a cluster; prints steps a second, or seconds.
+"""One way to train a large model on a worker of a cluster; prints steps a second, and its memory.
 
 Arguments: the model, the optimizer, the way, rows of a global batch, steps. The ways:
 
@@ -14,6 +14,7 @@ This file imports no Keras before it knows which one, and TensorFlow only after 
 
 import json
 import os
+import resource
 import sys
 import time
 
@@ -129,3 +130,4 @@ for _ in range(3):
     train(steps)
     times.append(time.perf_counter() - begun)
 print(f"steps/s {steps / sorted(times)[1]:.4f}", flush=True)
+print(f"peak MB {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f}", flush=True)
