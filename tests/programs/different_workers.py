@@ -16,6 +16,8 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+from tfdist_ext.strategies.reductions import set_bucket_bytes  # noqa: E402
+
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(48, 4)).astype("float32")
 Y = (X @ RNG.normal(size=(4, 1)) > 0).astype("int32")
@@ -181,6 +183,18 @@ def recompiled():
 
 told("recompiled", recompiled)
 model.keras_model.compile("sgd", "mse")
+
+
+def compiled_by_xla():
+    model.keras_model.compile("sgd", "mse", jit_compile=bool(rank))
+    model.evaluate(X, Y, verbose=0)
+
+
+told("jit_compile", compiled_by_xla)
+model.keras_model.compile("sgd", "mse")
+set_bucket_bytes(strategy, 1000 * (1 + rank))
+told("bucket_bytes", distribute())
+set_bucket_bytes(strategy, 0)
 
 # Nothing that looks at the data moves its order, nor does what reads ahead.
 import shuffled_training  # noqa: E402

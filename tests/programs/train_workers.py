@@ -70,6 +70,19 @@ result["saved_when_save_returns"] = (shared / "model.keras").exists()
 result["bits_saved"] = mlp.fingerprint(model.keras_model)
 
 
+def build_mixed():
+    """Gradients of several dtypes, in one call."""
+    layers = [keras.layers.Dense(4, dtype=dtype) for dtype in ("float64", "float32", "bfloat16")]
+    mixed = keras.Sequential([keras.Input((x.shape[1],)), *layers, keras.layers.Dense(1)])
+    mixed.compile("sgd", "mse")
+    return mixed
+
+
+mixed = tfd.distribute(build_mixed, strategy)
+mixed.fit(x, y, batch_size=mlp.BATCH, verbose=0)
+result["mixed_bits"] = mlp.fingerprint(mixed.keras_model)
+
+
 class StopsOnOneWorker(keras.callbacks.Callback):
     """Worker 1 alone has enough after its third batch."""
 

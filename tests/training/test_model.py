@@ -270,3 +270,12 @@ def test_batch_normalization_is_as_on_one_device_or_a_warning() -> None:
         assert all("BatchNormalization is not synchronized in" in each for each in said)
         assert any("each replica" in each for each in said) == (not synchronize)
     assert "BatchNormalization is not synchronized in" in str(tfd.explain(ours))
+
+
+def test_sparse_predictions_of_replicas_without_rows() -> None:
+    class Sparse(keras.Model):
+        def call(self, x: tf.Tensor) -> tf.SparseTensor:
+            return tf.sparse.from_dense(tf.where(x > 0, x, 0.0))
+
+    found = tfd.distribute(Sparse, mirrored(4)).predict(X[:33], batch_size=32, verbose=0)
+    np.testing.assert_array_equal(tf.sparse.to_dense(found), np.where(X[:33] > 0, X[:33], 0))

@@ -222,6 +222,22 @@ def test_settings_that_make_a_model_equal() -> None:
     assert verify(equal_model, sharded).equal
 
 
+def test_predictions_that_fail_on_a_strategy_alone() -> None:
+    class PlainOnly(keras.Model):
+        def predict_step(self, data: Any) -> Any:
+            if tf.distribute.has_strategy():
+                raise ValueError("no strategy, please")
+            return self(data[0])
+
+    def build() -> keras.Model:
+        made = PlainOnly(inputs := keras.Input([5]), Dense(3)(inputs))
+        made.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return made
+
+    with pytest.raises(ValueError, match="no strategy, please"):
+        verify(build)
+
+
 def test_arguments_that_cannot_be_compared() -> None:
     with pytest.raises(tfd.TrainingError, match="needs a function"):
         verify(equal_model())  # type: ignore[arg-type]

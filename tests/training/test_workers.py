@@ -57,7 +57,7 @@ def one_process() -> dict[str, Any]:
 
 def test_every_worker_ends_with_the_same_bits(cluster: Cluster) -> None:
     assert cluster.same("replicas") == len(cluster.workers)
-    for key in ("bits", "bits_saved", "named_bits", "history", "evaluate", "predict"):
+    for key in ("bits", "mixed_bits", "bits_saved", "named_bits", "history", "evaluate", "predict"):
         cluster.same(key)
 
 

@@ -1,7 +1,7 @@
-"""Buckets of gradients: large ones are cut, small ones are packed.
+"""Large sums of a step in buckets: large gradients are cut, small ones are packed.
 
-TensorFlow sums all dense gradients of a step as one tensor. Several buckets travel beside each
-other, and a bucket is summed while the gradients of earlier layers are still computed.
+TensorFlow sums all dense values of a call as one tensor. Several buckets travel beside each other,
+and a bucket is summed while the gradients of earlier layers are still computed.
 """
 
 from __future__ import annotations

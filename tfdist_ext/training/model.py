@@ -24,6 +24,7 @@ from tfdist_ext.messages import counted, shown
 from tfdist_ext.strategies import create_strategy
 from tfdist_ext.strategies.explanation import evaluates
 from tfdist_ext.strategies.factory import check_spans_cluster
+from tfdist_ext.strategies.reductions import bucket_bytes_of
 from tfdist_ext.training._keras_private import (
     metrics_in_order,
     overrides,
@@ -636,6 +637,7 @@ class DistributedModel(SavingMixin):
         compiled = _compiled_parts(self._model)
         if self._reduction.any_worker(bool(created) or self._compared != compiled):
             described = describe_model(self._model, created)
+            described["bucket_bytes of the strategy"] = bucket_bytes_of(self._strategy)
             check_equal_across_workers(self._reduction, described, SAME_MODEL)
             # Weights that came along are each worker's own.
             others = state_of(self._model).values() if self._compared is None else ()

@@ -200,6 +200,7 @@ def read_rows(value: Variable | np.ndarray, start: int, stop: int) -> np.ndarray
     if isinstance(value, np.ndarray):
         return np.atleast_1d(value)[start:stop]
     variable = raw_value(value)
+    row_bytes = math.prod(tuple(value.shape)[1:]) * variable.dtype.size
     parts = []
     for piece, first, end in pieces_of(variable):
         low, high = max(start, first) - first, min(stop, end) - first
@@ -207,6 +208,8 @@ def read_rows(value: Variable | np.ndarray, start: int, stop: int) -> np.ndarray
             continue
         copy = _copies(piece)[0]
         is_local = "CPU" in copy.device and "/job:ps" not in copy.device
+        # A large variable that was assigned in blocks is copied by a read.
+        is_local &= (end - first) * row_bytes <= WHOLE_BYTES
         if is_local or high - low == end - first:
             read = copy.read_value()
             rows = np.asarray(read) if read.shape.rank else np.atleast_1d(read.numpy())
@@ -220,7 +223,8 @@ class RowsAssigner:
     """Assigns the rows of a variable from the first to the last, in every copy and every piece.
 
     TensorFlow copies a variable at each read once single rows of it were assigned. So the rows of a
-    variable that is not very large are collected, and assigned together.
+    variable of at most 1 GiB are collected, and assigned together. Those of a larger one, such as
+    an embedding, are assigned in blocks.
     """
 
     def __init__(self, variable: Variable):

@@ -332,7 +332,7 @@ class Trainings:
         return {
             **self._values_of(inner),
             **{f"log {name}": np.asarray(values) for name, values in logs.items()},
-            **self._predictions(model),
+            **self._predictions(model, is_plain=strategy is None),
         }
 
     def _read(self, data: Any, steps: int) -> list[Structure]:
@@ -354,7 +354,7 @@ class Trainings:
                 values[name] = np.full(values[name].shape, np.nan)
         return values
 
-    def _predictions(self, model: Any) -> Results:
+    def _predictions(self, model: Any, *, is_plain: bool) -> Results:
         """Returns the predictions for all batches; none if plain Keras cannot predict, either."""
         inputs = [keras.utils.unpack_x_y_sample_weight(batch)[0] for batch in self.batches]
         try:
@@ -362,7 +362,9 @@ class Trainings:
         except TfDistError:
             raise
         except Exception:  # the model has only a train_step
-            return {}
+            if is_plain or not any(name.startswith("prediction ") for name in self.plain):
+                return {}
+            raise
         return {f"prediction {n}": part for n, part in enumerate(keras.tree.flatten(outputs))}
 
 

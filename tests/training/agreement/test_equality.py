@@ -22,6 +22,11 @@ ERRORS = {
     "x": ["x must be the same on all workers, but is float32 [48, 4] with the", "from_dataset_fn"],
     "one row of x": ["x must be the same on all workers, but is float32 [48, 4] with the sums"],
     "unseeded shuffle": ["class labels y must be", "a seed for shuffle()"],
+    "jit_compile": [
+        "jit_compile of compile() must be",
+        "is False on worker 0 and True on worker 1",
+    ],
+    "bucket_bytes": ["bucket_bytes of the strategy must be", "is 1000 on worker 0 and 2000 on"],
     "recompiled": ["loss must be the same on all workers, but is mse on worker 0 and mae on"],
 }
 NOTHING = ["harmless", "read by the chief"]

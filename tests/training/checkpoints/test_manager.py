@@ -17,6 +17,8 @@ import pytest
 import tensorflow as tf
 from checkpoint_cases import FIT, FailsIn, assert_same_state, dense
 from training_cases import (
+    KillAfter,
+    KilledError,
     X,
     Y,
     assert_same_weights,
@@ -320,6 +322,22 @@ def test_a_wrong_model_or_folder_is_refused_before_the_training(
     refused(tmp_path / "denied", "owner.json cannot be written: Permission denied")
     assert steps_taken(other) == 0
     assert file.read_text() == "what somebody keeps"
+
+
+def test_a_new_order_of_examples_begins_with_an_epoch(two: Any, tmp_path: Path) -> None:
+    """A checkpoint in the middle of an epoch continues in that epoch's order alone."""
+    model, other = two
+    fit = {**FIT, "checkpoint_dir": tmp_path, "checkpoint_every": 1}
+
+    model.fit(X, Y, **{**fit, "epochs": 1}, shuffle=False)
+    kill = KillAfter(steps_taken(model) + 2)
+    with pytest.raises(KilledError):
+        other.fit(X, Y, callbacks=[kill], **{**fit, "epochs": 2})
+    names = [path.name for path in tfd.finished_checkpoints(tmp_path)]
+    assert names[-1] == "epoch-00001-batch-00000001.safetensors"
+    with pytest.raises(tfd.TrainingError, match=r"and shuffle \(True, got False\)"):
+        model.fit(X, Y, **{**fit, "epochs": 2}, shuffle=False)
+    assert model.fit(X, Y, **{**fit, "epochs": 2}).epoch == [0, 1]
 
 
 def test_a_job_says_from_where_it_resumes_and_how_it_can_be_resumed(

@@ -6,6 +6,7 @@ have one row and one has none.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -181,3 +182,37 @@ def test_a_compiled_loss_over_the_global_batch_size() -> None:
         return tf.compat.v1.nn.compute_average_loss(losses, global_batch_size=16)
 
     same(lambda: compiled(Net(), RATE, loss))
+
+
+class SumOfOutputs(keras.losses.Loss):
+    """One number for each output, not for each row."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return keras.ops.mean(keras.ops.abs(y_true - y_pred), axis=0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"run_eagerly": True}])
+def test_a_sum_of_numbers_that_belong_to_no_row(settings: dict[str, Any]) -> None:
+    """In an eager step three numbers would be three of the only row of a part."""
+    build = functools.partial(three_outputs, **settings)
+    arguments = {"strategy": mirrored(3), **FIT}
+    assert_trains_as_keras(build, X[:48], Y[:48], **arguments)
+
+
+def three_outputs(**settings: Any) -> keras.Model:
+    return compiled(stack(keras.layers.Dense(3)), RATE, SumOfOutputs(reduction="sum"), **settings)
+
+
+class AddsTwoForEachRow(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        self.add_loss(keras.ops.reshape(x[:, :2] ** 2, [-1]))
+        return x
+
+
+@pytest.mark.parametrize("settings", [{}, {"run_eagerly": True}])
+def test_an_added_loss_with_two_numbers_for_each_row(settings: dict[str, Any]) -> None:
+    def build() -> keras.Model:
+        layers = keras.layers.Dense(4), AddsTwoForEachRow(), keras.layers.Dense(1)
+        return compiled(stack(*layers), RATE, **settings)
+
+    same(build)

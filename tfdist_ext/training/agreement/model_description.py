@@ -64,6 +64,7 @@ def _compile_values(model: keras.Model) -> Iterator[tuple[str, Any]]:
             yield from _object_values(name, leaf) if hasattr(leaf, "get_config") else [(name, leaf)]
     yield "steps_per_execution of compile()", model.steps_per_execution
     yield "run_eagerly of compile()", bool(model.run_eagerly)
+    yield "jit_compile of compile()", bool(model.jit_compile)
 
 
 def _adapted_values(name: str, layer: keras.Layer) -> Iterator[tuple[str, Any]]:

@@ -124,13 +124,17 @@ class CheckpointManager:
             return initial_epoch
         path = folder.newest or folder.path
         progress, state = restore_checkpoint(model, self._reduction, path, verified=True)
-        if progress.batches and not (self._resumes_inside and progress.batch_size == batch_size):
+        now = self._progress
+        is_same = (progress.batch_size, progress.seed) == (batch_size, now.seed)
+        if progress.batches and not (self._resumes_inside and is_same):
             raise TrainingError(
                 f"The checkpoint is in the middle of an epoch, at {progress}. To resume there, use"
                 f" the same data with the same batch_size ({progress.batch_size or None}, got"
-                f" {batch_size or None}) to the end of the epoch, or another checkpoint_dir."
+                f" {batch_size or None}) and shuffle ({progress.seed != 0}, got {now.seed != 0}) to"
+                " the end of the epoch, or another checkpoint_dir."
             )
-        self._progress = self._unannounced = replace(progress, batch_size=batch_size)
+        progress = replace(progress, batch_size=batch_size, seed=now.seed)
+        self._progress = self._unannounced = progress
         self._restore = _restoring(model, state, callbacks)
         continue_log_files(state, callbacks)
         has_ended = progress.stopped or progress.epoch >= self._epochs

@@ -149,7 +149,7 @@ class ReplicaSums:
                 return self._sum_of_slices, value.dtype.name
             if not has_known_shape:
                 return self._sum_of_elements, value.dtype.name
-        return sum_up, is_sparse, has_known_shape
+        return sum_up, value.dtype.name, is_sparse, has_known_shape
 
     def _sum_of_elements(
         self, values: Sequence[tf.Tensor], what: Sequence[Reduced]
@@ -311,6 +311,15 @@ class StepContext:
             return value
         return tf.math.multiply_no_nan(value, self.batch_fraction(value.dtype))
 
+    def sum_over_rows(self, total: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+        """Returns a sum of `values`, divided by `batch_fraction` if they have rows of this part.
+
+        The mean over parts is then the sum over all rows.
+        """
+        if self.rows_in(values) not in ("part", "unclear"):
+            return total
+        return tf.math.divide_no_nan(total, self.batch_fraction(total.dtype))
+
     def mean(
         self, values: Sequence[tf.Tensor], variables: Sequence[keras.Variable | tf.Variable]
     ) -> list[tf.Tensor]:
@@ -337,7 +346,7 @@ class StepContext:
         it before gradients are summed.
         """
 
-        def sum_up(parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        def over_replicas(parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             return self.sums.all_reduce(parts, [what] * len(parts))
 
         @tf.custom_gradient
@@ -346,10 +355,10 @@ class StepContext:
                 upstream = tuple(map(tf.convert_to_tensor, upstream))
                 return [
                     tf.math.divide_no_nan(value, self.batch_fraction(value.dtype))
-                    for value in sum_up(list(map(self.weighted, upstream)))
+                    for value in over_replicas(list(map(self.weighted, upstream)))
                 ]
 
-            return sum_up([tf.identity(value) for value in parts]), gradient
+            return over_replicas([tf.identity(value) for value in parts]), gradient
 
         totals = list(summed(*values))
         self.equal.add(totals)

@@ -327,7 +327,11 @@ def _moments(
     inputs: tf.Tensor,
     mask: tf.Tensor | None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns mean and variance of each channel, of a synchronized layer over all replicas."""
+    """Returns mean and variance of each channel, of a synchronized layer over all replicas.
+
+    Each replica computes its moments in two passes, as Keras does. They are combined in float64,
+    because the variance is a small difference if the mean is large.
+    """
     if not layer.synchronized:
         return original(layer, inputs, mask)
     counted = tf.ones_like(inputs)
@@ -336,12 +340,18 @@ def _moments(
         inputs = tf.math.multiply_no_nan(inputs, counted)
     rank = len(inputs.shape)
     axes = [axis for axis in range(rank) if axis != layer.axis % rank]
-    sums = [tf.reduce_sum(value, axes) for value in (inputs, tf.square(inputs), counted)]
-    total, squares, count = context.differentiable_sum(list(map(context.where_nonempty, sums)))
+    count = tf.reduce_sum(counted, axes, keepdims=True)
+    mean = tf.math.divide_no_nan(tf.reduce_sum(inputs, axes, keepdims=True), count)
+    apart = tf.reduce_sum(tf.square((inputs - mean) * counted), axes)
+    wide = inputs.dtype if context.on_tpu else tf.float64
+    count, mean, apart = (
+        tf.cast(tf.reshape(value, tf.shape(apart)), wide) for value in (count, mean, apart)
+    )
+    sums = [count, count * mean, apart + count * tf.square(mean)]
+    count, total, squares = context.differentiable_sum(list(map(context.where_nonempty, sums)))
     mean = tf.math.divide_no_nan(total, count)
-    # Keras's formula of a synchronized layer
-    variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
-    return mean, variance
+    variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0)
+    return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
 
 
 _RATIOS = (keras.losses.dice, keras.losses.tversky)
@@ -376,9 +386,7 @@ def _reduce_loss(
         weigh = context.where_nonempty if reduction == "sum" else context.weighted
         return values * context.sums.all_reduce([weigh(weights)])[0]
     if reduction == "sum":
-        if context.rows_in(values) == "batch":
-            return loss
-        return tf.math.divide_no_nan(loss, context.batch_fraction(loss.dtype))
+        return context.sum_over_rows(loss, values)
     if reduction != "mean_with_sample_weight":
         sample_weight = None
     if sample_weight is None and mask is None:
@@ -444,10 +452,7 @@ def _added_loss(
     context: StepContext, original: Original, model: keras.Model, loss: tf.Tensor
 ) -> tf.Tensor:
     """Adds up what a layer gave to `add_loss`; Keras sums one number per row over all rows."""
-    total = original(model, loss)
-    if context.rows_in(loss) != "part":
-        return total
-    return tf.math.divide_no_nan(total, context.batch_fraction(total.dtype))
+    return context.sum_over_rows(original(model, loss), loss)
 
 
 def _gradient(

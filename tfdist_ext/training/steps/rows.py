@@ -2,9 +2,8 @@
 
 A tensor is the same on every replica if it does not follow from the replica's part of the batch
 (`EqualTensors`). That is reachability in the graph: what is computed from the part, from random
-numbers with a state, or by Python may differ. Sums over replicas are the same on all of them. A
-tensor that is equal but not known to be does no harm in a mean over replicas, which leaves equal
-values as they are.
+numbers with a state, or by Python may differ. Sums over replicas are the same on all of them. If
+an equal tensor is not recognized, it is averaged over replicas, which changes nothing.
 
 It matters for the slices of a sparse gradient (`tf.IndexedSlices`), because optimizers with second
 moments square slices one by one. Slices of the batch's rows stay apart, as on one device. What all

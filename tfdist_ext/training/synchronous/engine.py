@@ -161,8 +161,8 @@ class SynchronousProgram:
     def _next_agreed(self, batches: BatchIterator, before: Carried) -> tuple[tf.Tensor, Carried]:
         """The next step of data of which workers have different numbers of rows."""
         batch = self._next_batch(batches)
-        rows, real = self._synchronize(self._reduction.rows_of_all, batch)
-        return real > 0, tf.cond(
+        rows, parts_with_data = self._synchronize(self._reduction.rows_of_all, batch)
+        return parts_with_data > 0, tf.cond(
             rows > 0, lambda: self._one_step(batch, before, rows), lambda: before
         )
 

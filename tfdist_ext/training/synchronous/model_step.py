@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.cluster.liveness import FIRST_AFTER, log_line
-from tfdist_ext.data.pipelines import Structure
+from tfdist_ext.data.pipelines import Structure, batch_size_of, rows_between
 from tfdist_ext.errors import StrategyError, TrainingError
 from tfdist_ext.strategies._tf_private import lightly_optimized
 from tfdist_ext.strategies.shared_step import SharedStep, kind_of
@@ -147,7 +147,7 @@ class ModelStep:
             with self._reporting_compilation():
                 function.get_concrete_function(*args)
         is_shared = in_graph and self._why_trace_each is None
-        # Only a trace tells whether the step draws without a seed.
+        # `are_drawn` is set while a step is traced, which has happened above.
         if draws := not in_graph or self._seeds.are_drawn:
             self._seeds.begin()
         # A shared step is optimized already, and the graph around it has little to gain.
@@ -424,9 +424,10 @@ def _own_rows(outputs: Structure, rows: tf.Tensor) -> Structure:
     """The outputs of one replica; none where it has no rows and ran on another replica's row."""
 
     def own_rows(value: tf.Tensor) -> tf.Tensor:
-        if isinstance(value, tf.SparseTensor) or value.shape.rank == 0:
+        if value.shape.rank == 0:
             return value
-        length = value.nrows() if isinstance(value, tf.RaggedTensor) else tf.shape(value)[0]
-        return value[: tf.where(rows > 0, length, tf.zeros_like(length))]
+        length = batch_size_of(value)
+        nothing = tf.zeros_like(length)
+        return rows_between(value, nothing, tf.where(rows > 0, length, nothing))
 
     return keras.tree.map_structure(own_rows, outputs)

@@ -148,7 +148,7 @@ class SynchronousReduction(Reduction):
         return self._sum_of_tasks(tf.cast(flag, tf.int32)) == self.workers
 
     def rows_of_all(self, batch: Parts) -> tuple[tf.Tensor, tf.Tensor]:
-        """In a step: (rows of all parts, sum of the parts' sizes of the global batch)."""
+        """In a step of data that tasks read: (rows of all parts, how many parts have data)."""
         counts = [
             tf.stack([tf.cast(rows, tf.int64), tf.cast(of, tf.int64)])
             for rows, of, _ in self.parts(batch)
