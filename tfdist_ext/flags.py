@@ -18,17 +18,13 @@ from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["define_strategy_flags", "strategy_flags"]
 
-_NAMES = (
-    *("strategy", "strategy_config", "devices", "logical_cpus", "communication"),
-    *("bucket_bytes", "wait"),
-)
+_NAMES = "strategy strategy_config devices logical_cpus communication bucket_bytes wait".split()  # noqa: SIM905
 _SETTINGS = {"strategy": "name", "strategy_config": "config"}  # flags with another name
 
 
 @filter_traceback
 def define_strategy_flags(flag_values: flags.FlagValues | None = None) -> None:
-    """Define the flags --strategy, --strategy_config, --devices, --logical_cpus, --communication,
-    --bucket_bytes and --wait.
+    """Define --strategy, --strategy_config, --devices and the flags of other settings.
 
     Flags take precedence over the settings file, which takes precedence over the environment.
 
@@ -46,10 +42,8 @@ def define_strategy_flags(flag_values: flags.FlagValues | None = None) -> None:
     flags.DEFINE_integer("logical_cpus", help="Logical CPUs to make.", lower_bound=1, **at)
     exchange = "How workers exchange gradients."
     flags.DEFINE_enum("communication", enum_values=["auto", "ring", "nccl"], help=exchange, **at)
-    size = "Size of the buckets in which gradients are summed, as 4MiB."
-    flags.DEFINE_string("bucket_bytes", help=size, **at)
-    wait = "Seconds to wait for the other tasks of a cluster (default 300)."
-    flags.DEFINE_float("wait", help=wait, **at)
+    flags.DEFINE_string("bucket_bytes", help="Size of buckets of gradients, as 4MiB.", **at)
+    flags.DEFINE_float("wait", help="Seconds to wait for other tasks (default 300).", **at)
 
 
 @filter_traceback
