@@ -163,9 +163,7 @@ def check_called(
         "gradient": trains,
         "apply": trains,
         "replicas": of_keras,
-        "added_loss": False,
-        "moments": False,
-        "draw": False,
+        **dict.fromkeys(("added_loss", "moments", "draw"), False),
     }
     for layer in flat_layers(model):
         required["added_loss"] |= computes_loss and not losses.isdisjoint(loss_ids(layer))
