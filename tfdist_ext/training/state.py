@@ -224,14 +224,16 @@ class RowsAssigner:
 
     TensorFlow copies a variable at each read once single rows of it were assigned. So the rows of a
     variable of at most 1 GiB are collected, and assigned together. Those of a larger one, such as
-    an embedding, are assigned in blocks.
+    an embedding, are assigned in blocks, and so are those of a variable on parameter servers.
     """
 
     def __init__(self, variable: Variable):
         self._variable = variable
         self._row = 0
         shape, dtype = tuple(variable.shape) or (1,), raw_value(variable).dtype
-        collects = math.prod(shape) * dtype.size <= WHOLE_BYTES
+        piece, _, _ = next(iter(pieces_of(raw_value(variable))))
+        on_server = "/job:ps" in _copies(piece)[0].device
+        collects = not on_server and math.prod(shape) * dtype.size <= WHOLE_BYTES
         self._collected = np.empty(shape, dtype.as_numpy_dtype) if collects else None
 
     def next(self, rows: np.ndarray) -> None:
