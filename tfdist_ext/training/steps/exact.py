@@ -325,11 +325,7 @@ def _moments(
     inputs: tf.Tensor,
     mask: tf.Tensor | None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns mean and variance of each channel, of a synchronized layer over all replicas.
-
-    Each replica computes its moments in two passes, as Keras does. They are combined in float64,
-    because the variance is a small difference if the mean is large.
-    """
+    """Returns mean and variance of each channel, of a synchronized layer over all replicas."""
     if not layer.synchronized:
         return original(layer, inputs, mask)
     counted = tf.ones_like(inputs)
@@ -338,18 +334,12 @@ def _moments(
         inputs = tf.math.multiply_no_nan(inputs, counted)
     rank = len(inputs.shape)
     axes = [axis for axis in range(rank) if axis != layer.axis % rank]
-    count = tf.reduce_sum(counted, axes, keepdims=True)
-    mean = tf.math.divide_no_nan(tf.reduce_sum(inputs, axes, keepdims=True), count)
-    apart = tf.reduce_sum(tf.square((inputs - mean) * counted), axes)
-    wide = inputs.dtype if context.on_tpu else tf.float64
-    count, mean, apart = (
-        tf.cast(tf.reshape(value, tf.shape(apart)), wide) for value in (count, mean, apart)
-    )
-    sums = [count, count * mean, apart + count * tf.square(mean)]
-    count, total, squares = context.differentiable_sum(list(map(context.where_nonempty, sums)))
+    sums = [tf.reduce_sum(value, axes) for value in (inputs, tf.square(inputs), counted)]
+    total, squares, count = context.differentiable_sum(list(map(context.where_nonempty, sums)))
     mean = tf.math.divide_no_nan(total, count)
-    variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0)
-    return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
+    # Keras's formula of a synchronized layer
+    variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
+    return mean, variance
 
 
 _RATIOS = (keras.losses.dice, keras.losses.tversky)
