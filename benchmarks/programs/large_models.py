@@ -76,7 +76,7 @@ def compiled():
 
 
 def sums_of_gradients():
-    """A function that sums values of the sizes of the gradients so many times."""
+    """Returns a function that repeats the sum of one step's gradients."""
     from tfdist_ext.strategies.reductions import OTHER
     from tfdist_ext.strategies.traced_replica import sum_up
 

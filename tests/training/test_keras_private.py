@@ -43,28 +43,31 @@ def trained_model() -> keras.Model:
     return model
 
 
+class OneBatch(keras.utils.PyDataset):
+    num_batches = 1
+
+    def __getitem__(self, index: int) -> Any:
+        return np.ones((2, 2))
+
+
 def test_attributes_of_objects() -> None:
     """Each attribute that the module looks up by `NAMES.of` is on the object that it is for."""
     model = trained_model()
     batches = _keras_private.get_data_adapter(np.ones((4, 2)), np.ones(4), batch_size=2)
-    numbers = keras.utils.PyDataset()
-    type(numbers).num_batches, type(numbers).__getitem__ = 1, lambda self, index: np.ones((2, 2))
-    board = K.TensorBoard("x", profile_batch=0)
-    board._start_trace = board._stop_trace = lambda *_: None
     holders: dict[str, Any] = {
         "_loss_ids": model,
         "_value": model.weights[0],
         "_inputs": batches,
         "_num_samples": batches,
         "_batch_size": batches,
-        "_get_iterator": _keras_private.get_data_adapter(numbers),
+        "_get_iterator": _keras_private.get_data_adapter(OneBatch()),
         "_symbolic_build": model,
         "_flatten_layers": model,
         "_seed_generators": model.layers[1],
         "_compile_config": model,
         "_flatten_metrics_in_order": model,
         "_initial_epoch": model,
-        "_should_trace": board,
+        "_should_trace": K.TensorBoard("x", profile_batch=0),
         "_trainable_variables": model.optimizer,
         "_distribution_strategy": model.optimizer,
         "_all_reduce_sum_gradients": model.optimizer,
@@ -140,10 +143,12 @@ BODIES = {
     "keras.src.losses.loss:apply_mask": "61d8938cd8663dee",
     "keras.src.layers.normalization.batch_normalization:BatchNormalization": "8b3a382b7d4c194b",
 }
-READ = "3.15"  # the release whose bodies were read
+COMPARED_WITH = "3.15"  # release of Keras
 
 
-@pytest.mark.skipif(not keras.__version__.startswith(READ), reason=f"these are Keras {READ}'s")
+@pytest.mark.skipif(
+    not keras.__version__.startswith(COMPARED_WITH), reason=f"compared with Keras {COMPARED_WITH}"
+)
 @pytest.mark.parametrize("path", BODIES)
 def test_bodies_are_those_that_were_read(path: str) -> None:
     source = inspect.getsource(pkgutil.resolve_name(path))

@@ -62,8 +62,8 @@ def reduced_in_buckets(
     """Reduces values: dense tensors of known shapes in buckets, and the others as they are.
 
     Args:
-        reduce: called once with the vectors of all buckets and with the other values. It reduces
-            each of them by itself.
+        reduce: reduces each of a list of values separately. It is called once, with the vectors
+            of all buckets and the other values.
     """
     is_dense = list(map(_is_dense, values))
     groups: dict[tf.DType, list[int]] = {}

@@ -319,7 +319,7 @@ def predict(
     peers = reduction.peers
     peers.enters("callbacks")
     hooks.on_predict_begin()
-    # On any worker: callbacks may stop there alone.
+    # A callback may stop a single worker, so the workers must agree.
     may_stop = uses_batch_hooks(hooks.callbacks, "predict") or model.stop_predicting
     may_stop = reduction.any_worker(may_stop)
     collected: list[Structure] = []

@@ -646,7 +646,7 @@ class DistributedModel(SavingMixin):
 
 
 def _compiled_parts(model: keras.Model) -> tuple[object, ...]:
-    """Returns what `compile` has set. Steps are made again where it has changed."""
+    """Returns the settings of `compile`. Steps are compiled again after one of them changes."""
     eagerly = bool(model.run_eagerly)
     if not model.compiled:
         return (eagerly,)

@@ -127,7 +127,7 @@ def test_a_killed_worker_costs_no_example(tmp_path: Path) -> None:
         cluster.wait_for("chief:0", "worker 0 has not answered for 1 s")
         cluster.wait_for("chief:0", "OWN DATA 1")
         cluster.start("worker:0")
-        time.sleep(8.0)  # TensorFlow may wait for ever if both workers are away at once
+        time.sleep(8.0)  # TensorFlow may hang if both workers are away at once
         cluster.signal("worker:1", signal.SIGKILL)
         cluster.start("worker:1")
         result = result_of(cluster)

@@ -32,7 +32,7 @@ from tfdist_ext.training._keras_private import (
     substitutes,
 )
 from tfdist_ext.training.steps.context import StepContext, gather_rows
-from tfdist_ext.training.steps.rows import blocks_of_rows, first_size
+from tfdist_ext.training.steps.rows import SAME_ORDER, behind, blocks_of_rows, first_size
 
 __all__ = ["RANDOM", "REFUSED_IN_UPDATES", "rows_at"]
 
@@ -162,14 +162,16 @@ def _are_row_numbers(x: tf.Tensor) -> bool:
 
 def rows_at(context: StepContext, x: Any, indices: Any, axis: int | None) -> Any:
     """Returns the tensor in which `indices` are looked up: `x`, or the rows of all replicas."""
-    found = indices
-    while tf.is_symbolic_tensor(found) and found.op.type in ("Cast", "Identity", "Reshape"):
-        if any(found is each for each in context.row_numbers):
-            break
-        found = found.op.inputs[0]
-    if axis not in (0, None) or not any(found is each for each in context.row_numbers):
+    if axis not in (0, None) or not _are_shuffled_numbers(context, indices):
         return x
     return gather_rows(context, [keras.ops.convert_to_tensor(x)])[0]
+
+
+def _are_shuffled_numbers(context: StepContext, indices: Any) -> bool:
+    """Whether indices are what a shuffle returned, also after a cast or a reshape."""
+    if context.row_numbers and tf.is_symbolic_tensor(indices):
+        indices = behind(indices, SAME_ORDER)
+    return any(indices is each for each in context.row_numbers)
 
 
 def _gather(

@@ -21,9 +21,11 @@ import tensorflow as tf
 from tfdist_ext.data.pipelines import Structure
 
 __all__ = [
+    "SAME_ORDER",
     "EqualTensors",
     "Gradient",
     "Lookups",
+    "behind",
     "blocks_of_rows",
     "compared_rows",
     "first_size",
@@ -159,7 +161,7 @@ def compared_rows(targets: Sequence[tf.Tensor], equal: EqualTensors) -> str | No
     for tensor in _tensors_before([each for each in targets if tf.is_symbolic_tensor(each)]):
         inputs = tensor.op.inputs
         if tensor.op.type in _COMPARING and _unknown_sizes(tensor) == 2:
-            ranges = [_behind(each, _SAME_ORDER).op.type == "Range" for each in inputs]
+            ranges = [behind(each, SAME_ORDER).op.type == "Range" for each in inputs]
             one_each = [_unknown_sizes(each) for each in inputs] == [1, 1]
             if one_each and not any(ranges) and not any(map(equal.has, inputs)):
                 return str(tensor.op.name)
@@ -214,7 +216,7 @@ def places_rows(value: tf.Tensor, equal: EqualTensors, *, is_metric: bool) -> st
 
 def first_size(shape: tf.Tensor) -> tf.Tensor:
     """The tensor that gives the first number of a shape: a scalar, or a shape itself."""
-    return _behind(shape, ("Cast", "ConcatV2", "Identity", "Pack"))
+    return behind(shape, ("Cast", "ConcatV2", "Identity", "Pack"))
 
 
 def blocks_of_rows(size: tf.Tensor) -> int:
@@ -243,7 +245,7 @@ _OF_DISTINCT = {
     **{f"SparseSegment{combiner}GradV2": 1 for combiner in ("Mean", "Sum", "SqrtN")},
 }
 
-_SAME_ORDER = ("Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StopGradient")
+SAME_ORDER = ("Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StopGradient")
 
 _INDICES = 1 << 32  # more than a table has rows
 
@@ -301,7 +303,7 @@ class Lookups:
 
 
 def _concatenated(indices: tf.Tensor) -> list[tf.Tensor]:
-    made_by = _behind(indices, _SAME_ORDER).op if tf.is_symbolic_tensor(indices) else None
+    made_by = behind(indices, SAME_ORDER).op if tf.is_symbolic_tensor(indices) else None
     if made_by is None or not _is_concatenation(made_by):
         return [indices]
     return [part for each in made_by.inputs[:-1] for part in _concatenated(each)]
@@ -312,11 +314,11 @@ def _kind_of(indices: tf.Tensor, equal: EqualTensors) -> Literal["equal", "disti
         return "equal"
     if not tf.is_symbolic_tensor(indices):
         return "rows"
-    source = _behind(indices, _SAME_ORDER)
+    source = behind(indices, SAME_ORDER)
     return "distinct" if _OF_DISTINCT.get(source.op.type) == source.value_index else "rows"
 
 
-def _behind(tensor: tf.Tensor, kinds: Collection[str]) -> tf.Tensor:
+def behind(tensor: tf.Tensor, kinds: Collection[str]) -> tf.Tensor:
     """The tensor to which operations of these types were applied, one after another."""
     while tensor.op.type in kinds:
         tensor = tensor.op.inputs[0]
