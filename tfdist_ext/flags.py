@@ -18,7 +18,7 @@ from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["define_strategy_flags", "strategy_flags"]
 
-_NAMES = "strategy strategy_config devices logical_cpus communication bucket_bytes wait".split()  # noqa: SIM905
+_NAMES = "strategy strategy_config devices logical_cpus communication bucket_bytes shard_optimizer wait".split()  # noqa: SIM905, E501
 _SETTINGS = {"strategy": "name", "strategy_config": "config"}  # flags with another name
 
 
@@ -43,6 +43,7 @@ def define_strategy_flags(flag_values: flags.FlagValues | None = None) -> None:
     exchange = "How workers exchange gradients."
     flags.DEFINE_enum("communication", enum_values=["auto", "ring", "nccl"], help=exchange, **at)
     flags.DEFINE_string("bucket_bytes", help="Size of buckets of gradients, as 4MiB.", **at)
+    flags.DEFINE_bool("shard_optimizer", help="Share the optimizer's slots among workers.", **at)
     flags.DEFINE_float("wait", help="Seconds to wait for other tasks (default 300).", **at)
 
 

@@ -14,7 +14,7 @@ from tfdist_ext.errors import PlacementError, TfDistError
 
 __all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "load_function", "run"]
 
-SUMMARY = "where each variable of a model would live on parameter servers"
+SUMMARY = "what each parameter server or worker would hold of a model"
 USAGE = "plan module:builder [options]"
 
 EPILOG = """\
@@ -22,6 +22,7 @@ The function is called once, with variables that have shapes and no values: noth
 
 examples:
   tfdist plan train.py:build --ps 4 --optimizer adam --budget 8GiB
+  tfdist plan train.py:build --workers 8 --optimizer adam
   tfdist plan my.models:build --ps 4 --rule 'users/.*=sharded(4)' --json plan.json
   tfdist plan train.py:build --ps 4 --compare --devices 8"""
 
@@ -31,15 +32,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     builder = "a function without arguments that returns a built Keras model, as train.py:build"
     add("builder", metavar="module:builder", help=builder)
-    add("--ps", type=int, required=True, metavar="N", help="number of parameter servers")
+    targets = parser.add_mutually_exclusive_group(required=True)
+    targets.add_argument("--ps", type=int, metavar="N", help="number of parameter servers")
+    workers = "number of workers that share the optimizer's slots (shard_optimizer=True)"
+    targets.add_argument("--workers", type=int, metavar="N", help=workers)
     add("--optimizer", metavar="NAME", help="its slots are counted (default: the model's own)")
-    add("--budget", metavar="SIZE", help="the most that each server may hold, as 8GiB")
+    add("--budget", metavar="SIZE", help="the most that each task may hold, as 8GiB")
     rule = "'task 0', 'sharded(4)' or 'balanced' for paths that match; may be repeated"
     add("--rule", action="append", default=[], metavar="PATTERN=PLACEMENT", help=rule)
     add("--picture", type=Path, metavar="FILE", help="draw the plan, .svg or .png")
     add("--json", type=Path, metavar="FILE", help="write the plan for create_strategy(placement=)")
     add(
-        "--compare", action="store_true", help="also print the bytes per device of other strategies"
+        "--compare",
+        action="store_true",
+        help="with --ps: also bytes per device of other strategies",
     )
     devices = "with --compare: number of replicas on one machine (default 1)"
     add("--devices", type=int, default=1, metavar="N", help=devices)
@@ -60,10 +66,15 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     from tfdist_ext.placement.live.learning import plan_placement
 
     plan = plan_placement(
-        builder, ps=options.ps, rules=rules, optimizer=options.optimizer, budget=options.budget
+        builder,
+        ps=options.ps,
+        workers=options.workers,
+        rules=rules,
+        optimizer=options.optimizer,
+        budget=options.budget,
     )
     print(plan)
-    if options.compare:
+    if options.compare and options.ps is not None:
         print(f"\n{compare(plan.specs, options.devices, options.ps)}")
     if options.picture is not None:
         plan.save_picture(options.picture)

@@ -26,6 +26,7 @@ from tfdist_ext.placement.specs import (
     VariableSpec,
     columns,
     size_text,
+    worker_name,
 )
 from tfdist_ext.user_frames import filter_traceback
 
@@ -74,9 +75,17 @@ class PlacementPlan:
         return spec.shards(place.tasks)
 
     def owner_of(self, path: str) -> int | None:
-        """The device that updates an owned variable and holds its slots; else None."""
+        """The device that updates an owned variable and holds its slots; else None.
+
+        Several workers may own rows of one variable; see `owned_shards_of`.
+        """
         _, place = self._of(path)
         return place.tasks[0] if place.held is Held.OWNED else None
+
+    def owned_shards_of(self, path: str) -> tuple[VariableShard, ...]:
+        """The rows of an owned variable that each owner updates; () if it is not owned."""
+        spec, place = self._of(path)
+        return spec.shards(place.tasks) if place.held is Held.OWNED else ()
 
     @cached_property
     def bytes_by_task(self) -> tuple[int, ...]:
@@ -217,7 +226,7 @@ class PlacementPlan:
 
     def _title(self) -> str:
         slots = any(spec.slots for spec in self.specs)
-        what = "ps tasks" if self.devices is None else "devices"
+        what = "ps tasks" if self.devices is None else "workers" if self._of_workers else "devices"
         size = size_text(sum(self.bytes_by_task))
         return (
             f"{len(self.specs)} variables, {size}{' with optimizer slots' * slots}, on"
@@ -231,14 +240,20 @@ class PlacementPlan:
         """Where a variable is, as "ps 2" or "4 pieces: ps 0, ps 1, ps 3, ps 5"."""
         _, place = self._of(path)
         names = [self.names()[task] for task in sorted(set(place.tasks))]
+        listed = ", ".join(names[:_LISTED]) + ", ..." * (len(names) > _LISTED)
+        copies = f"on every {'worker' if self._of_workers else 'device'}"
         if place.held is Held.COPIES:
-            return "on every device"
+            return copies
         if place.held is Held.OWNED:
-            return f"on every device, owner {names[0]}"
+            return f"{copies}, {'owner' if len(names) == 1 else 'owners'} {listed}"
         if len(place.tasks) == 1:
             return names[0]
-        listed = ", ".join(names[:_LISTED]) + ", ..." * (len(names) > _LISTED)
         return f"{len(place.tasks)} pieces: {listed}"
+
+    @property
+    def _of_workers(self) -> bool:
+        """Whether this is a plan of `plan_owners`."""
+        return self.devices is not None and self.devices[0] == worker_name(0)
 
     @cached_property
     def _index(self) -> dict[str, int]:

@@ -27,10 +27,18 @@ from tfdist_ext.placement.rules import (
     Targets,
     rules_of,
 )
-from tfdist_ext.placement.specs import Held, Place, VariableSpec, columns, parse_size, size_text
+from tfdist_ext.placement.specs import (
+    Held,
+    Place,
+    VariableSpec,
+    columns,
+    parse_size,
+    size_text,
+    worker_name,
+)
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["compare", "plan"]
+__all__ = ["compare", "plan", "plan_owners"]
 
 _SLACK = (1.005, 1.02)  # bytes and load of a full task over the mean. Loads are guesses.
 _SMALL = 1 / 128  # of the mean task: not cut, because each piece costs a message in every step
@@ -72,6 +80,46 @@ def plan(
         chosen[spec.path].placement if spec.path in chosen else default(spec) for spec in variables
     ]
     made = _planned(variables, placements, targets, most)
+    if most is not None and max(made.bytes_by_task) > most:
+        raise _over_budget_error(made, most)
+    return made
+
+
+@filter_traceback
+def plan_owners(
+    specs: Iterable[VariableSpec],
+    workers: int,
+    *,
+    is_cut: Callable[[VariableSpec], bool] = lambda _: True,
+    budget: int | str | None = None,
+) -> PlacementPlan:
+    """Decide which worker owns which rows, under `shard_optimizer=True`.
+
+    Every worker has all weights. The owner of a row holds the slots of the row and updates it. The
+    plan does not depend on the number of slots.
+
+    Args:
+        specs: the variables, in the order in which the model creates them.
+        workers: number of workers.
+        is_cut: whether several workers may own rows of a variable.
+        budget: the most that each worker may hold, in bytes or as "8GiB".
+
+    Raises:
+        PlacementError: an invalid argument, or variables that do not fit.
+    """
+    variables = _checked(specs)
+    check_int(workers, "workers", 1, error=PlacementError)
+    trained = [replace(spec, slots=0, load=None) for spec in variables if spec.trainable]
+    owners = plan(trained, workers, default=lambda s: Balanced() if is_cut(s) else Sharded(1))
+    place_of = {
+        spec.path: Place(place.tasks, Held.OWNED)
+        for spec, place in zip(owners.specs, owners.places, strict=True)
+    }
+    copies = Place(tuple(range(workers)), Held.COPIES)
+    places = tuple(place_of.get(spec.path, copies) for spec in variables)
+    names = tuple(map(worker_name, range(workers)))
+    most = None if budget is None else parse_size(budget)
+    made = PlacementPlan(variables, places, workers, names, most)
     if most is not None and max(made.bytes_by_task) > most:
         raise _over_budget_error(made, most)
     return made

@@ -33,6 +33,7 @@ __all__ = [
     "parse_size",
     "piece_rows",
     "size_text",
+    "worker_name",
 ]
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -93,6 +94,10 @@ class VariableSpec:
         return self.weight_bytes * (1 + self.slots)
 
     @property
+    def slot_bytes(self) -> int:
+        return self.bytes - self.weight_bytes
+
+    @property
     def rows(self) -> int:
         """The length of axis 0; 1 for a scalar, which cannot be cut."""
         return self.shape[0] if self.shape else 1
@@ -138,7 +143,7 @@ class Held(enum.Enum):
 
     PIECES = "pieces"  # one or more pieces along axis 0, each on one task, its slots with it
     COPIES = "copies"  # a whole copy with slots on every device
-    OWNED = "owned"  # a copy on every device; the slots on one of them
+    OWNED = "owned"  # a copy on every device or worker; the slots of each row on one of them
 
 
 class Place(NamedTuple):
@@ -146,7 +151,7 @@ class Place(NamedTuple):
 
     Attributes:
         tasks: the tasks of the pieces, in the order of rows; the devices of the copies; or the
-            owner of an owned variable.
+            owners of the pieces of an owned variable.
         held: which of the three.
     """
 
@@ -159,10 +164,15 @@ class Place(NamedTuple):
             pieces = len(self.tasks)
             sizes, loads = spec.piece_bytes(pieces), spec.piece_loads(pieces)
             return list(zip(self.tasks, sizes, loads, strict=True))
-        # Copies have their slots on all devices, an owned variable on one. Each copy serves its own
-        # replica.
-        of_copies, load = (spec.weight_bytes, spec.bytes), (spec.load or 0.0) / count
-        return [(task, of_copies[task in self.tasks], load) for task in range(count)]
+        # Each copy serves its own replica.
+        size = spec.bytes if self.held is Held.COPIES else spec.weight_bytes
+        copies = [(task, size, (spec.load or 0.0) / count) for task in range(count)]
+        slots = [
+            (shard.task, (shard.stop - shard.start) * spec.slot_bytes // max(spec.rows, 1), 0.0)
+            for shard in spec.shards(self.tasks)
+            if self.held is Held.OWNED and self.tasks
+        ]
+        return copies + slots
 
 
 def piece_rows(rows: int, pieces: int) -> list[int]:
@@ -219,6 +229,11 @@ def size_text(size: int) -> str:
     """A readable size: "17 B", "4.00 KiB", "2.50 GiB"; right to half a percent."""
     power = min(max(size.bit_length() - 1, 0) // 10, len(UNITS) - 1)
     return f"{size / 1024**power:.2f} {UNITS[power]}" if power else f"{size} B"
+
+
+def worker_name(number: int) -> str:
+    """The name of a worker in a plan."""
+    return f"worker {number}"
 
 
 def columns(lines: Sequence[Sequence[str]], align: str) -> str:

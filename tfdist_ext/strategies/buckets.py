@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdist_ext.strategies._tf_private import Value
 
-__all__ = ["Piece", "buckets_of", "dense_bytes", "reduced_in_buckets"]
+__all__ = ["Piece", "buckets_of", "dense_bytes", "joined", "reduced_in_buckets", "split"]
 
 _ALIGNED = 16  # elements: TensorFlow cuts there without a copy
 
@@ -80,18 +80,18 @@ def reduced_in_buckets(
     lengths: dict[int, list[int]] = {}
     for piece in itertools.chain(*buckets):
         lengths.setdefault(piece.value, []).append(piece.stop - piece.start)
-    cut = {number: iter(_split(_flat(values[number]), each)) for number, each in lengths.items()}
-    vectors = [_joined([next(cut[piece.value]) for piece in bucket]) for bucket in buckets]
+    cut = {number: iter(split(_flat(values[number]), each)) for number, each in lengths.items()}
+    vectors = [joined([next(cut[piece.value]) for piece in bucket]) for bucket in buckets]
     others = [value for value, dense in zip(values, is_dense, strict=True) if not dense]
     reduced = reduce([*vectors, *others])
     pieces: dict[int, list[tf.Tensor]] = {number: [] for number in lengths}
     for bucket, vector in zip(buckets, reduced, strict=False):
-        parts = _split(vector, [piece.stop - piece.start for piece in bucket])
+        parts = split(vector, [piece.stop - piece.start for piece in bucket])
         for piece, part in zip(bucket, parts, strict=True):
             pieces[piece.value].append(part)
     rest = iter(reduced[len(vectors) :])
     return [
-        tf.reshape(_joined(pieces[number]), value.shape) if dense else next(rest)
+        tf.reshape(joined(pieces[number]), value.shape) if dense else next(rest)
         for number, (value, dense) in enumerate(zip(values, is_dense, strict=True))
     ]
 
@@ -110,9 +110,11 @@ def _flat(value: tf.Tensor) -> tf.Tensor:
     return tf.reshape(value, [-1])
 
 
-def _split(vector: tf.Tensor, lengths: Sequence[int]) -> list[tf.Tensor]:
+def split(vector: tf.Tensor, lengths: Sequence[int]) -> list[tf.Tensor]:
+    """The parts of a vector of these lengths."""
     return [vector] if len(lengths) == 1 else tf.split(vector, lengths)
 
 
-def _joined(parts: Sequence[tf.Tensor]) -> tf.Tensor:
+def joined(parts: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Vectors, one after another."""
     return parts[0] if len(parts) == 1 else tf.concat(parts, 0)

@@ -66,8 +66,8 @@ def create_strategy(
             the devices of its own machine.
         options: the strategy's own: `logical_cpus` (all strategies of one machine),
             `owned_from` (placed), `parameter_device` (central_storage), `communication`
-            (multi_worker_mirrored: auto, ring, nccl), `bucket_bytes` (the same), `tpu`, `zone` and
-            `project` (tpu), and those of registered strategies.
+            (multi_worker_mirrored: auto, ring, nccl), `bucket_bytes` and `shard_optimizer` (the
+            same), `tpu`, `zone` and `project` (tpu), and those of registered strategies.
 
     Arguments take precedence over flags (`tfd.flags.define_strategy_flags`), flags over the file,
     the file over the environment. `explain(strategy)` says where each setting came from.

@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.cluster.jobs import AddressError, identity
+from tfdist_ext.cluster.jobs import AddressError, ClusterDescription, identity
 from tfdist_ext.cluster.liveness.watching import Servers
 from tfdist_ext.cluster.liveness.wire import STARTED, Connection
 from tfdist_ext.errors import StrategyError
@@ -35,6 +35,7 @@ from tfdist_ext.strategies.cluster_tasks import (
     usable_cores,
 )
 from tfdist_ext.strategies.one_machine import seen_devices
+from tfdist_ext.strategies.owned_sums import OwnedSums
 from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.strategies.reductions import set_bucket_bytes
 
@@ -51,6 +52,7 @@ def multi_worker_mirrored(
     cluster: Cluster = None,
     communication: str = "auto",
     bucket_bytes: int | str | None = None,
+    shard_optimizer: bool = False,
     wait: float | None = None,
 ) -> tf.distribute.Strategy:
     """A copy on each worker of the cluster.
@@ -62,7 +64,11 @@ def multi_worker_mirrored(
         bucket_bytes: gradients are summed over workers in buckets of this size, as 4_000_000 or
             "16MB". 0 leaves them to TensorFlow, which makes one tensor of all. By default 4 MiB on
             CPUs, and 0 on GPUs.
+        shard_optimizer: each worker holds the optimizer's slots of a part of the weights, and
+            updates that part (ZeRO stage 1). Without it each worker holds all slots.
     """
+    if not isinstance(shard_optimizer, bool):
+        raise StrategyError(f"shard_optimizer must be True or False, got {shard_optimizer!r}.")
     size = None if bucket_bytes is None else parse_size(bucket_bytes, "bucket_bytes")
     if communication not in ("auto", "ring", "nccl"):
         raise StrategyError(f"communication={communication!r} is not auto, ring or nccl.")
@@ -92,10 +98,30 @@ def multi_worker_mirrored(
             strategy = tf.distribute.MultiWorkerMirroredStrategy(
                 cluster_resolver=resolver_of(cluster), communication_options=options
             )
+    if shard_optimizer and strategy.num_replicas_in_sync > 1:
+        _shard_optimizer(strategy, described)
     on_cpus = all("CPU" in device for device in strategy.extended.worker_devices)
     usual = _BUCKET_BYTES if on_cpus else 0
     set_bucket_bytes(strategy, usual if size is None else size)
     return strategy
+
+
+def _shard_optimizer(strategy: tf.distribute.Strategy, described: ClusterDescription) -> None:
+    """Turns on `shard_optimizer`.
+
+    Raises:
+        StrategyError: a worker has several devices.
+    """
+    workers = [task for task in described.addresses if task.startswith("worker")]
+    tasks = [task for task in described.addresses if task.startswith("chief")] + workers
+    if strategy.num_replicas_in_sync != len(tasks):
+        devices = ", ".join(strategy.extended.worker_devices)
+        raise StrategyError(
+            "shard_optimizer=True needs one device in each task, and this task has"
+            f" {devices}. Start one task for each GPU, and give each task its GPU with"
+            " CUDA_VISIBLE_DEVICES."
+        )
+    OwnedSums(strategy, len(tasks), tasks.index(str(described.task)))
 
 
 def parameter_server(

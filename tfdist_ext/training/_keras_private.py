@@ -106,7 +106,8 @@ _VARIABLES = f"{_OPS}.resource_variable_ops"
 _LAUNCHER = "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher"
 
 # Key -> what the function does in a step, paths. The functions are in `exact.substitutes_of`,
-# `random_numbers.RANDOM`, `ReplicaSums.keys_of_size` and parameter_server/scope.py.
+# `random_numbers.RANDOM`, `ReplicaSums.keys_of_size`, `OptimizerShards` and
+# parameter_server/scope.py.
 _REPLACED = {
     "apply": (
         "gets the gradients of the global batch, before it clips, accumulates or applies them",
@@ -153,6 +154,14 @@ _REPLACED = {
     "take": (
         "gathers rows of a shared table on its device; Keras copies the table first",
         "keras.src.backend.tensorflow.numpy:take",
+    ),
+    "cond": (
+        "lets both branches of an optimizer's update write the parts of `shard_optimizer=True`",
+        "keras.src.backend.tensorflow.core:cond",
+    ),
+    "add": (
+        "adds parts without rows; Keras takes a matrix without rows for a bias",
+        "keras.src.backend.tensorflow.numpy:add",
     ),
     "draw": (
         "makes all operations; those of `random_numbers.RANDOM` draw the rows of a replica's part",
@@ -605,3 +614,68 @@ def step_variables(
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     rate = NAMES.of(inner, "_learning_rate", use := "steps on parameter servers")
     return NAMES.of(inner, "_iterations", use), rate if isinstance(rate, keras.Variable) else None
+
+
+def optimizer_builds() -> list[Target]:
+    """The `build` methods of all optimizers. Private: their bases have no public name."""
+    found, waiting = {}, [keras.optimizers.Optimizer]
+    while waiting:
+        kind = waiting.pop()
+        waiting += kind.__subclasses__()
+        target = target_of("build", kind, "build")
+        found[target.owner] = target
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def noting_slots(part: type, strategy: object) -> Iterator[list[tuple[keras.Variable, Any]]]:
+    """Scope of an optimizer's build, which notes each slot and the variable it belongs to.
+
+    Private because optimizers do not say which variable a slot belongs to. They make a slot right
+    after they have read the shape of its variable.
+
+    Args:
+        part: the class of the variables; it has a property `shape`.
+        strategy: an object whose `extended` makes slots beside variables of this class.
+    """
+    noted: list[tuple[keras.Variable, Any]] = []
+    last: Any = None
+
+    def read(original: Callable[..., Any], variable: Any) -> Any:
+        nonlocal last
+        last = variable
+        return original(variable)
+
+    def add(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        slot = original(optimizer, *args, **kwargs)
+        if last is not None:  # else a counter
+            noted.append((slot, last))
+        return slot
+
+    def add_beside(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        with distribution_strategy_of([optimizer], strategy):
+            return original(optimizer, *args, **kwargs)
+
+    base = keras.optimizers.Optimizer
+    functions = {"add_variable": add, "add_variable_from_reference": add_beside}
+    targets = [target_of(name, base, name) for name in functions] + [Target("shape", part, "shape")]
+    with replacing(targets), substitutes({"build": None, "shape": read, **functions}):
+        yield noted
+
+
+def clipping_of(optimizer: keras.optimizers.Optimizer) -> Callable[..., Any]:
+    """The method that clips gradients. Private: norms over parts of a weight must be replaced."""
+    return NAMES.of(optimizer, "_clip_gradients", "clipping with shard_optimizer=True")
+
+
+def decide_weight_decay(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[tf.Variable]
+) -> None:
+    """Lets an optimizer decide which variables decay, by their names, and remember it.
+
+    Private because Keras compares names with those of the tf.Variables, and parts have none.
+    """
+    base, name = keras.optimizers.Optimizer, "_apply_weight_decay"
+    if getattr(type(optimizer), name) is getattr(base, name):
+        for variable in variables:
+            NAMES.of(optimizer, "_use_weight_decay", "weight decay of parts")(variable)

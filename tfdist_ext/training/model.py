@@ -43,7 +43,9 @@ from tfdist_ext.training.building.build import (
     adopt,
     batch_normalization_layers,
     build,
+    build_sharded_optimizers,
     creation_scope,
+    has_deferred_builds,
     recompile,
 )
 from tfdist_ext.training.callbacks.in_cluster import (
@@ -60,7 +62,7 @@ from tfdist_ext.training.callbacks.worker_tensorboard import WorkerTensorBoard
 from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
-from tfdist_ext.training.checkpoints.saving import SavingMixin
+from tfdist_ext.training.checkpoints.saving import SavingMixin, whole_slots
 from tfdist_ext.training.inputs import Epochs, GlobalBatches, read
 from tfdist_ext.training.loop import (
     EndOfJob,
@@ -75,7 +77,13 @@ from tfdist_ext.training.parameter_server.engine import (
     ParameterServerPredictor,
 )
 from tfdist_ext.training.sharded_inputs import check_no_other_arguments, read_sharded
-from tfdist_ext.training.state import broadcast_variables, run_on_chief, snapshot, state_of
+from tfdist_ext.training.state import (
+    broadcast_variables,
+    run_on_chief,
+    send_slots,
+    snapshot,
+    state_of,
+)
 from tfdist_ext.training.steps.scope import Logs
 from tfdist_ext.training.synchronous.engine import (
     Predictor,
@@ -427,7 +435,8 @@ class DistributedModel(SavingMixin):
     def _write(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._reduction.call(name):
             write = functools.partial(method, *args, **kwargs)
-            return run_on_chief(self._reduction, write, f"do {name}()")
+            with whole_slots(self._reduction, self._model):
+                return run_on_chief(self._reduction, write, f"do {name}()")
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self._model)})
@@ -635,13 +644,16 @@ class DistributedModel(SavingMixin):
         if not self._reduction.multi_worker:
             return
         compiled = _compiled_parts(self._model)
-        if self._reduction.any_worker(bool(created) or self._compared != compiled):
+        is_new = bool(created) or has_deferred_builds(self._model) or self._compared != compiled
+        if self._reduction.any_worker(is_new):
             described = describe_model(self._model, created)
             described["bucket_bytes of the strategy"] = bucket_bytes_of(self._strategy)
             check_equal_across_workers(self._reduction, described, SAME_MODEL)
             # Weights that came along are each worker's own.
             others = state_of(self._model).values() if self._compared is None else ()
             broadcast_variables(self._reduction, [*others, *created])
+            build_sharded_optimizers(self._model, self._reduction)
+            send_slots(self._reduction, self._model)
             self._compared = compiled
 
 

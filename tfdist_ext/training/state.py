@@ -27,6 +27,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import pieces_of
 from tfdist_ext.training._keras_private import flat_layers, raw_value
 from tfdist_ext.training.agreement.task_status import Reduction
+from tfdist_ext.training.sharded_optimizer import ShardedSlot, shards_of
 from tfdist_ext.training.variables import optimizers_of, with_inner_optimizers
 
 __all__ = [
@@ -39,10 +40,13 @@ __all__ = [
     "broadcast_bytes",
     "broadcast_variables",
     "check_has_variables",
+    "forget_slots",
+    "gather_slots",
     "group_of",
     "has_equal_copies",
     "read_rows",
     "run_on_chief",
+    "send_slots",
     "snapshot",
     "state_of",
     "whole_value",
@@ -53,7 +57,7 @@ MODEL, METRICS = "model", "metrics"  # all other groups are optimizers
 BLOCK_BYTES = 64 * 2**20
 WHOLE_BYTES = 2**30
 
-Variable: TypeAlias = keras.Variable | tf.Variable
+Variable: TypeAlias = keras.Variable | tf.Variable | ShardedSlot
 
 _NUMBERED = re.compile(r"(.*?)(?:_(\d+))?", re.S)
 _TEXT = 2000  # bytes of an error message that the other workers get
@@ -87,8 +91,17 @@ def state_of(model: keras.Model) -> dict[str, keras.Variable]:
             kinds = [type(each).__name__ for each in with_inner_optimizers(optimizer)]
             group = ".".join([attribute.replace("/", "_"), *kinds])
             named = [(_slot_name(each.name, slots), each) for each in optimizer.variables]
-            state |= {f"{group}/{name}": variable for name, variable in _renumbered(named)}
-    return {name: each for name, each in state.items() if raw_value(each) is not None}
+            shards = shards_of(optimizer)
+            sharded = {} if shards is None else {id(s.variable): s for s in shards.slots}
+            state |= {
+                f"{group}/{name}": sharded.get(id(variable), variable)
+                for name, variable in _renumbered(named)
+            }
+    return {
+        name: each
+        for name, each in state.items()
+        if isinstance(each, ShardedSlot) or raw_value(each) is not None
+    }
 
 
 def group_of(name: str) -> str:
@@ -137,12 +150,17 @@ def _slot_name(name: str, slots: dict[str, str]) -> str:
     return slots.get(path, "") + name.removeprefix(path)
 
 
-def whole_value(variable: keras.Variable, buffer: np.ndarray | None = None) -> np.ndarray:
+def whole_value(
+    variable: keras.Variable | ShardedSlot, buffer: np.ndarray | None = None
+) -> np.ndarray:
     """Returns the value of a variable: its first copy, its pieces joined.
 
     Args:
+        variable: a `ShardedSlot` must have been gathered.
         buffer: memory for the value, if it fits; new memory costs time.
     """
+    if isinstance(variable, ShardedSlot):
+        return variable.gathered
     shape, dtype = tuple(variable.shape), raw_value(variable).dtype.as_numpy_dtype
     if buffer is None or (buffer.shape, buffer.dtype) != (shape, dtype):
         buffer = np.empty(shape, dtype)
@@ -153,6 +171,8 @@ def whole_value(variable: keras.Variable, buffer: np.ndarray | None = None) -> n
 
 def has_equal_copies(variable: Variable) -> bool:
     """Whether the local copies of a variable are equal to the bit."""
+    if isinstance(variable, ShardedSlot):
+        return True  # there is one
     for piece, _, _ in pieces_of(raw_value(variable)):
         first, *others = (copy.read_value().numpy().tobytes() for copy in _copies(piece))
         if any(other != first for other in others):
@@ -185,7 +205,7 @@ def blocks(value: Variable | np.ndarray) -> Iterator[tuple[int, int]]:
     A scalar is one row. A block has at least one row, however big that is.
     """
     rows, *rest = tuple(value.shape) or (1,)
-    item = value.itemsize if isinstance(value, np.ndarray) else raw_value(value).dtype.size
+    item = tf.as_dtype(value.dtype).size
     row_bytes = int(np.prod(rest, dtype=np.int64)) * item
     step = max(1, BLOCK_BYTES // max(1, row_bytes))
     for start in range(0, rows, step):
@@ -197,6 +217,7 @@ def read_rows(value: Variable | np.ndarray, start: int, stop: int) -> np.ndarray
 
     The rows may be a view of the memory of a tensor. TensorFlow never changes that memory.
     """
+    value = value.gathered if isinstance(value, ShardedSlot) else value
     if isinstance(value, np.ndarray):
         return np.atleast_1d(value)[start:stop]
     variable = raw_value(value)
@@ -230,7 +251,10 @@ class RowsAssigner:
     def __init__(self, variable: Variable):
         self._variable = variable
         self._row = 0
-        shape, dtype = tuple(variable.shape) or (1,), raw_value(variable).dtype
+        shape, dtype = tuple(variable.shape) or (1,), tf.as_dtype(variable.dtype)
+        if isinstance(variable, ShardedSlot):
+            self._collected: np.ndarray | None = np.empty(shape, dtype.as_numpy_dtype)
+            return
         piece, _, _ = next(iter(pieces_of(raw_value(variable))))
         on_server = "/job:ps" in _copies(piece)[0].device
         collects = not on_server and math.prod(shape) * dtype.size <= WHOLE_BYTES
@@ -251,6 +275,9 @@ class RowsAssigner:
 
 
 def _assign_rows(variable: Variable, start: int, values: np.ndarray) -> None:
+    if isinstance(variable, ShardedSlot):
+        variable.whole = values.reshape(variable.shape)
+        return
     for piece, first, end in pieces_of(raw_value(variable)):
         low, high = max(start, first), min(start + len(values), end)
         if low >= high:
@@ -310,7 +337,8 @@ def broadcast_variables(reduction: Reduction, variables: Iterable[Variable]) -> 
     """
     if not reduction.multi_worker:
         return
-    different = {id(raw_value(variable)): variable for variable in variables}
+    plain = [each for each in variables if not isinstance(each, ShardedSlot)]
+    different = {id(raw_value(variable)): variable for variable in plain}
     messages: dict[int, list[tuple[Variable, int, int]]] = {}
     size = 0
     for variable in different.values():
@@ -328,6 +356,68 @@ def broadcast_variables(reduction: Reduction, variables: Iterable[Variable]) -> 
             assign.next(values.reshape(rows.shape))
 
 
+def gather_slots(reduction: Reduction, model: keras.Model, *, everywhere: bool = False) -> None:
+    """Gives the chief the whole values of slots that workers share; every worker must call.
+
+    The values stay in memory until `send_slots`, or `forget_slots`.
+
+    Args:
+        everywhere: all workers get the values.
+    """
+    for slot in _sharded_slots(model):
+        own = slot.own()
+        if reduction.is_chief or everywhere:
+            slot.whole = np.empty(slot.shape, own.dtype)
+        for start, stop in blocks(slot):
+            block = np.zeros((stop - start, *slot.shape[1:]), own.dtype)
+            before = 0
+            for first, end in slot.rows:
+                low, high = max(start, first), min(stop, end)
+                if low < high:
+                    block[low - start : high - start] = own[before + low - first :][: high - low]
+                before += end - first
+            summed = reduction.sum_over_workers(_words(block.tobytes())).tobytes()
+            if slot.whole is not None:
+                rows = np.frombuffer(summed[: block.nbytes], own.dtype).reshape(block.shape)
+                np.atleast_1d(slot.whole)[start:stop] = rows
+
+
+def send_slots(reduction: Reduction, model: keras.Model) -> None:
+    """Gives each worker its part of the values that the chief has; every worker must call.
+
+    It does nothing if the chief has no values, as after a file without an optimizer was loaded.
+    """
+    slots = _sharded_slots(model)
+    if not slots or not reduction.from_chief(int(all(s.whole is not None for s in slots))):
+        return
+    for slot in slots:
+        own = np.empty_like(slot.own())
+        for start, stop in blocks(slot):
+            size = (stop - start) * math.prod(slot.shape[1:]) * own.itemsize
+            known = slot.whole is not None and reduction.is_chief
+            data = read_rows(slot, start, stop).tobytes() if known else bytes(size)
+            rows = np.frombuffer(_from_chief(reduction, data), own.dtype)
+            rows, before = rows.reshape(stop - start, *slot.shape[1:]), 0
+            for first, end in slot.rows:
+                low, high = max(start, first), min(stop, end)
+                if low < high:
+                    own[before + low - first :][: high - low] = rows[low - start : high - start]
+                before += end - first
+        slot.assign_own(own)
+        slot.whole = None
+
+
+def forget_slots(model: keras.Model) -> None:
+    """Frees the memory of gathered slots."""
+    for slot in _sharded_slots(model):
+        slot.whole = None
+
+
+def _sharded_slots(model: keras.Model) -> list[ShardedSlot]:
+    shards = [shards_of(optimizer) for optimizer in optimizers_of(model).values()]
+    return [slot for each in shards if each is not None for slot in each.slots]
+
+
 def broadcast_bytes(reduction: Reduction, data: bytes) -> bytes:
     """Returns the chief's bytes; every worker must call."""
     size = int(reduction.from_chief(len(data)))
@@ -339,5 +429,9 @@ def broadcast_bytes(reduction: Reduction, data: bytes) -> bytes:
 def _from_chief(reduction: Reduction, data: bytes) -> bytes:
     if not data:
         return data
-    words = np.frombuffer(data + bytes(-len(data) % 4), np.int32)  # any collective can sum int32
-    return reduction.from_chief(words).tobytes()[: len(data)]
+    return reduction.from_chief(_words(data)).tobytes()[: len(data)]
+
+
+def _words(data: bytes) -> np.ndarray:
+    """Bytes as numbers that any collective can sum."""
+    return np.frombuffer(data + bytes(-len(data) % 4), np.int32)

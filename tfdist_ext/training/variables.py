@@ -24,11 +24,11 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live._tf_private import as_piece, partitioned
+from tfdist_ext.placement.live.by_row import updates_by_row
 from tfdist_ext.placement.live.creating import (
     beside_pieces,
     is_partitioned,
     pieces_of,
-    updates_by_row,
     with_each_piece,
 )
 from tfdist_ext.strategies import StrategyTemplate
@@ -207,12 +207,12 @@ def broadcast_from_owner(
 @contextlib.contextmanager
 def default_strategy_scope(
     optimizers: Sequence[keras.optimizers.Optimizer] = (),
-    updates: UpdatesInPlace | None = None,
+    updates: object | None = None,
 ) -> Iterator[None]:
     """Scope in which TensorFlow, Keras and the given optimizers see no strategy.
 
     Args:
-        updates: what the optimizers see instead.
+        updates: what the optimizers see instead, an object with `extended.update`.
     """
     instead = _default_context().strategy if updates is None else updates
     with _default_context(), distribution_strategy_of(optimizers, instead):

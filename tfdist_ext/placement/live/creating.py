@@ -34,7 +34,6 @@ __all__ = [
     "made_in_pieces",
     "pieces_of",
     "placing",
-    "updates_by_row",
     "with_each_piece",
 ]
 
@@ -196,26 +195,6 @@ def _warn_of_unplanned(placer: ServerPlacer, spec: VariableSpec) -> None:
         " the names of layers. Pass the function that builds the model to distribute(), which"
         " uses the names of the plan."
     )
-
-
-# The update of a row depends on no other row, so each piece can be updated alone.
-_BY_ROW = (
-    keras.optimizers.SGD,
-    keras.optimizers.RMSprop,
-    keras.optimizers.Adadelta,
-    keras.optimizers.Adagrad,
-    keras.optimizers.Adamax,
-    keras.optimizers.Adam,
-    keras.optimizers.AdamW,
-    keras.optimizers.Nadam,
-    keras.optimizers.Ftrl,
-    keras.optimizers.Lion,
-)
-
-
-def updates_by_row(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether an optimizer can update each piece of a variable alone."""
-    return type(getattr(optimizer, "inner_optimizer", optimizer)) in _BY_ROW
 
 
 def with_each_piece(raw: Any, args: Sequence[Any]) -> Iterator[tuple[int, Any, list[Any]]]:

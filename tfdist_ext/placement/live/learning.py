@@ -22,8 +22,9 @@ from tfdist_ext.placement.live._keras_private import (
     leaving_no_names,
     variable_behind,
 )
+from tfdist_ext.placement.live.by_row import rows_can_be_owned
 from tfdist_ext.placement.placement_plan import PlacementPlan
-from tfdist_ext.placement.planning import plan
+from tfdist_ext.placement.planning import plan, plan_owners
 from tfdist_ext.placement.rules import Rules
 from tfdist_ext.placement.specs import VariableSpec
 from tfdist_ext.user_frames import filter_traceback
@@ -44,6 +45,7 @@ def plan_placement(
     *,
     ps: int | None = None,
     devices: Sequence[str] | None = None,
+    workers: int | None = None,
     rules: Rules = (),
     optimizer: str | keras.optimizers.Optimizer | None = None,
     budget: int | str | None = None,
@@ -57,18 +59,25 @@ def plan_placement(
         model_or_builder: a function without arguments that returns a model whose layers are built
             (with keras.Input, or `model.build`); or such a model.
         ps: number of parameter servers; or
-        devices: names of the devices of one machine, as ["CPU:0", "GPU:0"].
+        devices: names of the devices of one machine, as ["CPU:0", "GPU:0"]; or
+        workers: number of workers that share the optimizer's slots (`shard_optimizer=True`), which
+            takes no rules.
         rules: as [Rule("users/.*", Sharded(4))], or a table of pattern -> placement or its text.
         optimizer: the optimizer whose slots lie beside the variables, by name or as an object; by
             default the model's.
-        budget: the most that each server or device may hold, in bytes or as "8GiB".
+        budget: the most that each server, device or worker may hold, in bytes or as "8GiB".
 
     Raises:
         PlacementError: a model that is not built, invalid rules, or variables that do not fit, with
             the smallest budget that is enough.
     """
-    specs = learn_specs(model_or_builder, optimizer)
-    return plan(specs, ps, devices=devices, rules=rules, budget=budget)
+    model, optimizer, specs = _learn(model_or_builder, optimizer)
+    if workers is None:
+        return plan(specs, ps, devices=devices, rules=rules, budget=budget)
+    if rules or ps is not None or devices is not None:
+        raise PlacementError("A plan for workers takes neither rules nor ps= nor devices=.")
+    whole = {v.path for v in model.trainable_variables if not rows_can_be_owned(v, optimizer)}
+    return plan_owners(specs, workers, is_cut=lambda spec: spec.path not in whole, budget=budget)
 
 
 def learn_specs(
@@ -80,6 +89,12 @@ def learn_specs(
         PlacementError: the model is not a model or not built, the builder computes with values, or
             Keras has no such optimizer.
     """
+    return _learn(model_or_builder, optimizer)[2]
+
+
+def _learn(
+    model_or_builder: Model, optimizer: str | keras.optimizers.Optimizer | None
+) -> tuple[keras.Model, keras.optimizers.Optimizer | None, list[VariableSpec]]:
     with _nothing_allocated():
         if isinstance(model_or_builder, keras.Model):
             model, finished = model_or_builder, True
@@ -94,7 +109,7 @@ def learn_specs(
         if chosen is not None and (finished or optimizer is not None):
             chosen = _optimizer(chosen)
         slots = {} if chosen is None else _slots(chosen, model.trainable_variables)
-        return _specs(model, chosen, slots)
+        return model, chosen, _specs(model, chosen, slots)
 
 
 def is_learning() -> bool:

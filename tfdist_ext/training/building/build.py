@@ -23,7 +23,13 @@ from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
 from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.training import _keras_private
 from tfdist_ext.training._tf_private import creating_without_broadcast
+from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.building.copying import clone_model, compile_as, copy_state
+from tfdist_ext.training.sharded_optimizer import (
+    OptimizerShards,
+    deferring_builds,
+    shards_of,
+)
 from tfdist_ext.training.state import check_has_variables
 from tfdist_ext.training.variables import (
     copies_of_one_name,
@@ -38,8 +44,10 @@ __all__ = [
     "adopt",
     "batch_normalization_layers",
     "build",
+    "build_sharded_optimizers",
     "creation_scope",
     "export",
+    "has_deferred_builds",
     "recompile",
     "reject_stateful_rnns",
 ]
@@ -69,6 +77,7 @@ def creation_scope(
 
     scope = contextlib.ExitStack()
     scope.enter_context(copies_of_one_name())
+    scope.enter_context(deferring_builds(strategy))
     scope.enter_context(strategy.scope())
     if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         scope.enter_context(creating_without_broadcast(strategy))
@@ -248,6 +257,26 @@ def build(
             _build_from_step(model, "train", batch)
     if isinstance(strategy, PlacedStrategy):
         strategy.placer.check_paths([variable.path for variable in model.variables])
+
+
+def build_sharded_optimizers(model: keras.Model, reduction: Reduction) -> None:
+    """Builds optimizers for the parts of the weights that this worker owns.
+
+    All workers must have the same weights. Without `shard_optimizer=True` it does nothing.
+    """
+    for shards in _deferred_builds(model):
+        with creation_scope(reduction.strategy):
+            shards.build(reduction.strategy, reduction.sum_over_workers)
+
+
+def has_deferred_builds(model: keras.Model) -> bool:
+    """Whether `build_sharded_optimizers` has something to build."""
+    return bool(_deferred_builds(model))
+
+
+def _deferred_builds(model: keras.Model) -> list[OptimizerShards]:
+    found = [shards_of(optimizer) for optimizer in optimizers_of(model).values()]
+    return [shards for shards in found if shards is not None and not shards.parts]
 
 
 def _has_all_layers(model: keras.Model) -> bool:

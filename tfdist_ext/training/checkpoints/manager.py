@@ -35,7 +35,12 @@ from tfdist_ext.training.callbacks.in_cluster import (
 )
 from tfdist_ext.training.checkpoints.folder import CheckpointFolder, FolderTakenError
 from tfdist_ext.training.checkpoints.format import Progress
-from tfdist_ext.training.checkpoints.saving import arrays_of, at_step, restore_checkpoint
+from tfdist_ext.training.checkpoints.saving import (
+    arrays_of,
+    at_step,
+    restore_checkpoint,
+    whole_slots,
+)
 from tfdist_ext.training.inputs import Epochs, Execution
 from tfdist_ext.training.state import run_on_chief, snapshot
 from tfdist_ext.training.steps.scope import Logs
@@ -336,7 +341,8 @@ class CheckpointManager:
         def begin(folder: CheckpointFolder) -> None:
             folder.begin(progress, arrays_of(self._model, callback_state(self._callbacks)))
 
-        self._run_on_chief(begin)
+        with whole_slots(self._reduction, self._model):
+            self._run_on_chief(begin)
 
     def _run_on_chief(self, action: Callable[[CheckpointFolder], None]) -> None:
         folder = self._folder

@@ -6,9 +6,11 @@ chief's own disk is enough, and no task can read another file than the others.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,12 @@ from tfdist_ext.data.pipelines import Specs
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training._keras_private import global_seed_generator, seed_state
 from tfdist_ext.training.agreement.task_status import Reduction, on_every_worker
-from tfdist_ext.training.building.build import Builder, creation_scope, export
+from tfdist_ext.training.building.build import (
+    Builder,
+    build_sharded_optimizers,
+    creation_scope,
+    export,
+)
 from tfdist_ext.training.callbacks.in_cluster import CallbackState
 from tfdist_ext.training.checkpoints.format import (
     Arrays,
@@ -38,13 +45,16 @@ from tfdist_ext.training.state import (
     broadcast_bytes,
     broadcast_variables,
     check_has_variables,
+    forget_slots,
+    gather_slots,
     group_of,
     run_on_chief,
+    send_slots,
     state_of,
 )
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["SavingMixin", "arrays_of", "at_step", "restore_checkpoint"]
+__all__ = ["SavingMixin", "arrays_of", "at_step", "restore_checkpoint", "whole_slots"]
 
 # The state of callbacks, and of the generator that draws without a seed.
 _OTHERS, _SEEDS = "others", "seed_generator"
@@ -71,7 +81,8 @@ class SavingMixin:
         Call it on every task: the chief writes, and all wait until the file is there.
         """
         save = functools.partial(self._model.save, filepath, overwrite=overwrite, **kwargs)
-        run_on_chief(self._reduction, save, f"write {filepath}")
+        with whole_slots(self._reduction, self._model):
+            run_on_chief(self._reduction, save, f"write {filepath}")
 
     @on_every_worker
     def export(self, filepath: str | Path, **kwargs: Any) -> None:
@@ -112,7 +123,8 @@ class SavingMixin:
             content = encode_checkpoint(self._progress, arrays_of(self._model, {}), report)
             write_atomically(os.fspath(path), content)
 
-        run_on_chief(self._reduction, write, f"write the checkpoint {path}")
+        with whole_slots(self._reduction, self._model):
+            run_on_chief(self._reduction, write, f"write the checkpoint {path}")
 
     @on_every_worker
     def restore_checkpoint(self, path: str | os.PathLike[str]) -> Progress:
@@ -144,6 +156,7 @@ class SavingMixin:
 
         def broadcast() -> None:
             broadcast_variables(self._reduction, state_of(self._model).values())
+            send_slots(self._reduction, self._model)
 
         try:
             run_on_chief(self._reduction, lambda: load(*args, **kwargs), f"load {filepath}")
@@ -163,6 +176,17 @@ class SavingMixin:
         if optimizer is not None and not optimizer.built:
             with creation_scope(self._strategy, self._created):
                 optimizer.build(self._model.trainable_variables)
+            build_sharded_optimizers(self._model, self._reduction)
+
+
+@contextlib.contextmanager
+def whole_slots(reduction: Reduction, model: keras.Model) -> Iterator[None]:
+    """Scope in which the chief has the slots that workers share; every worker must enter it."""
+    gather_slots(reduction, model)
+    try:
+        yield
+    finally:
+        forget_slots(model)
 
 
 def arrays_of(model: keras.Model, callbacks: CallbackState) -> Arrays:
@@ -208,6 +232,7 @@ def restore_checkpoint(
 
     sent = run_on_chief(reduction, read, f"read the checkpoint {path}") or b""
     broadcast_variables(reduction, state_of(model).values())
+    send_slots(reduction, model)
     received = CheckpointFile(io.BytesIO(broadcast_bytes(reduction, sent)))
     arrays = received.arrays.items()
     callbacks = {name.partition("/")[2]: received.read(array) for name, array in arrays}

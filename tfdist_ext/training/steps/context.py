@@ -212,6 +212,8 @@ class StepContext:
         cut_evenly: the parts are as `shards.bounds` cuts the global batch.
         batch_size: rows of a complete global batch; None if not known.
         weight_shapes: the shapes of the model's variables.
+        sums_in_apply: gradients are summed where an optimizer gets them, not where a tape computes
+            them. The step must not change them between the two.
 
     Attributes:
         rows_read: rows that the part's tensors have: one row where the part has none of its own.
@@ -234,6 +236,7 @@ class StepContext:
     cut_evenly: bool = True
     batch_size: int | None = None
     weight_shapes: Set[tuple[int | None, ...]] = frozenset()
+    sums_in_apply: bool = False
 
     def __post_init__(self) -> None:
         self._batch_fraction = tf.cast(self.rows, tf.float64) / tf.cast(

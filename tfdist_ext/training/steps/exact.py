@@ -34,6 +34,12 @@ from tfdist_ext.training._keras_private import (
     trained_by,
     uses_keras_step,
 )
+from tfdist_ext.training.sharded_optimizer import (
+    OptimizerShards,
+    OwnPart,
+    shards_of,
+    sums_of_parts,
+)
 from tfdist_ext.training.steps.context import (
     StepContext,
     all_rows,
@@ -235,12 +241,17 @@ def _apply(
         given = [each for each in [*more, *named.values()] if isinstance(each, list | tuple)]
         variables = list(given[0]) if given else trained_by(optimizer)
 
-    def apply(grads: Sequence[Gradient | None]) -> Any:
-        if not has_pairs:
-            return original(optimizer, grads, *more, **named)
-        result = original(optimizer, list(zip(grads, variables, strict=True)), *more, **named)
-        return optimizer.iterations if result is None else result
+    def apply(grads: Sequence[Gradient | None], variables: Sequence[Any] = variables) -> Any:
+        if has_pairs:
+            pairs = list(zip(grads, variables, strict=True))
+            result = original(optimizer, pairs, *more, **named)
+            return optimizer.iterations if result is None else result
+        args = [variables if isinstance(each, list | tuple) else each for each in more]
+        options = {k: variables if isinstance(v, list | tuple) else v for k, v in named.items()}
+        return original(optimizer, grads, *args, **options)
 
+    if (shards := shards_of(optimizer)) is not None:
+        return _apply_to_parts(context, shards, grads, variables, apply)
     # Gradients that the step has summed are equal on all replicas, whatever the step did to them.
     # If the numbers of gradients and variables differ, Keras raises an error.
     local = [
@@ -267,6 +278,49 @@ def _apply(
     drawing = substitutes(REFUSED_IN_UPDATES if context.replicas > 1 else {})
     with running_step(None), drawing, default_strategy_scope(optimizers), copies:
         return apply(grads)
+
+
+def _apply_to_parts(
+    context: StepContext,
+    shards: OptimizerShards,
+    grads: Sequence[Gradient | None],
+    variables: Sequence[keras.Variable],
+    apply: Callable[[Sequence[Gradient | None], Sequence[Any]], Any],
+) -> Any:
+    """Update the parts of variables that this worker owns; see `sharded_optimizer`.
+
+    Args:
+        grads: of the part of the batch, or of the global batch where the step has summed them.
+        apply: called with the gradients of the global batch for the parts, and the parts.
+    """
+    context.sums.check_graph()
+    strategy = tf.distribute.get_strategy()
+    parts = [shards.part_of(variable) for variable in variables]
+    mine = list(grads)
+    local = [
+        i
+        for i, (gradient, part) in enumerate(zip(grads, parts, strict=False))
+        if gradient is not None and isinstance(part, OwnPart) and not context.equal.has(gradient)
+    ]
+    sparse = [i for i in local if isinstance(grads[i], tf.IndexedSlices)]
+    what = [reduced_for("gradient", variables[i]) for i in sparse]
+    sums = context.sums.all_reduce([context.weighted(grads[i]) for i in sparse], what)
+    mine = [*mine]
+    for i, total in zip(sparse, sums, strict=True):
+        mine[i] = total
+    for i, part in enumerate(parts[: len(mine)]):
+        if isinstance(part, OwnPart) and mine[i] is not None and (i not in local or i in sparse):
+            is_sparse = isinstance(mine[i], tf.IndexedSlices)
+            mine[i] = part.of_slices(mine[i]) if is_sparse else part.of_whole(mine[i])
+    dense = [i for i in local if i not in sparse]
+    values = [tf.ensure_shape(context.weighted(grads[i]), variables[i].shape) for i in dense]
+    owned = [parts[i] for i in dense]
+    sums = context.sums.synchronize(lambda each: sums_of_parts(each, owned, strategy), values)
+    for i, total in zip(dense, sums, strict=True):
+        mine[i] = total
+    drawing = substitutes(REFUSED_IN_UPDATES)
+    with running_step(None), drawing, shards.updating(strategy):
+        return apply(mine, parts)
 
 
 def _update_once(
@@ -472,7 +526,8 @@ def _gradient(
         context.computes_gradients = False
     # Replicas cannot wait for each other in inner graphs. On TPUs Keras's optimizer sums. A tape
     # that still records would want the gradient of the sum.
-    if current_graph() is not context.graph or context.on_tpu or is_recording():
+    is_summed_later = context.sums_in_apply or context.on_tpu
+    if current_graph() is not context.graph or is_summed_later or is_recording():
         return made
     flat = tf.nest.flatten(made)
     weighted = [context.weighted(each) for each in flat if each is not None]

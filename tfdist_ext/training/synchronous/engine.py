@@ -19,10 +19,11 @@ import tensorflow as tf
 from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.strategies._tf_private import per_replica
 from tfdist_ext.training.inputs import BatchIterator, Epoch, Execution, GlobalBatches, Parts
+from tfdist_ext.training.sharded_optimizer import shards_of
 from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.synchronous.model_step import ModelStep, OneTrace, Seeds
 from tfdist_ext.training.synchronous.reduction import States, SynchronousReduction
-from tfdist_ext.training.variables import default_strategy_scope
+from tfdist_ext.training.variables import default_strategy_scope, with_inner_optimizers
 from tfdist_ext.user_frames import warn
 
 __all__ = ["SynchronousEngine"]
@@ -295,8 +296,12 @@ class SynchronousEngine:
 
     def finalize(self, model: keras.Model) -> None:
         """End a training: averaged weights replace the last ones."""
-        with self.reduction.peers.barrier("averaged weights"), self._strategy.scope():
-            model.optimizer.finalize_variable_values(model.trainable_weights)
+        optimizer, strategy = model.optimizer, self._strategy
+        with self.reduction.peers.barrier("averaged weights"), strategy.scope():
+            if (shards := shards_of(optimizer)) is None:
+                optimizer.finalize_variable_values(model.trainable_weights)
+            elif any(getattr(each, "use_ema", False) for each in with_inner_optimizers(optimizer)):
+                tf.function(lambda: strategy.run(shards.finalize), autograph=False)()
 
     def make_program(
         self, model: keras.Model, kind: str, *, timed: bool = False

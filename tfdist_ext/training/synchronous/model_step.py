@@ -19,6 +19,7 @@ from tfdist_ext.cluster.liveness import FIRST_AFTER, log_line
 from tfdist_ext.data.pipelines import Structure, batch_size_of, rows_between
 from tfdist_ext.errors import StrategyError, TrainingError
 from tfdist_ext.strategies._tf_private import lightly_optimized
+from tfdist_ext.strategies.owned_sums import owned_sums_of
 from tfdist_ext.strategies.shared_step import SharedStep, kind_of
 from tfdist_ext.strategies.stages import NotSharedError
 from tfdist_ext.strategies.traced_replica import replica_id
@@ -29,6 +30,7 @@ from tfdist_ext.training._keras_private import (
     replacing,
     step_of,
     step_targets,
+    uses_keras_step,
 )
 from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.steps import exact
@@ -103,6 +105,9 @@ class ModelStep:
         self._metric_objects = metrics_of(model)
         self._local = OwnCopies(reduction.strategy, reduction.local_replicas)
         self._weight_shapes = frozenset(tuple(variable.shape) for variable in self._others)
+        self._sums_in_apply = owned_sums_of(reduction.strategy) is not None and uses_keras_step(
+            model, "train"
+        )
         self._checked = False
         self._eagerly = bool(model.run_eagerly)
         # XLA knows no time of day.
@@ -299,6 +304,7 @@ class ModelStep:
             cut_evenly=rows_of_all is None,
             batch_size=self.batch_size,
             weight_shapes=self._weight_shapes,
+            sums_in_apply=self._sums_in_apply,
         )
         context.substitutes = exact.substitutes_of(context)
         return context
@@ -410,6 +416,8 @@ def trace_for_each(
     kinds = reduction.device_types
     if "TPU" in kinds:
         return "a TPU compiles the step"
+    if owned_sums_of(reduction.strategy) is not None:
+        return "workers share the optimizer (shard_optimizer=True)"
     if reduction.multi_worker and reduction.local_replicas > 1:  # several GPUs on each: untested
         return "other workers have replicas, too"
     # XLA cannot compile the sums over tasks. A shared step is compiled between the sums.
