@@ -449,9 +449,8 @@ def _over_all_workers(optimizer: keras.optimizers.Optimizer, sums: OwnedSums) ->
     """Scope in which norms and checks of gradients are those of all workers' parts together."""
 
     def squares(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-        if optimizer.clipnorm and isinstance(gradient, tf.IndexedSlices):
-            gradient = gradient.values  # Keras does not add up slices of one row here
-        return keras.ops.sum(keras.ops.power(keras.ops.absolute(gradient), 2))
+        is_sparse = isinstance(gradient, tf.IndexedSlices)  # Keras does not add up slices of a row
+        return tf.reduce_sum(tf.square(gradient.values if is_sparse else gradient))
 
     def total(values: list[tf.Tensor]) -> list[tf.Tensor]:
         dtype = values[0].dtype if values[0].dtype.size >= 4 else tf.float32
