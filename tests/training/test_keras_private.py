@@ -69,6 +69,8 @@ def test_attributes_of_objects() -> None:
         "_initial_epoch": model,
         "_should_trace": K.TensorBoard("x", profile_batch=0),
         "_trainable_variables": model.optimizer,
+        "_clip_gradients": model.optimizer,
+        "_use_weight_decay": model.optimizer,
         "_distribution_strategy": model.optimizer,
         "_all_reduce_sum_gradients": model.optimizer,
         "_learning_rate": model.optimizer,

@@ -204,6 +204,8 @@ def _checked(specs: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:
 class _Planner:
     """Fills tasks with variables, largest first, each on the task that is least full.
 
+    Variables whose number of pieces a rule decides come before the others.
+
     A variable that is larger than 1/128 of the mean task is cut into equal pieces where it would
     overflow a task. The rest is small enough to fill the gaps. Bytes are row 0 of each array, load
     is row 1.
@@ -245,7 +247,9 @@ class _Planner:
         """
         sizes = [self._size_of(spec) for spec in self._specs]
         placed: list[Sequence[int]] = [()] * len(self._specs)
-        for index in np.argsort(np.negative(sizes), kind="stable").tolist():
+        # Variables that may be cut fill the gaps between the others.
+        is_cut = np.array([spec.path not in self._pieces for spec in self._specs])
+        for index in np.lexsort((np.negative(sizes), is_cut)).tolist():
             placed[index] = self._place(self._specs[index], sizes[index])
         return placed
 

@@ -94,10 +94,6 @@ class VariableSpec:
         return self.weight_bytes * (1 + self.slots)
 
     @property
-    def slot_bytes(self) -> int:
-        return self.bytes - self.weight_bytes
-
-    @property
     def rows(self) -> int:
         """The length of axis 0; 1 for a scalar, which cannot be cut."""
         return self.shape[0] if self.shape else 1
@@ -167,12 +163,9 @@ class Place(NamedTuple):
         # Each copy serves its own replica.
         size = spec.bytes if self.held is Held.COPIES else spec.weight_bytes
         copies = [(task, size, (spec.load or 0.0) / count) for task in range(count)]
-        slots = [
-            (shard.task, (shard.stop - shard.start) * spec.slot_bytes // max(spec.rows, 1), 0.0)
-            for shard in spec.shards(self.tasks)
-            if self.held is Held.OWNED and self.tasks
-        ]
-        return copies + slots
+        owners = spec.shards(self.tasks) if self.held is Held.OWNED and self.tasks else ()
+        row = (spec.bytes - spec.weight_bytes) // max(spec.rows, 1)
+        return copies + [(each.task, (each.stop - each.start) * row, 0.0) for each in owners]
 
 
 def piece_rows(rows: int, pieces: int) -> list[int]:

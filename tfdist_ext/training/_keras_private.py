@@ -106,7 +106,7 @@ _VARIABLES = f"{_OPS}.resource_variable_ops"
 _LAUNCHER = "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher"
 
 # Key -> what the function does in a step, paths. The functions are in `exact.substitutes_of`,
-# `random_numbers.RANDOM`, `ReplicaSums.keys_of_size`, `OptimizerShards` and
+# `random_numbers.RANDOM`, `ReplicaSums.keys_of_size`, `OptimizerParts` and
 # parameter_server/scope.py.
 _REPLACED = {
     "apply": (

@@ -45,12 +45,13 @@ from tfdist_ext.training.building.build import (
     build,
     build_sharded_optimizers,
     creation_scope,
-    has_deferred_builds,
+    deferred_builds,
     recompile,
 )
 from tfdist_ext.training.callbacks.in_cluster import (
     Callbacks,
     callbacks_of_this_task,
+    check_shared_optimizer,
     has_backup,
     overridable,
     redirect_model_methods,
@@ -62,7 +63,7 @@ from tfdist_ext.training.callbacks.worker_tensorboard import WorkerTensorBoard
 from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
-from tfdist_ext.training.checkpoints.saving import SavingMixin, whole_slots
+from tfdist_ext.training.checkpoints.saving import SavingMixin
 from tfdist_ext.training.inputs import Epochs, GlobalBatches, read
 from tfdist_ext.training.loop import (
     EndOfJob,
@@ -80,9 +81,9 @@ from tfdist_ext.training.sharded_inputs import check_no_other_arguments, read_sh
 from tfdist_ext.training.state import (
     broadcast_variables,
     run_on_chief,
-    send_slots,
     snapshot,
     state_of,
+    whole_slots,
 )
 from tfdist_ext.training.steps.scope import Logs
 from tfdist_ext.training.synchronous.engine import (
@@ -214,6 +215,7 @@ class DistributedModel(SavingMixin):
             "checkpoint_every": checkpoint_every,
         }
         backup = has_backup(callbacks, checkpoint_dir)
+        check_shared_optimizer(callbacks, self._strategy)
         self._check_call(
             "fit",
             counts,
@@ -644,7 +646,7 @@ class DistributedModel(SavingMixin):
         if not self._reduction.multi_worker:
             return
         compiled = _compiled_parts(self._model)
-        is_new = bool(created) or has_deferred_builds(self._model) or self._compared != compiled
+        is_new = bool(created or deferred_builds(self._model)) or self._compared != compiled
         if self._reduction.any_worker(is_new):
             described = describe_model(self._model, created)
             described["bucket_bytes of the strategy"] = bucket_bytes_of(self._strategy)
@@ -653,7 +655,6 @@ class DistributedModel(SavingMixin):
             others = state_of(self._model).values() if self._compared is None else ()
             broadcast_variables(self._reduction, [*others, *created])
             build_sharded_optimizers(self._model, self._reduction)
-            send_slots(self._reduction, self._model)
             self._compared = compiled
 
 

@@ -10,6 +10,7 @@ servers never has to fit into this process.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import re
@@ -27,8 +28,12 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import pieces_of
 from tfdist_ext.training._keras_private import flat_layers, raw_value
 from tfdist_ext.training.agreement.task_status import Reduction
-from tfdist_ext.training.sharded_optimizer import ShardedSlot, shards_of
-from tfdist_ext.training.variables import optimizers_of, with_inner_optimizers
+from tfdist_ext.training.variables import (
+    ShardedSlot,
+    optimizers_of,
+    sharded_slots,
+    with_inner_optimizers,
+)
 
 __all__ = [
     "BLOCK_BYTES",
@@ -40,8 +45,6 @@ __all__ = [
     "broadcast_bytes",
     "broadcast_variables",
     "check_has_variables",
-    "forget_slots",
-    "gather_slots",
     "group_of",
     "has_equal_copies",
     "read_rows",
@@ -49,6 +52,7 @@ __all__ = [
     "send_slots",
     "snapshot",
     "state_of",
+    "whole_slots",
     "whole_value",
 ]
 
@@ -90,13 +94,12 @@ def state_of(model: keras.Model) -> dict[str, keras.Variable]:
         if optimizer.built:
             kinds = [type(each).__name__ for each in with_inner_optimizers(optimizer)]
             group = ".".join([attribute.replace("/", "_"), *kinds])
-            named = [(_slot_name(each.name, slots), each) for each in optimizer.variables]
-            shards = shards_of(optimizer)
-            sharded = {} if shards is None else {id(s.variable): s for s in shards.slots}
-            state |= {
-                f"{group}/{name}": sharded.get(id(variable), variable)
-                for name, variable in _renumbered(named)
-            }
+            whole = {id(slot.variable): slot for slot in sharded_slots(optimizer)}
+            named = [
+                (_slot_name(each.name, slots), whole.get(id(each), each))
+                for each in optimizer.variables
+            ]
+            state |= {f"{group}/{name}": variable for name, variable in _renumbered(named)}
     return {
         name: each
         for name, each in state.items()
@@ -150,17 +153,15 @@ def _slot_name(name: str, slots: dict[str, str]) -> str:
     return slots.get(path, "") + name.removeprefix(path)
 
 
-def whole_value(
-    variable: keras.Variable | ShardedSlot, buffer: np.ndarray | None = None
-) -> np.ndarray:
+def whole_value(variable: Variable, buffer: np.ndarray | None = None) -> np.ndarray:
     """Returns the value of a variable: its first copy, its pieces joined.
 
     Args:
-        variable: a `ShardedSlot` must have been gathered.
+        variable: if it is a ShardedSlot, it must have been gathered.
         buffer: memory for the value, if it fits; new memory costs time.
     """
     if isinstance(variable, ShardedSlot):
-        return variable.gathered
+        return _gathered(variable)
     shape, dtype = tuple(variable.shape), raw_value(variable).dtype.as_numpy_dtype
     if buffer is None or (buffer.shape, buffer.dtype) != (shape, dtype):
         buffer = np.empty(shape, dtype)
@@ -172,7 +173,7 @@ def whole_value(
 def has_equal_copies(variable: Variable) -> bool:
     """Whether the local copies of a variable are equal to the bit."""
     if isinstance(variable, ShardedSlot):
-        return True  # there is one
+        return True
     for piece, _, _ in pieces_of(raw_value(variable)):
         first, *others = (copy.read_value().numpy().tobytes() for copy in _copies(piece))
         if any(other != first for other in others):
@@ -217,7 +218,7 @@ def read_rows(value: Variable | np.ndarray, start: int, stop: int) -> np.ndarray
 
     The rows may be a view of the memory of a tensor. TensorFlow never changes that memory.
     """
-    value = value.gathered if isinstance(value, ShardedSlot) else value
+    value = _gathered(value) if isinstance(value, ShardedSlot) else value
     if isinstance(value, np.ndarray):
         return np.atleast_1d(value)[start:stop]
     variable = raw_value(value)
@@ -252,12 +253,10 @@ class RowsAssigner:
         self._variable = variable
         self._row = 0
         shape, dtype = tuple(variable.shape) or (1,), tf.as_dtype(variable.dtype)
-        if isinstance(variable, ShardedSlot):
-            self._collected: np.ndarray | None = np.empty(shape, dtype.as_numpy_dtype)
-            return
-        piece, _, _ = next(iter(pieces_of(raw_value(variable))))
-        on_server = "/job:ps" in _copies(piece)[0].device
-        collects = not on_server and math.prod(shape) * dtype.size <= WHOLE_BYTES
+        collects = isinstance(variable, ShardedSlot)
+        if not collects and math.prod(shape) * dtype.size <= WHOLE_BYTES:
+            piece, _, _ = next(iter(pieces_of(raw_value(variable))))
+            collects = "/job:ps" not in _copies(piece)[0].device
         self._collected = np.empty(shape, dtype.as_numpy_dtype) if collects else None
 
     def next(self, rows: np.ndarray) -> None:
@@ -356,66 +355,55 @@ def broadcast_variables(reduction: Reduction, variables: Iterable[Variable]) -> 
             assign.next(values.reshape(rows.shape))
 
 
-def gather_slots(reduction: Reduction, model: keras.Model, *, everywhere: bool = False) -> None:
-    """Gives the chief the whole values of slots that workers share; every worker must call.
-
-    The values stay in memory until `send_slots`, or `forget_slots`.
+@contextlib.contextmanager
+def whole_slots(
+    reduction: Reduction, model: keras.Model, *, everywhere: bool = False
+) -> Iterator[None]:
+    """Scope in which the chief has the whole slots that workers share; every worker must enter it.
 
     Args:
-        everywhere: all workers get the values.
+        everywhere: all workers have them.
     """
-    for slot in _sharded_slots(model):
-        own = slot.own()
+    slots = [slot for each in optimizers_of(model).values() for slot in sharded_slots(each)]
+    for slot in slots:
+        flat = np.zeros(math.prod(slot.shape), raw_value(slot.variable).dtype.as_numpy_dtype)
+        own = slot.variable.numpy().reshape(-1)
+        for worker, start, stop in slot.owners:
+            if worker == reduction.worker:
+                flat[start:stop], own = own[: stop - start], own[stop - start :]
+        words = _words(flat.tobytes())
+        parts = np.array_split(words, 1 + words.nbytes // BLOCK_BYTES)
+        summed = np.concatenate([reduction.sum_over_workers(part) for part in parts])
         if reduction.is_chief or everywhere:
-            slot.whole = np.empty(slot.shape, own.dtype)
-        for start, stop in blocks(slot):
-            block = np.zeros((stop - start, *slot.shape[1:]), own.dtype)
-            before = 0
-            for first, end in slot.rows:
-                low, high = max(start, first), min(stop, end)
-                if low < high:
-                    block[low - start : high - start] = own[before + low - first :][: high - low]
-                before += end - first
-            summed = reduction.sum_over_workers(_words(block.tobytes())).tobytes()
-            if slot.whole is not None:
-                rows = np.frombuffer(summed[: block.nbytes], own.dtype).reshape(block.shape)
-                np.atleast_1d(slot.whole)[start:stop] = rows
+            slot.whole = summed.view(flat.dtype)[: flat.size].reshape(slot.shape)
+    try:
+        yield
+    finally:
+        for slot in slots:
+            slot.whole = None
 
 
 def send_slots(reduction: Reduction, model: keras.Model) -> None:
-    """Gives each worker its part of the values that the chief has; every worker must call.
+    """Gives each worker its parts of the slots that the chief has whole; every worker must call.
 
-    It does nothing if the chief has no values, as after a file without an optimizer was loaded.
+    It does nothing if the chief has none, as after a file without an optimizer was loaded.
     """
-    slots = _sharded_slots(model)
+    slots = [slot for each in optimizers_of(model).values() for slot in sharded_slots(each)]
     if not slots or not reduction.from_chief(int(all(s.whole is not None for s in slots))):
         return
     for slot in slots:
-        own = np.empty_like(slot.own())
-        for start, stop in blocks(slot):
-            size = (stop - start) * math.prod(slot.shape[1:]) * own.itemsize
-            known = slot.whole is not None and reduction.is_chief
-            data = read_rows(slot, start, stop).tobytes() if known else bytes(size)
-            rows = np.frombuffer(_from_chief(reduction, data), own.dtype)
-            rows, before = rows.reshape(stop - start, *slot.shape[1:]), 0
-            for first, end in slot.rows:
-                low, high = max(start, first), min(stop, end)
-                if low < high:
-                    own[before + low - first :][: high - low] = rows[low - start : high - start]
-                before += end - first
-        slot.assign_own(own)
+        dtype = raw_value(slot.variable).dtype.as_numpy_dtype
+        data = _gathered(slot).astype(dtype).tobytes() if reduction.is_chief else b""
+        flat = np.frombuffer(broadcast_bytes(reduction, data), dtype)
+        mine = [flat[a:b] for worker, a, b in slot.owners if worker == reduction.worker]
+        if mine:
+            slot.variable.assign(np.concatenate(mine).reshape(tuple(slot.variable.shape)))
         slot.whole = None
 
 
-def forget_slots(model: keras.Model) -> None:
-    """Frees the memory of gathered slots."""
-    for slot in _sharded_slots(model):
-        slot.whole = None
-
-
-def _sharded_slots(model: keras.Model) -> list[ShardedSlot]:
-    shards = [shards_of(optimizer) for optimizer in optimizers_of(model).values()]
-    return [slot for each in shards if each is not None for slot in each.slots]
+def _gathered(slot: ShardedSlot) -> np.ndarray:
+    assert slot.whole is not None, "the value of a slot that workers share was not gathered"
+    return slot.whole
 
 
 def broadcast_bytes(reduction: Reduction, data: bytes) -> bytes:

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
@@ -37,6 +38,7 @@ from tfdist_ext.training._keras_private import distribution_strategy_of, raw_val
 
 __all__ = [
     "LocalCopies",
+    "ShardedSlot",
     "UpdatesInPlace",
     "broadcast_from_owner",
     "check_built",
@@ -49,9 +51,13 @@ __all__ = [
     "optimizers_of",
     "outside_of_scopes",
     "owner_copy",
+    "set_sharded_slots",
+    "sharded_slots",
     "variables_of_steps",
     "with_inner_optimizers",
 ]
+
+_SLOTS = "_tfdist_ext_slots"  # an attribute of an optimizer
 
 
 class LocalCopies(keras.StatelessScope):
@@ -101,6 +107,42 @@ class LocalCopies(keras.StatelessScope):
     def _copy(self, variable: keras.Variable) -> tf.Variable:
         self._used[id(variable)] = variable
         return self._copy_of(variable)
+
+
+class ShardedSlot:
+    """A slot of an optimizer that workers share, of which each worker holds a part.
+
+    Args:
+        variable: the part of this worker.
+        shape: of the whole slot.
+        owners: (worker, first element, element after the last) of each part.
+
+    Attributes:
+        dtype: Keras's name of the dtype.
+        whole: the value of the whole slot, while a model is saved or restored.
+    """
+
+    def __init__(
+        self,
+        variable: keras.Variable,
+        shape: tuple[int, ...],
+        owners: Sequence[tuple[int, int, int]],
+    ):
+        self.variable = variable
+        self.shape = shape
+        self.owners = owners
+        self.dtype = variable.dtype
+        self.whole: np.ndarray | None = None
+
+
+def sharded_slots(optimizer: keras.optimizers.Optimizer) -> list[ShardedSlot]:
+    """Returns the slots of an optimizer that workers share, and of those inside it."""
+    return vars(optimizer).get(_SLOTS, [])
+
+
+def set_sharded_slots(optimizer: keras.optimizers.Optimizer, slots: list[ShardedSlot]) -> None:
+    """Sets what `sharded_slots` returns."""
+    vars(optimizer)[_SLOTS] = slots
 
 
 class UpdatesInPlace:

@@ -22,6 +22,7 @@ from tfdist_ext.data.pipelines import Structure, batch_size_of, rows_between
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TfDistError, TrainingError
 from tfdist_ext.messages import shown
+from tfdist_ext.strategies.owned_sums import owned_sums_of
 from tfdist_ext.training._keras_private import flat_layers, get_data_adapter, uses_keras_step
 from tfdist_ext.training.building.build import batch_normalization_layers
 from tfdist_ext.training.model import check_counts, distribute
@@ -30,8 +31,10 @@ from tfdist_ext.training.state import (
     MODEL,
     has_equal_copies,
     state_of,
+    whole_slots,
     whole_value,
 )
+from tfdist_ext.training.synchronous.reduction import SynchronousReduction
 from tfdist_ext.training.verification import Results, Verification, relative_differences
 from tfdist_ext.user_frames import filter_traceback
 
@@ -329,8 +332,13 @@ class Trainings:
         np.random.seed(numpy_seed)
         callbacks = copy.deepcopy(self._fit.get("callbacks"))  # some cannot be used twice
         logs = model.fit(_dataset_of(batches), **{**self._fit, "callbacks": callbacks}).history
+        with contextlib.ExitStack() as stack:
+            if strategy is not None and owned_sums_of(strategy) is not None:
+                reduction = SynchronousReduction(strategy)
+                stack.enter_context(whole_slots(reduction, inner, everywhere=True))
+            values = self._values_of(inner)
         return {
-            **self._values_of(inner),
+            **values,
             **{f"log {name}": np.asarray(values) for name, values in logs.items()},
             **self._predictions(model, is_plain=strategy is None),
         }

@@ -25,12 +25,8 @@ from tfdist_ext.training import _keras_private
 from tfdist_ext.training._tf_private import creating_without_broadcast
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.building.copying import clone_model, compile_as, copy_state
-from tfdist_ext.training.sharded_optimizer import (
-    OptimizerShards,
-    deferring_builds,
-    shards_of,
-)
-from tfdist_ext.training.state import check_has_variables
+from tfdist_ext.training.state import check_has_variables, send_slots
+from tfdist_ext.training.steps.parts import OptimizerParts, deferring_builds, parts_of
 from tfdist_ext.training.variables import (
     copies_of_one_name,
     default_strategy_scope,
@@ -46,8 +42,8 @@ __all__ = [
     "build",
     "build_sharded_optimizers",
     "creation_scope",
+    "deferred_builds",
     "export",
-    "has_deferred_builds",
     "recompile",
     "reject_stateful_rnns",
 ]
@@ -260,23 +256,17 @@ def build(
 
 
 def build_sharded_optimizers(model: keras.Model, reduction: Reduction) -> None:
-    """Builds optimizers for the parts of the weights that this worker owns.
-
-    All workers must have the same weights. Without `shard_optimizer=True` it does nothing.
-    """
-    for shards in _deferred_builds(model):
+    """Builds the optimizers that workers share; every worker must call, with the same weights."""
+    for parts in deferred_builds(model):
         with creation_scope(reduction.strategy):
-            shards.build(reduction.strategy, reduction.sum_over_workers)
+            parts.build(reduction.strategy)
+    send_slots(reduction, model)
 
 
-def has_deferred_builds(model: keras.Model) -> bool:
-    """Whether `build_sharded_optimizers` has something to build."""
-    return bool(_deferred_builds(model))
-
-
-def _deferred_builds(model: keras.Model) -> list[OptimizerShards]:
-    found = [shards_of(optimizer) for optimizer in optimizers_of(model).values()]
-    return [shards for shards in found if shards is not None and not shards.parts]
+def deferred_builds(model: keras.Model) -> list[OptimizerParts]:
+    """Returns the optimizers that `build_sharded_optimizers` has to build."""
+    found = [parts_of(optimizer) for optimizer in optimizers_of(model).values()]
+    return [each for each in found if each is not None and not each.parts]
 
 
 def _has_all_layers(model: keras.Model) -> bool:

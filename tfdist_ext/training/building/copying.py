@@ -28,8 +28,8 @@ from tfdist_ext.training._keras_private import (
     trained_by,
     trusted,
 )
-from tfdist_ext.training.sharded_optimizer import shards_of
 from tfdist_ext.training.state import assign_whole, whole_value
+from tfdist_ext.training.steps.parts import parts_of
 from tfdist_ext.training.variables import optimizers_of
 
 __all__ = ["clone_model", "compile_as", "copy_state"]
@@ -117,13 +117,11 @@ def _copy_optimizer_state(
 ) -> None:
     """Builds an optimizer as an old one, and copies the state. Frozen weights keep theirs, too."""
     copies = {id(weight): copy for weight, copy in zip(source.weights, target.weights, strict=True)}
-    before = shards_of(old)
-    trained = trained_by(old) if before is None else before.variables
-    weights = [copies[id(each)] for each in trained if id(each) in copies]
+    weights = [copies[id(each)] for each in trained_by(old) if id(each) in copies]
     if new is not None:
         new.build(weights)
-        if (shards := shards_of(new)) is not None and len(weights) == len(trained):
-            shards.initial = [value.numpy() for value in old.variables]  # assigned when it is built
+        if (parts := parts_of(new)) is not None:
+            parts.initial = [value.numpy() for value in old.variables]  # for when it is built
             return
     if (
         new is None

@@ -23,9 +23,11 @@ from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.messages import shown
+from tfdist_ext.strategies.owned_sums import owned_sums_of
 from tfdist_ext.training import _keras_private
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.callbacks.worker_tensorboard import check_tensorboard
@@ -123,6 +125,28 @@ def has_backup(callbacks: Callbacks, checkpoint_dir: str | Path | None) -> bool:
             " one of them."
         )
     return found
+
+
+def check_shared_optimizer(callbacks: Callbacks, strategy: tf.distribute.Strategy) -> None:
+    """Refuses callbacks that need all slots of an optimizer on the chief.
+
+    Raises:
+        TrainingError: workers share the optimizer, and there is such a callback.
+    """
+    if owned_sums_of(strategy) is None:
+        return
+    for callback in keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or []):
+        name = type(callback).__name__
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise TrainingError(
+                f"{name} saves the optimizer of one worker, and workers share the optimizer"
+                " (shard_optimizer=True). Use fit(checkpoint_dir=...) instead."
+            )
+        if isinstance(callback, keras.callbacks.SwapEMAWeights):
+            raise TrainingError(
+                f"{name} needs all averaged weights on each worker, and workers share them"
+                " (shard_optimizer=True). Create the strategy without shard_optimizer=True."
+            )
 
 
 def restored_epoch(model: keras.Model, reduction: Reduction) -> int | None:

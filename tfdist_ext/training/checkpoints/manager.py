@@ -35,14 +35,9 @@ from tfdist_ext.training.callbacks.in_cluster import (
 )
 from tfdist_ext.training.checkpoints.folder import CheckpointFolder, FolderTakenError
 from tfdist_ext.training.checkpoints.format import Progress
-from tfdist_ext.training.checkpoints.saving import (
-    arrays_of,
-    at_step,
-    restore_checkpoint,
-    whole_slots,
-)
+from tfdist_ext.training.checkpoints.saving import arrays_of, at_step, restore_checkpoint
 from tfdist_ext.training.inputs import Epochs, Execution
-from tfdist_ext.training.state import run_on_chief, snapshot
+from tfdist_ext.training.state import run_on_chief, snapshot, whole_slots
 from tfdist_ext.training.steps.scope import Logs
 from tfdist_ext.training.variables import optimizers_of
 from tfdist_ext.user_frames import warn

@@ -6,11 +6,9 @@ chief's own disk is enough, and no task can read another file than the others.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,16 +43,15 @@ from tfdist_ext.training.state import (
     broadcast_bytes,
     broadcast_variables,
     check_has_variables,
-    forget_slots,
-    gather_slots,
     group_of,
     run_on_chief,
     send_slots,
     state_of,
+    whole_slots,
 )
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["SavingMixin", "arrays_of", "at_step", "restore_checkpoint", "whole_slots"]
+__all__ = ["SavingMixin", "arrays_of", "at_step", "restore_checkpoint"]
 
 # The state of callbacks, and of the generator that draws without a seed.
 _OTHERS, _SEEDS = "others", "seed_generator"
@@ -177,16 +174,6 @@ class SavingMixin:
             with creation_scope(self._strategy, self._created):
                 optimizer.build(self._model.trainable_variables)
             build_sharded_optimizers(self._model, self._reduction)
-
-
-@contextlib.contextmanager
-def whole_slots(reduction: Reduction, model: keras.Model) -> Iterator[None]:
-    """Scope in which the chief has the slots that workers share; every worker must enter it."""
-    gather_slots(reduction, model)
-    try:
-        yield
-    finally:
-        forget_slots(model)
 
 
 def arrays_of(model: keras.Model, callbacks: CallbackState) -> Arrays:

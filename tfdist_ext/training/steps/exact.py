@@ -34,12 +34,6 @@ from tfdist_ext.training._keras_private import (
     trained_by,
     uses_keras_step,
 )
-from tfdist_ext.training.sharded_optimizer import (
-    OptimizerShards,
-    OwnPart,
-    shards_of,
-    sums_of_parts,
-)
 from tfdist_ext.training.steps.context import (
     StepContext,
     all_rows,
@@ -47,6 +41,7 @@ from tfdist_ext.training.steps.context import (
     reduced_for,
     running_step,
 )
+from tfdist_ext.training.steps.parts import OptimizerParts, parts_of, sums_of_parts
 from tfdist_ext.training.steps.random_numbers import RANDOM, REFUSED_IN_UPDATES, rows_at
 from tfdist_ext.training.steps.rows import Gradient, compared_rows
 from tfdist_ext.training.steps.scope import (
@@ -250,8 +245,8 @@ def _apply(
         options = {k: variables if isinstance(v, list | tuple) else v for k, v in named.items()}
         return original(optimizer, grads, *args, **options)
 
-    if (shards := shards_of(optimizer)) is not None:
-        return _apply_to_parts(context, shards, grads, variables, apply)
+    if (shared := parts_of(optimizer)) is not None:
+        return _apply_to_parts(context, shared, grads, variables, apply)
     # Gradients that the step has summed are equal on all replicas, whatever the step did to them.
     # If the numbers of gradients and variables differ, Keras raises an error.
     local = [
@@ -282,44 +277,39 @@ def _apply(
 
 def _apply_to_parts(
     context: StepContext,
-    shards: OptimizerShards,
+    shared: OptimizerParts,
     grads: Sequence[Gradient | None],
     variables: Sequence[keras.Variable],
     apply: Callable[[Sequence[Gradient | None], Sequence[Any]], Any],
 ) -> Any:
-    """Update the parts of variables that this worker owns; see `sharded_optimizer`.
+    """Update the parts of weights that this worker owns.
 
     Args:
-        grads: of the part of the batch, or of the global batch where the step has summed them.
+        grads: of this replica's part of the batch, or what the step has made of their sums.
         apply: called with the gradients of the global batch for the parts, and the parts.
     """
     context.sums.check_graph()
     strategy = tf.distribute.get_strategy()
-    parts = [shards.part_of(variable) for variable in variables]
-    mine = list(grads)
-    local = [
-        i
-        for i, (gradient, part) in enumerate(zip(grads, parts, strict=False))
-        if gradient is not None and isinstance(part, OwnPart) and not context.equal.has(gradient)
-    ]
-    sparse = [i for i in local if isinstance(grads[i], tf.IndexedSlices)]
-    what = [reduced_for("gradient", variables[i]) for i in sparse]
-    sums = context.sums.all_reduce([context.weighted(grads[i]) for i in sparse], what)
-    mine = [*mine]
-    for i, total in zip(sparse, sums, strict=True):
-        mine[i] = total
-    for i, part in enumerate(parts[: len(mine)]):
-        if isinstance(part, OwnPart) and mine[i] is not None and (i not in local or i in sparse):
-            is_sparse = isinstance(mine[i], tf.IndexedSlices)
-            mine[i] = part.of_slices(mine[i]) if is_sparse else part.of_whole(mine[i])
-    dense = [i for i in local if i not in sparse]
-    values = [tf.ensure_shape(context.weighted(grads[i]), variables[i].shape) for i in dense]
-    owned = [parts[i] for i in dense]
-    sums = context.sums.synchronize(lambda each: sums_of_parts(each, owned, strategy), values)
-    for i, total in zip(dense, sums, strict=True):
-        mine[i] = total
-    drawing = substitutes(REFUSED_IN_UPDATES)
-    with running_step(None), drawing, shards.updating(strategy):
+    parts = [shared.part_of(variable) for variable in variables]
+    mine: list[Gradient | None] = []
+    dense: list[int] = []
+    sparse: list[int] = []
+    for number, (gradient, part) in enumerate(zip(grads, parts, strict=False)):
+        if gradient is not None and not context.equal.has(gradient):
+            gradient = context.weighted(gradient)
+            (sparse if isinstance(gradient, tf.IndexedSlices) else dense).append(number)
+        elif gradient is not None:
+            gradient = part.of_whole(gradient)
+        mine.append(gradient)
+    what = [reduced_for("gradient", variables[number]) for number in sparse]
+    slices = context.sums.all_reduce([mine[number] for number in sparse], what)
+    for number, total in zip(sparse, slices, strict=True):
+        mine[number] = parts[number].of_whole(total)
+    values = [tf.ensure_shape(mine[number], variables[number].shape) for number in dense]
+    sums = functools.partial(sums_of_parts, parts=[parts[number] for number in dense])
+    for number, total in zip(dense, context.sums.synchronize(sums, values), strict=True):
+        mine[number] = total
+    with running_step(None), substitutes(REFUSED_IN_UPDATES), shared.updating(strategy):
         return apply(mine, parts)
 
 

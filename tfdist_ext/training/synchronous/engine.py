@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.strategies._tf_private import per_replica
 from tfdist_ext.training.inputs import BatchIterator, Epoch, Execution, GlobalBatches, Parts
-from tfdist_ext.training.sharded_optimizer import shards_of
+from tfdist_ext.training.steps.parts import parts_of
 from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.synchronous.model_step import ModelStep, OneTrace, Seeds
 from tfdist_ext.training.synchronous.reduction import States, SynchronousReduction
@@ -298,10 +298,10 @@ class SynchronousEngine:
         """End a training: averaged weights replace the last ones."""
         optimizer, strategy = model.optimizer, self._strategy
         with self.reduction.peers.barrier("averaged weights"), strategy.scope():
-            if (shards := shards_of(optimizer)) is None:
+            if (parts := parts_of(optimizer)) is None:
                 optimizer.finalize_variable_values(model.trainable_weights)
             elif any(getattr(each, "use_ema", False) for each in with_inner_optimizers(optimizer)):
-                tf.function(lambda: strategy.run(shards.finalize), autograph=False)()
+                tf.function(lambda: strategy.run(parts.finalize), autograph=False)()
 
     def make_program(
         self, model: keras.Model, kind: str, *, timed: bool = False

@@ -1,0 +1,118 @@
+"""A worker of a cluster that shares the optimizer: all optimizers, saving, restoring; as JSON.
+
+Arguments: a directory that all workers share, and the names of OPTIMIZERS to train, or "all".
+"""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import tfdist_ext as tfd
+
+strategy = tfd.create_strategy(shard_optimizer=True, bucket_bytes=400)
+
+import keras  # noqa: E402  (importing these first would start TensorFlow too early)
+import numpy as np  # noqa: E402
+import sharded_optimizer_models as models  # noqa: E402
+
+from tfdist_ext.training.state import whole_slots  # noqa: E402
+from tfdist_ext.training.variables import sharded_slots  # noqa: E402
+
+rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+shared = Path(sys.argv[1])
+result = {"optimizers": {}}
+
+
+def whole_variables(model):
+    """All variables of the optimizer, as one device has them."""
+    optimizer = model.keras_model.optimizer
+    with whole_slots(model._reduction, model.keras_model, everywhere=True):
+        whole = {id(slot.variable): slot.whole for slot in sharded_slots(optimizer)}
+    return [whole.get(id(each), np.asarray(each)) for each in optimizer.variables]
+
+
+def difference(ours, theirs):
+    pairs = zip(ours, theirs, strict=True)
+    return max(float(np.abs(np.asarray(a, float) - np.asarray(b, float)).max()) for a, b in pairs)
+
+
+def weights_of(model):
+    return [np.asarray(each) for each in getattr(model, "keras_model", model).weights]
+
+
+def trained(build, **options):
+    """A new model from the same weights, trained in plain Keras and on all workers."""
+    keras.utils.set_random_seed(1)
+    plain = build()
+    plain.fit(*models.data(), **models.FIT)
+    keras.utils.set_random_seed(1)
+    ours = tfd.distribute(build, strategy, **options)
+    ours.fit(*models.data(), **models.FIT)
+    return plain, ours
+
+
+for name, make in models.OPTIMIZERS.items():
+    if sys.argv[2:] != ["all"] and name not in sys.argv[2:]:
+        continue
+    plain, ours = trained(lambda make=make: models.build(make()))
+    slots = sharded_slots(ours.keras_model.optimizer)
+    result["optimizers"][name] = {
+        "weights": difference(weights_of(ours), weights_of(plain)),
+        "variables": difference(whole_variables(ours), plain.optimizer.variables),
+        "own": sum(np.prod(slot.variable.shape, dtype=int).item() for slot in slots),
+        "all": sum(np.prod(slot.shape, dtype=int).item() for slot in slots),
+    }
+
+# A step of the user's own, which clips; and an eager one.
+for name, build in (("own step", models.build_own_step), ("eager", models.build_eager)):
+    plain, ours = trained(build)
+    result[name] = difference(weights_of(ours), weights_of(plain))
+
+# Files: written whole, by the chief; restored by any number of workers.
+plain, ours = trained(lambda: models.build(keras.optimizers.Adam(0.01)))
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    ours.save(shared / "model.keras")
+    ours.save_checkpoint(shared / "two.ckpt")
+    ours.save_weights(shared / "two.weights.h5")
+result["warned"] = [str(each.message) for each in warned if "shard_optimizer" in str(each.message)]
+loaded = keras.models.load_model(shared / "model.keras", compile=True)
+result["loaded"] = difference(loaded.optimizer.variables, plain.optimizer.variables)
+again = tfd.distribute(lambda: models.build(keras.optimizers.Adam(0.01)), strategy)
+result["restored step"] = again.restore_checkpoint(shared / "one.ckpt").step  # one device's
+again.fit(*models.data(), **models.FIT)
+result["continued"] = [each.astype(float).tolist() for each in weights_of(again)]
+again = tfd.distribute(lambda: models.build(keras.optimizers.Adam(0.01)), strategy)
+again.fit(*models.data(), **models.FIT)
+again.load_weights(shared / "two.weights.h5")
+result["load_weights"] = difference(whole_variables(again), plain.optimizer.variables)
+
+# A trained model of each worker's own: the chief's counts.
+keras.utils.set_random_seed(20 + rank)
+own = models.build(keras.optimizers.Adam(0.01))
+own.fit(*models.data(), **models.FIT)
+adopted = tfd.distribute(own, strategy)
+result["adopted"] = [float(np.abs(each).sum()) for each in whole_variables(adopted)]
+result["own"] = [float(np.abs(np.asarray(each)).sum()) for each in own.optimizer.variables]
+
+
+def told(callback):
+    try:
+        ours.fit(*models.data(), **models.FIT, callbacks=[callback])
+    except tfd.TfDistError as error:
+        return str(error)
+
+
+result["backup"] = told(keras.callbacks.BackupAndRestore(shared / "backup"))
+result["swap"] = told(keras.callbacks.SwapEMAWeights())
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    result["checkpoint"] = told(keras.callbacks.ModelCheckpoint(shared / "callback.keras"))
+result["warned_by_callback"] = [str(each.message) for each in warned]
+result["verified"] = str(
+    tfd.verify(
+        lambda: models.build(keras.optimizers.Adam(0.01)), models.data(), strategy, batch_size=16
+    )
+)

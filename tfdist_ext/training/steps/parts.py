@@ -1,0 +1,365 @@
+"""Optimizers that workers share, under `shard_optimizer=True`: each updates a part of each weight.
+
+Keras builds the optimizer for the parts instead of the weights, so a worker has the slots of its
+parts only. In a step each worker gets the summed gradients of its parts and updates the parts. Then
+all workers gather the new weights. A part has no memory of its own: it has a value in an update.
+
+Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054 (stage 1); Xu et al. 2020,
+https://arxiv.org/abs/2004.13336.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.placement.live.by_row import rows_can_be_owned
+from tfdist_ext.placement.planning import plan_owners
+from tfdist_ext.placement.specs import VariableShard, VariableSpec
+from tfdist_ext.strategies.owned_sums import OwnedSums, Owners, owned_sums_of
+from tfdist_ext.training._keras_private import (
+    clipping_of,
+    decide_weight_decay,
+    noting_slots,
+    optimizer_builds,
+    raw_value,
+    redirect_methods,
+    replacing,
+    substitutes,
+)
+from tfdist_ext.training.variables import (
+    LocalCopies,
+    ShardedSlot,
+    default_strategy_scope,
+    local_copy,
+    set_sharded_slots,
+    with_inner_optimizers,
+)
+from tfdist_ext.user_frames import warn
+
+__all__ = ["OptimizerParts", "OwnPart", "deferring_builds", "parts_of", "sums_of_parts"]
+
+_PARTS = "_tfdist_ext_parts"  # an attribute of an optimizer
+
+
+class OwnPart:
+    """The rows of a weight that this worker owns, as an optimizer sees a variable.
+
+    Attributes:
+        variable: the weight.
+        owners: the elements of each owner.
+        value: of the part, during an update.
+    """
+
+    def __init__(self, variable: keras.Variable, shards: Sequence[VariableShard], worker: int):
+        row_size = math.prod(tuple(variable.shape)[1:])
+        self.variable = variable
+        self.owners: Owners = [(task, a * row_size, b * row_size) for task, a, b in shards]
+        self.value: tf.Tensor | None = None
+        self.dtype, self.constraint = variable.dtype, variable.constraint
+        self.name, self.path = variable.name, variable.path
+        # Keras finds the slots of a variable, and its weight decay, by this.
+        self._unique_id = raw_value(variable)._unique_id
+        self._rows = [(a, b) for task, a, b in shards if task == worker]
+        self._elements = [(a, b) for task, a, b in self.owners if task == worker]
+        owned = sum(b - a for a, b in self._rows)
+        is_own_scalar = owned and not variable.shape
+        self._shape = () if is_own_scalar else (owned, *tuple(variable.shape)[1:])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the part. A scalar that another worker owns has the shape (0,)."""
+        return self._shape
+
+    def of_whole(self, value: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
+        """Returns the part of a tensor of the weight's shape, or of slices of its rows."""
+        if not isinstance(value, tf.IndexedSlices):
+            flat = tf.reshape(value, [-1])
+            mine = [flat[:0], *(flat[a:b] for a, b in self._elements)]
+            return tf.reshape(tf.concat(mine, 0) if len(mine) != 2 else mine[1], self.shape)
+        values, indices, before = [value.values[:0]], [value.indices[:0]], 0
+        for a, b in self._rows:
+            is_mine = (value.indices >= a) & (value.indices < b)
+            values.append(tf.boolean_mask(value.values, is_mine))
+            indices.append(tf.boolean_mask(value.indices, is_mine) - a + before)
+            before += b - a
+        shape = tf.constant(self.shape)
+        return tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), shape)
+
+    def read_value(self) -> tf.Tensor:
+        assert self.value is not None, "a part has a value only during an update"
+        return self.value
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        return tf.convert_to_tensor(self.read_value(), dtype)
+
+    def assign(self, value: Any) -> None:
+        self.value = tf.ensure_shape(tf.cast(value, self.dtype), self.shape)
+
+    def assign_add(self, value: Any) -> None:
+        self.assign(self.read_value() + value)
+
+    def assign_sub(self, value: Any) -> None:
+        self.assign(self.read_value() - value)
+
+    def scatter_sub(self, value: tf.IndexedSlices) -> None:
+        indices = value.indices[:, tf.newaxis]
+        self.assign(tf.tensor_scatter_nd_sub(self.read_value(), indices, value.values))
+
+    def scatter_add(self, value: tf.IndexedSlices) -> None:
+        self.scatter_sub(tf.IndexedSlices(-value.values, value.indices))
+
+
+def _of_value(name: str) -> Callable[..., tf.Tensor]:
+    return lambda part, *args: getattr(part.read_value(), name)(*args)
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+    setattr(OwnPart, f"__{_name}__", _of_value(f"__{_name}__"))
+    setattr(OwnPart, f"__r{_name}__", _of_value(f"__r{_name}__"))
+
+
+class _UpdatesOfParts:
+    """Stands in for an optimizer's strategy: updates parts, if they have rows."""
+
+    @property
+    def extended(self) -> _UpdatesOfParts:
+        return self
+
+    def update(
+        self, var: Any, fn: Callable[..., Any], args: Sequence[Any] = (), group: bool = True
+    ) -> None:
+        if 0 not in var.shape:
+            fn(var, *args)
+
+    def colocate_vars_with(self, var: OwnPart) -> contextlib.AbstractContextManager[None]:
+        """Returns a scope in which a slot is made beside a part."""
+        return contextlib.nullcontext()
+
+
+class OptimizerParts:
+    """An optimizer that is built for parts of its weights.
+
+    Attributes:
+        variables: the weights that it trains.
+        parts: of the weights; empty before `build`.
+        initial: the values of its variables, if it is a copy of another optimizer.
+    """
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]):
+        self.variables = list(variables)
+        self.parts: list[OwnPart] = []
+        self.initial: list[np.ndarray] | None = None
+        self._optimizer = optimizer
+        vars(optimizer)[_PARTS] = self
+
+    def build(self, strategy: tf.distribute.Strategy) -> None:
+        """Builds the optimizer for this worker's parts, in the scope of the strategy.
+
+        All workers must have the same weights: slots may start from them.
+        """
+        sums, optimizer = _sums_of(strategy), self._optimizer
+        if any(getattr(each, "overwrite_with_gradient", False) for each in self.variables):
+            raise TrainingError("float8 training is not supported with shard_optimizer=True.")
+        specs = [
+            VariableSpec(str(number), tuple(each.shape), each.dtype)
+            for number, each in enumerate(self.variables)
+        ]
+        cut = [rows_can_be_owned(each, optimizer) for each in self.variables]
+        plan = plan_owners(specs, sums.workers, is_cut=lambda spec: cut[int(spec.path)])
+        self.parts = [
+            OwnPart(each, plan.owned_shards_of(spec.path), sums.worker)
+            for each, spec in zip(self.variables, specs, strict=True)
+        ]
+        optimizer.built = False
+        with self._loaded(strategy), noting_slots(OwnPart, _UpdatesOfParts()) as noted:
+            optimizer.build(self.parts)
+        slots = [_slot_of(variable, part) for variable, part in noted]
+        set_sharded_slots(optimizer, slots)
+        for each in with_inner_optimizers(optimizer):
+            decide_weight_decay(each, [raw_value(variable) for variable in self.variables])
+            _redirect_saving(each, slots)
+        if self.initial is not None:
+            load_variables(optimizer, self.initial, slots)
+            self.initial = None
+
+    def part_of(self, variable: Any) -> Any:
+        """Returns the part of a weight; anything else as it is."""
+        return next((part for part in self.parts if part.variable is variable), variable)
+
+    @contextlib.contextmanager
+    def updating(self, strategy: tf.distribute.Strategy) -> Iterator[None]:
+        """Scope in which the optimizer updates parts. At its end all workers get the weights."""
+        optimizers, sums = with_inner_optimizers(self._optimizer), _sums_of(strategy)
+        copies = LocalCopies(lambda variable: local_copy(variable, strategy, 0), optimizers)
+        with self._loaded(strategy), contextlib.ExitStack() as stack:
+            stack.enter_context(default_strategy_scope(optimizers, _UpdatesOfParts()))
+            stack.enter_context(copies)
+            for each in optimizers:
+                stack.enter_context(_over_all_workers(each, sums))
+            yield
+            values = [part.read_value() for part in self.parts]
+        owners = [part.owners for part in self.parts]
+        for part, value in zip(self.parts, sums.gather(values, owners), strict=True):
+            shape = part.variable.shape
+            local_copy(part.variable, strategy, 0).assign(tf.reshape(value, shape))
+
+    def finalize(self) -> None:
+        """Replaces the weights by averaged ones, in a replica's context."""
+        with self.updating(tf.distribute.get_strategy()):
+            self._optimizer.finalize_variable_values(self.parts)
+
+    @contextlib.contextmanager
+    def _loaded(self, strategy: tf.distribute.Strategy) -> Iterator[None]:
+        """Scope in which parts have values."""
+        for part in self.parts:
+            part.value = part.of_whole(local_copy(part.variable, strategy, 0).read_value())
+        with substitutes({"cond": self._cond, "add": _add}):
+            yield
+        for part in self.parts:
+            part.value = None
+
+    def _cond(self, original: Callable[..., Any], pred: Any, *branches: Callable[[], Any]) -> None:
+        """A cond whose branches may update parts."""
+        before = [part.value for part in self.parts]
+
+        def values_after(branch: Callable[[], object]) -> list[tf.Tensor | None]:
+            self._assign(before)
+            branch()
+            return [part.value for part in self.parts]
+
+        if_true, if_false = branches
+        self._assign(original(pred, lambda: values_after(if_true), lambda: values_after(if_false)))
+
+    def _assign(self, values: Sequence[tf.Tensor | None]) -> None:
+        for part, value in zip(self.parts, values, strict=True):
+            part.value = value
+
+
+def parts_of(optimizer: keras.optimizers.Optimizer) -> OptimizerParts | None:
+    """Returns the parts of an optimizer's weights; None without `shard_optimizer=True`."""
+    return vars(optimizer).get(_PARTS)
+
+
+def sums_of_parts(values: Sequence[tf.Tensor], parts: Sequence[OwnPart]) -> list[tf.Tensor]:
+    """Returns the sum over workers of each part of gradients, which have the weights' shapes."""
+    sums = _sums_of(tf.distribute.get_strategy())
+    found = sums.reduce(values, [part.owners for part in parts])
+    return [tf.reshape(each, part.shape) for each, part in zip(found, parts, strict=True)]
+
+
+@contextlib.contextmanager
+def deferring_builds(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Scope in which optimizers that workers share only note which weights they are built for."""
+
+    def note(original: object, optimizer: keras.optimizers.Optimizer, variables: Any) -> None:
+        if not optimizer.built:
+            OptimizerParts(optimizer, variables)
+            optimizer.built = True
+
+    is_shared = owned_sums_of(strategy) is not None
+    with replacing(optimizer_builds() if is_shared else []), substitutes({"build": note}):
+        yield
+
+
+def load_variables(
+    optimizer: keras.optimizers.Optimizer, values: Sequence[Any], slots: Sequence[ShardedSlot]
+) -> None:
+    """Assigns values to an optimizer's variables. A whole slot waits for `state.send_slots`."""
+    of_variable = {id(slot.variable): slot for slot in slots}
+    for variable, value in zip(optimizer.variables, values, strict=True):
+        slot = of_variable.get(id(variable))
+        if slot is None:
+            variable.assign(value)
+        else:
+            slot.whole = np.asarray(value)
+
+
+def _redirect_saving(optimizer: keras.optimizers.Optimizer, slots: Sequence[ShardedSlot]) -> None:
+    """Lets Keras save and load whole slots; see `state.gather_slots`."""
+    of_variable, load = {id(slot.variable): slot for slot in slots}, optimizer.load_own_variables
+
+    def save_own_variables(store: Any) -> None:
+        if any(slot.whole is None for slot in slots):
+            return warn(
+                "The file is written without the state of the optimizer, which workers share"
+                " (shard_optimizer=True). Use fit(checkpoint_dir=...), or call save() of the"
+                " distributed model on every worker."
+            )
+        for number, each in enumerate(optimizer.variables):
+            slot = of_variable.get(id(each))
+            store[str(number)] = np.asarray(raw_value(each) if slot is None else slot.whole)
+
+    def load_own_variables(store: Any) -> None:
+        if len(store.keys()) != len(optimizer.variables):
+            return load(store)  # which warns
+        load_variables(optimizer, [store[str(n)] for n in range(len(store.keys()))], slots)
+
+    methods = {"save_own_variables": save_own_variables, "load_own_variables": load_own_variables}
+    vars(optimizer).update(methods)
+
+
+def _slot_of(variable: keras.Variable, part: OwnPart) -> ShardedSlot:
+    """A slot has the rows of its part, or belongs to the owner of the whole weight (Adafactor)."""
+    shape = tuple(part.variable.shape)
+    if tuple(variable.shape) == part.shape:
+        return ShardedSlot(variable, shape, part.owners)
+    rows, *rest = variable.shape
+    shape = (shape[0] if rows == part.shape[0] else rows, *rest)
+    return ShardedSlot(variable, shape, [(part.owners[0][0], 0, math.prod(shape))])
+
+
+def _sums_of(strategy: tf.distribute.Strategy) -> OwnedSums:
+    sums = owned_sums_of(strategy)
+    assert sums is not None
+    return sums
+
+
+def _add(original: Callable[..., tf.Tensor], x1: Any, x2: Any) -> tf.Tensor:
+    is_empty = 0 in (getattr(x1, "shape", None) or ())
+    return tf.add(tf.convert_to_tensor(x1), x2) if is_empty else original(x1, x2)
+
+
+@contextlib.contextmanager
+def _over_all_workers(optimizer: keras.optimizers.Optimizer, sums: OwnedSums) -> Iterator[None]:
+    """Scope in which norms and checks of gradients are those of all workers' parts together."""
+    clip_values = clipping_of(optimizer)
+    check_own: Any = getattr(optimizer, "check_finite", None)  # of loss scaling
+
+    def squares(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+        is_sparse = isinstance(gradient, tf.IndexedSlices)  # Keras does not add up slices of a row
+        value = tf.square(gradient.values if is_sparse else gradient)
+        return tf.reduce_sum(value if value.dtype.size > 2 else tf.cast(value, tf.float32))
+
+    def scaled(gradient: Any, factor: tf.Tensor) -> Any:
+        if optimizer.clipnorm and isinstance(gradient, tf.IndexedSlices):
+            values = scaled(gradient.values, factor)
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return tf.convert_to_tensor(gradient) * tf.cast(factor, gradient.dtype)
+
+    def clip(grads: Sequence[Any]) -> list[Any]:
+        limit = optimizer.clipnorm or optimizer.global_clipnorm
+        if not limit:
+            return clip_values(grads)
+        norms = tf.sqrt(sums.total(tf.stack(list(map(squares, grads)))))
+        if not optimizer.clipnorm:
+            norms = tf.fill([len(grads)], tf.norm(norms))
+        factors = tf.unstack(limit / tf.maximum(norms, limit), len(grads))
+        return list(map(scaled, grads, factors))
+
+    def check_finite(grads: Sequence[Any]) -> tf.Tensor:
+        is_finite = tf.reshape(check_own(grads), [1])
+        return sums.total(1.0 - tf.cast(is_finite, tf.float32))[0] == 0.0
+
+    methods: dict[str, Any] = {"_clip_gradients": clip}
+    if check_own is not None:
+        methods["check_finite"] = check_finite
+    with redirect_methods(optimizer, **methods):
+        yield
