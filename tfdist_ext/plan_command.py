@@ -60,6 +60,8 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     rules = [Rule(pattern, placement_from(text)) for pattern, text in map(_split, options.rule)]
     if options.picture is not None:
         check_file(options.picture)  # before the model is built
+    if options.compare and options.ps is None:
+        raise PlacementError("--compare needs --ps, a number of parameter servers.")
     if options.json is not None and options.json.suffix != ".json":
         raise PlacementError(f"the file of a plan must end in .json, got {str(options.json)!r}.")
     builder = load_function(options.builder, "the builder", error=PlacementError)
@@ -74,7 +76,7 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
         budget=options.budget,
     )
     print(plan)
-    if options.compare and options.ps is not None:
+    if options.compare:
         print(f"\n{compare(plan.specs, options.devices, options.ps)}")
     if options.picture is not None:
         plan.save_picture(options.picture)

@@ -51,9 +51,23 @@ def test_the_plan_of_a_script(
         assert strategy in printed
 
 
+def test_the_plan_of_workers_that_share_the_optimizer(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", f"{script}:build", "--workers", "4", "--optimizer", "adam"]) == 0
+    printed = capsys.readouterr().out
+    weights = 4 * 16 * 10_000_000  # and two slots, of which each worker has a quarter
+    assert "on 4 workers" in printed
+    assert printed.count(f"{weights * 1.5 / 2**20:.2f} MiB") == 4
+    assert "on every worker, owners worker 0, worker 1, worker 2, worker 3" in printed
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["{script}:build", "--workers", "2", "--rule", "users/.*=task 1"], "takes neither rules"),
+        (["{script}:build", "--workers", "2", "--compare"], "--compare needs --ps"),
+        (["{script}:build", "--workers", "0"], "workers must be"),
         (["build", "--ps", "2"], "module:function"),
         (["nowhere.py:build", "--ps", "2"], "cannot be imported: No module named 'nowhere'"),
         (["{script}:biuld", "--ps", "2"], "has no attribute 'biuld'"),

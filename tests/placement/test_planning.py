@@ -12,10 +12,12 @@ from tfdist_ext.placement import (
     Mirrored,
     Owned,
     PlacementError,
+    PlacementPlan,
     VariableSpec,
     compare,
     plan,
 )
+from tfdist_ext.placement.planning import plan_owners
 
 SPECS = [
     VariableSpec("users", (1000, 16), slots=2, load=3.0),
@@ -116,3 +118,26 @@ def test_a_model_with_many_variables() -> None:
 def test_numbers_that_are_not_positive(numbers: tuple[int, int]) -> None:
     with pytest.raises(PlacementError, match=r"must be an integer (of at least|from) 1"):
         compare([VariableSpec("a", (1,))], *numbers)
+
+
+def test_workers_own_rows_of_a_variable() -> None:
+    """Each worker has all weights, and about as many slots as the others."""
+    specs = [
+        VariableSpec("table", (1000, 8), slots=2),
+        VariableSpec("whole", (300, 8), slots=2),
+        VariableSpec("bias", (7,), slots=2),
+        VariableSpec("scale", (), slots=2),
+        VariableSpec("count", (), "int64", trainable=False),
+    ]
+    made = plan_owners(specs, 3, is_cut=lambda spec: spec.path != "whole", budget="80KiB")
+    weights = sum(spec.weight_bytes for spec in specs)
+    slots = sum(spec.bytes for spec in specs) - weights
+    assert sum(made.bytes_by_task) == 3 * weights + slots
+    assert max(made.bytes_by_task) <= weights + slots / 3 * 1.05
+    assert sum(each.stop - each.start for each in made.owned_shards_of("table")) == 1000
+    assert len(made.owned_shards_of("whole")) == 1
+    assert made.owned_shards_of("count") == ()
+    assert "on every worker, owners worker 0" in str(made)
+    assert PlacementPlan.from_json(made.to_json()) == made
+    with pytest.raises(PlacementError, match="worker 0 would hold"):
+        plan_owners(specs, 3, budget="1KiB")

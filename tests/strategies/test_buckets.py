@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies.buckets import buckets_of, dense_bytes, reduced_in_buckets
+from tfdist_ext.strategies.owned_sums import owned_buckets
 
 
 def test_large_values_are_cut_and_small_ones_packed() -> None:
@@ -38,6 +39,28 @@ def test_every_element_is_in_one_bucket(sizes: list[int], largest: int) -> None:
     whole = [b for b in buckets if all(p.start == 0 and p.stop == sizes[p.value] for p in b)]
     for one, two in itertools.pairwise(whole):
         assert sum(p.stop for p in one) + two[0].stop > largest
+
+
+@given(st.data(), st.integers(1, 5), st.integers(1, 300))
+def test_every_element_goes_to_its_owner(data: st.DataObject, workers: int, largest: int) -> None:
+    """And no worker gets much more of a bucket than the others, as long as they own as much."""
+    pieces = st.lists(st.tuples(st.integers(0, workers - 1), st.integers(0, 90)), max_size=4)
+    owners = [
+        [(worker, end - size, end) for (worker, size), end in zip(each, ends, strict=True)]
+        for each in data.draw(st.lists(pieces, max_size=6))
+        for ends in [list(itertools.accumulate(size for _, size in each))]
+    ]
+    buckets = owned_buckets(owners, workers, largest)
+    found: dict[int, dict[int, int]] = {value: {} for value in range(len(owners))}
+    lengths = []
+    for bucket in buckets:
+        lengths.append(max(sum(p.stop - p.start for p in part) for part in bucket))
+        for worker, part in enumerate(bucket):
+            for piece in part:
+                found[piece.value] |= dict.fromkeys(range(piece.start, piece.stop), worker)
+    for value, each in enumerate(owners):
+        assert found[value] == {i: w for w, start, stop in each for i in range(start, stop)}
+    assert all(0 < length <= -(-largest // workers) + 16 for length in lengths)
 
 
 @settings(deadline=None, max_examples=20)

@@ -7,16 +7,26 @@ and a bucket is summed while the gradients of earlier layers are still computed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
 from tfdist_ext.strategies._tf_private import Value
 
-__all__ = ["Piece", "buckets_of", "dense_bytes", "joined", "reduced_in_buckets", "split"]
+__all__ = [
+    "ALIGNED",
+    "Piece",
+    "buckets_of",
+    "cut_values",
+    "dense_bytes",
+    "joined",
+    "joined_values",
+    "pieces_in",
+    "reduced_in_buckets",
+]
 
-_ALIGNED = 16  # elements: TensorFlow cuts there without a copy
+ALIGNED = 16  # elements: TensorFlow cuts there without a copy
 
 
 class Piece(NamedTuple):
@@ -43,7 +53,7 @@ def buckets_of(sizes: Sequence[int], largest: int) -> list[list[Piece]]:
         if size > largest:
             count = -(-size // largest)
             even = -(-size // count)
-            step = min(even + -even % _ALIGNED, largest)
+            step = min(even + -even % ALIGNED, largest)
             starts = range(0, size, step)
             found += [[Piece(value, start, min(start + step, size))] for start in starts]
             continue
@@ -65,35 +75,50 @@ def reduced_in_buckets(
         reduce: reduces each of a list of values separately. It is called once, with the vectors
             of all buckets and the other values.
     """
-    is_dense = list(map(_is_dense, values))
-    groups: dict[tf.DType, list[int]] = {}
-    for number, value in enumerate(values):
-        if is_dense[number]:
-            groups.setdefault(value.dtype, []).append(number)
+    dense = [number for number, value in enumerate(values) if _is_dense(value)]
     buckets: list[list[Piece]] = []
-    for dtype, numbers in groups.items():
+    for dtype in dict.fromkeys(values[number].dtype for number in dense):
+        numbers = [number for number in dense if values[number].dtype == dtype]
         sizes = [values[number].shape.num_elements() for number in numbers]
         buckets += [
             [piece._replace(value=numbers[piece.value]) for piece in bucket]
             for bucket in buckets_of(sizes, max(1, bucket_bytes // dtype.size))
         ]
-    lengths: dict[int, list[int]] = {}
-    for piece in itertools.chain(*buckets):
-        lengths.setdefault(piece.value, []).append(piece.stop - piece.start)
-    cut = {number: iter(split(_flat(values[number]), each)) for number, each in lengths.items()}
-    vectors = [joined([next(cut[piece.value]) for piece in bucket]) for bucket in buckets]
-    others = [value for value, dense in zip(values, is_dense, strict=True) if not dense]
-    reduced = reduce([*vectors, *others])
-    pieces: dict[int, list[tf.Tensor]] = {number: [] for number in lengths}
+    cut = cut_values(values, itertools.chain(*buckets))
+    vectors = [joined([cut[piece] for piece in bucket]) for bucket in buckets]
+    reduced = reduce([*vectors, *(value for value in values if not _is_dense(value))])
+    pieces: dict[Piece, tf.Tensor] = {}
     for bucket, vector in zip(buckets, reduced, strict=False):
-        parts = split(vector, [piece.stop - piece.start for piece in bucket])
-        for piece, part in zip(bucket, parts, strict=True):
-            pieces[piece.value].append(part)
-    rest = iter(reduced[len(vectors) :])
+        pieces.update(pieces_in(vector, bucket))
+    whole, rest = joined_values(pieces), iter(reduced[len(vectors) :])
     return [
-        tf.reshape(joined(pieces[number]), value.shape) if dense else next(rest)
-        for number, (value, dense) in enumerate(zip(values, is_dense, strict=True))
+        tf.reshape(whole[number], value.shape) if number in whole else next(rest)
+        for number, value in enumerate(values)
     ]
+
+
+def cut_values(values: Sequence[tf.Tensor], pieces: Iterable[Piece]) -> dict[Piece, tf.Tensor]:
+    """The pieces of values, as vectors. The pieces of a value cover it."""
+    found: dict[Piece, tf.Tensor] = {}
+    for number, mine in itertools.groupby(sorted(pieces), key=lambda piece: piece.value):
+        found.update(pieces_in(tf.reshape(values[number], [-1]), list(mine)))
+    return found
+
+
+def pieces_in(vector: tf.Tensor, pieces: Sequence[Piece]) -> dict[Piece, tf.Tensor]:
+    """The pieces of which a vector consists. It may be longer."""
+    lengths = [piece.stop - piece.start for piece in pieces]
+    rest = vector.shape[0] - sum(lengths)
+    parts = [vector] if lengths == [vector.shape[0]] else tf.split(vector, [*lengths, rest])
+    return dict(zip(pieces, parts, strict=False))
+
+
+def joined_values(pieces: Mapping[Piece, tf.Tensor]) -> dict[int, tf.Tensor]:
+    """The vector of each value that has pieces."""
+    found: dict[int, list[tf.Tensor]] = {}
+    for piece in sorted(pieces):
+        found.setdefault(piece.value, []).append(pieces[piece])
+    return {number: joined(parts) for number, parts in found.items()}
 
 
 def dense_bytes(values: Sequence[Value]) -> int:
@@ -104,15 +129,6 @@ def dense_bytes(values: Sequence[Value]) -> int:
 
 def _is_dense(value: Value) -> bool:
     return isinstance(value, tf.Tensor) and value.shape.is_fully_defined()
-
-
-def _flat(value: tf.Tensor) -> tf.Tensor:
-    return tf.reshape(value, [-1])
-
-
-def split(vector: tf.Tensor, lengths: Sequence[int]) -> list[tf.Tensor]:
-    """The parts of a vector of these lengths."""
-    return [vector] if len(lengths) == 1 else tf.split(vector, lengths)
 
 
 def joined(parts: Sequence[tf.Tensor]) -> tf.Tensor:

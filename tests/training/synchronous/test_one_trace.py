@@ -141,7 +141,9 @@ def test_layers_of_all_kinds(between: Any) -> None:
 def test_which_replicas_share_a_trace(devices: list[str], one_trace: Any, why: str | None) -> None:
     count = max(1, len(devices))
     kinds = sorted({device[:3] for device in devices})
-    on: Any = SimpleNamespace(device_types=kinds, multi_worker=False, local_replicas=count)
+    on: Any = SimpleNamespace(
+        device_types=kinds, multi_worker=False, local_replicas=count, strategy=None
+    )
     assert trace_for_each(on, one_trace, jit_compile=False) == why
 
 
