@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 from tfdist_ext.launch.plan import local_plan
 from tfdist_ext.launch.run import Limits, run_plan
 
-__all__ = ["output_of_chief", "outputs_of_tasks"]
+__all__ = ["output_of_chief", "outputs_in_namespaces", "outputs_of_tasks"]
 
 
 def output_of_chief(command: list[str], *, workers: int, ps: int) -> tuple[int, str]:
@@ -37,3 +40,28 @@ def outputs_of_tasks(
         result = run_plan(plan, limits, env=env, stream=nowhere)
         logs = {path.stem: path.read_text() for path in Path(folder).glob("*.log")}
         return result.exit_status, logs
+
+
+def outputs_in_namespaces(command: list[str], *, workers: int) -> tuple[int, dict[str, str]]:
+    """As `outputs_of_tasks`, each worker in a network namespace of its own. Needs root."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "environments"))
+    from namespaces import hosts
+
+    processes = []
+    with hosts(workers) as machines:
+        cluster = {"worker": [f"{address}:2222" for address in machines.addresses]}
+        for number in range(workers):
+            task = {"cluster": cluster, "task": {"type": "worker", "index": number}}
+            env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "TF_CONFIG": json.dumps(task)}
+            words = ["timeout", "-s", "KILL", "1800", *command]
+            process = subprocess.Popen(
+                machines.command(number, *words),
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            processes.append(process)
+        outputs = [process.communicate()[0] for process in processes]
+    status = max(abs(process.returncode) for process in processes)
+    return status, {f"worker-{number}": text for number, text in enumerate(outputs)}

@@ -1,10 +1,14 @@
 """Large dense models on several workers: fit beside what a user would pick instead.
 
     .venv/bin/python benchmarks/large_models.py [--rounds 3] [--markdown docs/performance.md]
+    sudo .venv/bin/python benchmarks/large_models.py --traffic [--markdown docs/performance.md]
 
 Every round runs each way once, in processes of its own. Compared are medians over the rounds, with
 the smallest and the largest; a ratio is the median of those of the rounds. A step of fit that does
 not overlap takes as long as the sum of the gradients and a step without sums together.
+
+With --traffic each worker is in a network namespace of its own, and the bytes that it sends are
+counted on the namespace's interface. Speed is not measured there.
 """
 
 from __future__ import annotations
@@ -16,18 +20,23 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from clusters import outputs_of_tasks
+from clusters import outputs_in_namespaces, outputs_of_tasks
 from fit_speed import LEGACY_PYTHON, prepare_legacy
 from report import closing_line, put_into
 
 PROGRAM = Path(__file__).resolve().parent / "programs" / "large_models.py"
 MARKERS = ("<!-- large_models begin -->", "<!-- large_models end -->")
-WAYS = ("fit", "one pack", "by hand", "tf_keras", "collectives", "alone")
+WAYS = ("fit", "sharded", "one pack", "by hand", "tf_keras", "collectives", "alone")
+TRAFFIC_MARKERS = ("<!-- traffic begin -->", "<!-- traffic end -->")
 TITLES = {
+    "sharded": "fit, `shard_optimizer=True`",
     "one pack": "fit, `bucket_bytes=0`",
     "collectives": "the sum of the gradients alone",
     "alone": "a step without sums",
 }
+MEASURED = re.compile(
+    r"^steps/s ([\d.]+)\npeak MB (\d+)\noptimizer MB ([\d.]+)\nsent MB ([\d.]+)$", re.M
+)
 # model, optimizer, rows of a global batch, steps of an epoch
 SETTINGS = [
     ("Dense 5000x5000", "sgd", 64, 12),
@@ -43,7 +52,10 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--models", nargs="+", help="begin of a model's name, and its optimizer")
     parser.add_argument("--markdown", type=Path, help="also write the tables into this page")
+    parser.add_argument("--traffic", action="store_true", help="count bytes sent; needs root")
     arguments = parser.parse_args()
+    if arguments.traffic:
+        return traffic(arguments)
     if "tf_keras" in arguments.ways:
         prepare_legacy()
     lines: list[str] = []
@@ -64,22 +76,65 @@ def main() -> int:
     return 0
 
 
+def traffic(arguments: argparse.Namespace) -> int:
+    lines = [
+        "",
+        "| workers, model | optimizer on a worker, MB | of one worker's | sent in a step, MB |"
+        " of fit |",
+        "|---|---|---|---|---|",
+    ]
+    for workers in arguments.workers:
+        for model, optimizer, rows, steps in SETTINGS[1:]:
+            fit, sharded = (
+                measure(way, workers, model, optimizer, rows, steps, in_namespaces=True)
+                for way in ("fit", "sharded")
+            )
+            lines.append(
+                f"| {workers}, {model}, {optimizer} | {sharded.optimizer:.1f}"
+                f" | {sharded.optimizer / fit.optimizer:.3f} | {sharded.sent:.1f}"
+                f" | {sharded.sent / fit.sent:.3f} |"
+            )
+            print(lines[-1], flush=True)
+    if arguments.markdown:
+        put_into(arguments.markdown, TRAFFIC_MARKERS, "\n".join(lines + closing_line(1)))
+    return 0
+
+
 class Measured(NamedTuple):
-    """Of the first worker: steps a second, and the most memory of its process."""
+    """Of one worker, that which has or sends most: steps a second, and megabytes.
+
+    Attributes:
+        peak: the most memory of its process.
+        optimizer: the variables of its optimizer.
+        sent: what it sends in a step, in a network namespace.
+    """
 
     speed: float
-    megabytes: float
+    peak: float
+    optimizer: float
+    sent: float
 
 
-def measure(way: str, workers: int, model: str, optimizer: str, rows: int, steps: int) -> Measured:
+def measure(
+    way: str,
+    workers: int,
+    model: str,
+    optimizer: str,
+    rows: int,
+    steps: int,
+    *,
+    in_namespaces: bool = False,
+) -> Measured:
     python = LEGACY_PYTHON if way == "tf_keras" else sys.executable
     command = [python, str(PROGRAM), model, optimizer, way, str(rows), str(steps)]
-    status, outputs = outputs_of_tasks(command, workers=workers)
-    found = re.search(r"^steps/s ([\d.]+)\npeak MB (\d+)$", outputs["worker-0"], re.M)
-    if status or found is None:
+    run = outputs_in_namespaces if in_namespaces else outputs_of_tasks
+    status, outputs = run(command, workers=workers)
+    found = [MEASURED.search(outputs[f"worker-{number}"]) for number in range(workers)]
+    if status or None in found:
         raise SystemExit(f"{' '.join(command)} failed: status {status}\n{outputs['worker-0']}")
-    print(f"{workers} workers, {model}, {optimizer}, {way}: {found[1]} steps/s", flush=True)
-    return Measured(*map(float, found.groups()))
+    of_each = [Measured(*map(float, each.groups())) for each in found if each is not None]
+    print(f"{workers} workers, {model}, {optimizer}, {way}: {of_each[0]}", flush=True)
+    return Measured(of_each[0].speed, *(max(each[i] for each in of_each) for i in (1, 2, 3)))
 
 
 def table_of(title: str, rounds: list[dict[str, Measured]], ways: list[str]) -> list[str]:
@@ -89,7 +144,7 @@ def table_of(title: str, rounds: list[dict[str, Measured]], ways: list[str]) -> 
         spread = f"{statistics.median(speeds):.2f} ({min(speeds):.2f} to {max(speeds):.2f})"
         of_hand = [each[way].speed / each["by hand"].speed for each in rounds if "by hand" in each]
         ratio = f"{statistics.median(of_hand):.2f} x" if of_hand else ""
-        megabytes = statistics.median(each[way].megabytes for each in rounds)
+        megabytes = statistics.median(each[way].peak for each in rounds)
         lines.append(f"| {TITLES.get(way, way)} | {spread} | {ratio} | {megabytes:.0f} |")
     if {"fit", "collectives", "alone"} <= {*ways}:
         parts = [1 / each["collectives"].speed + 1 / each["alone"].speed for each in rounds]

@@ -1,9 +1,10 @@
-"""One way to train a large model on a worker of a cluster; prints steps a second, and its memory.
+"""One way to train a large model on a worker of a cluster; prints speed, memory and traffic.
 
 Arguments: the model, the optimizer, the way, rows of a global batch, steps. The ways:
 
     fit          under create_strategy()
-    one pack     the same with bucket_bytes=0: TensorFlow makes one tensor of all gradients
+    sharded      the same with shard_optimizer=True
+    one pack     fit with bucket_bytes=0: TensorFlow makes one tensor of all gradients
     by hand      a loop in the graph, under TensorFlow's own strategy
     tf_keras     its fit, under TensorFlow's own strategy
     collectives  the sum of the gradients alone
@@ -17,6 +18,7 @@ import os
 import resource
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -28,10 +30,11 @@ if way in ("fit", "collectives"):
     import tfdist_ext as tfd
 
     strategy = tfd.create_strategy()
-elif way == "one pack":
+elif way in ("sharded", "one pack"):
     import tfdist_ext as tfd
 
-    strategy = tfd.create_strategy(bucket_bytes=0)
+    options = {"bucket_bytes": 0} if way == "one pack" else {"shard_optimizer": True}
+    strategy = tfd.create_strategy(**options)
 elif way == "alone":
     import tfdist_ext as tfd
 
@@ -123,11 +126,22 @@ else:
         model.fit(x, y, batch_size=rows, verbose=0)
 
 
+def megabytes_sent():
+    """Megabytes that have left this network namespace."""
+    lines = Path("/proc/net/dev").read_text(encoding="utf-8").splitlines()[2:]
+    columns = [line.replace(":", " ").split() for line in lines]
+    return sum(int(each[9]) for each in columns if each[0] != "lo") / 1e6
+
+
 train(steps)
-times = []
+times, before = [], megabytes_sent()
 for _ in range(3):
     begun = time.perf_counter()
     train(steps)
     times.append(time.perf_counter() - begun)
-print(f"steps/s {steps / sorted(times)[1]:.4f}", flush=True)
-print(f"peak MB {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f}", flush=True)
+sent = (megabytes_sent() - before) / 3 / steps
+slots = model.optimizer.variables if way in ("fit", "sharded") else []
+print(f"steps/s {steps / sorted(times)[1]:.4f}")
+print(f"peak MB {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f}")
+print(f"optimizer MB {sum(np.asarray(each).nbytes for each in slots) / 1e6:.2f}")
+print(f"sent MB {sent:.2f}", flush=True)
