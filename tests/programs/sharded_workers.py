@@ -1,8 +1,8 @@
 """A training on TFRecords by the workers of a cluster, which may be killed and gone on with; and
 one on data that each worker reads for itself.
 
-Arguments: the pattern of the files, a folder for checkpoints, and the step at which the last worker
-is killed (0: never).
+Arguments: the pattern of the files, a folder for checkpoints, the step at which the last worker is
+killed (0: never), and 1 for workers that share the optimizer.
 """
 
 import json
@@ -17,7 +17,7 @@ import sharded_case as case
 
 import tfdist_ext as tfd
 
-pattern, folder, kill_at = sys.argv[1], sys.argv[2], int(sys.argv[3])
+pattern, folder, kill_at, shares = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "1"
 cluster = tfd.ClusterConfig.from_env()
 is_last = cluster.task.index == len(cluster.jobs["worker"]) - 1
 
@@ -27,7 +27,7 @@ def kill(step):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-strategy = tfd.create_strategy()
+strategy = tfd.create_strategy(shard_optimizer=shares)
 data = tfd.data.from_tfrecords(pattern, case.parse, global_batch_size=case.BATCH, seed=11)
 model = tfd.distribute(case.build, strategy)
 curve = case.Curve(kill)
@@ -62,7 +62,7 @@ def by_function(**settings):
     }, model
 
 
-if len(cluster.jobs["worker"]) == 2:
+if len(cluster.jobs["worker"]) == 2 and not shares:
     result["by_function"], model = by_function()
     result["moved"], _ = by_function(feeds_on_host=False)  # as GPUs are fed
     try:

@@ -36,10 +36,12 @@ def one(pattern: str) -> Any:
     return curve.losses, model.keras_model.get_weights()
 
 
-def train(pattern: str, workers: int, folder: Path, kill_at: int = 0) -> Any:
+def train(
+    pattern: str, workers: int, folder: Path, kill_at: int = 0, *, shares: bool = False
+) -> Any:
     """What each of the workers has to say; None where one was killed."""
     command = [sys.executable, str(PROGRAMS / "sharded_workers.py")]
-    command += [pattern, str(folder / "checkpoints"), str(kill_at)]
+    command += [pattern, str(folder / "checkpoints"), str(kill_at), str(int(shares))]
     logs = folder / f"logs of {workers}"
     logs.mkdir()
     with local_plan(command, workers=workers, env=os.environ) as plan:
@@ -78,10 +80,14 @@ def test_losses_and_weights_are_those_of_one_process(
     assert_one_training(results, one, first_step=1)
 
 
-@pytest.mark.long
-def test_three_workers_resume_what_two_began(pattern: str, one: Any, tmp_path: Path) -> None:
-    train(pattern, 2, tmp_path, kill_at=18)  # in the second epoch, between two checkpoints
-    assert_one_training(train(pattern, 3, tmp_path), one, first_step=17)
+@pytest.mark.parametrize("shares", [pytest.param(False, marks=pytest.mark.long), True])
+def test_three_workers_resume_what_two_began(
+    pattern: str, one: Any, tmp_path: Path, shares: bool
+) -> None:
+    """Also where workers share the optimizer, and each has another part of it afterwards."""
+    # In the second epoch, between two checkpoints.
+    train(pattern, 2, tmp_path, kill_at=18, shares=shares)
+    assert_one_training(train(pattern, 3, tmp_path, shares=shares), one, first_step=16)
 
 
 def test_each_worker_reads_its_own_records_only(results: list[dict[str, Any]]) -> None:
