@@ -111,7 +111,7 @@ def is_run_here(command: str) -> bool:
 
 # Pages whose commands start clusters as those of other pages do.
 CLUSTERS_AS_ELSEWHERE = {
-    "docs/migrating_tf_distribute.md",  # README.md, docs/quickstart.md
+    "docs/migrating.md",  # README.md, docs/quickstart.md
     "docs/placement.md",  # docs/parameter_servers.md
 }
 
