@@ -371,6 +371,30 @@ def test_each_public_name_is_in_the_reference() -> None:
             )
 
 
+def texts_of_the_package() -> set[str]:
+    """The strings of the package, with "..." for the values of an f-string."""
+    found = set()
+    for path in (ROOT / "tfdist_ext").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [it.value if isinstance(it, ast.Constant) else "..." for it in node.values]
+                found.add("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+def test_the_listed_messages_are_those_of_the_package() -> None:
+    page = (ROOT / "docs" / "error_messages.md").read_text(encoding="utf-8")
+    texts = texts_of_the_package()
+    rows = re.findall(r"^\| (`.*?) \| ", page.partition("## The cluster")[2], re.M)
+    messages = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+    assert len(messages) > 50
+    for message in messages:
+        pattern = re.compile(".*".join(map(re.escape, message.split("..."))), re.S)
+        assert any(pattern.search(text) for text in texts), f"no error has the words {message!r}"
+
+
 def names_in_package() -> set[str]:
     """Modules, functions and classes of the package, by their own names."""
     found = set()
