@@ -348,7 +348,8 @@ def test_each_page_is_in_the_index() -> None:
 
 
 def test_the_pictures_are_those_of_their_program(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "scripts/figures/pictures", str(tmp_path)], cwd=ROOT, check=True)
+    program = ROOT / "scripts" / "figures" / "pictures"
+    subprocess.run([sys.executable, str(program), str(tmp_path)], check=True)
     for drawn in tmp_path.iterdir():
         assert drawn.read_text() == (ROOT / "docs" / drawn.name).read_text(), (
             f"run scripts/figures/pictures: docs/{drawn.name} is another picture"
