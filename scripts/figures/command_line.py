@@ -22,9 +22,7 @@ def main(words: list[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     from tfdist_ext import cli
 
-    (commands,) = (
-        action for action in cli._parser()._actions if isinstance(action.choices, dict)
-    )
+    (commands,) = (action for action in cli._parser()._actions if isinstance(action.choices, dict))
     old = new = PAGE.read_text(encoding="utf-8")
     for name, command in commands.choices.items():
         begin, end = f"<!-- options of {name} begin -->\n", f"<!-- options of {name} end -->"

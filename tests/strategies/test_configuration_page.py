@@ -54,7 +54,7 @@ def test_the_python_on_the_page_runs_and_prints_what_it_says(
             if name in flags.FLAGS:
                 delattr(flags.FLAGS, name)  # of one block only
     outputs = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
-    assert len(outputs) == 3
+    assert len(outputs) == 2
     assert [text for text in outputs if text not in printed] == []
 
 
