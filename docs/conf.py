@@ -5,6 +5,7 @@ import builtins
 import re
 import sys
 import typing
+from pathlib import Path
 from typing import Any
 
 project = "tfdist_ext"
@@ -14,6 +15,7 @@ exclude_patterns = ["README.md"]  # the list of pages that GitHub shows
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["narrow.css"]
+html_search_scorer = str(Path(__file__).with_name("_static") / "scorer.js")
 html_title = project
 html_copy_source = False
 html_show_copyright = False
