@@ -36,7 +36,7 @@ class Run:
 
 
 def measured() -> tuple[Run, Run]:
-    """(the job that is hurt, the job without a break)."""
+    """(the job with two restarts, the uninterrupted job)."""
     return _run("yes"), _run("no")
 
 
@@ -114,8 +114,8 @@ def draw(hurt: Run, whole: Run, path: Path) -> None:
             speed.text(place, 1, f"{int(steps[0]['workers'])} workers", rotation=90, ha="center")
         speed.set(xlabel="seconds since the first step", ylabel="steps/s")
         for run, width, style, color, label in (
-            (whole, 4.5, "-", "#c6dbef", "without a break"),
-            (hurt, 1.2, "--", "#c00000", "killed, left out"),
+            (whole, 4.5, "-", "#c6dbef", "uninterrupted"),
+            (hurt, 1.2, "--", "#c00000", "with two restarts"),
         ):
             steps = sorted(run.steps, key=lambda step: step["step"])
             where, what = [each["step"] for each in steps], [each["loss"] for each in steps]
