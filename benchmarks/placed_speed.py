@@ -1,7 +1,7 @@
 """Steps a second and bytes of PlacedStrategy beside what a user would pick instead.
 
     .venv/bin/python benchmarks/placed_speed.py [--rounds 3] [--markdown docs/performance.md]
-    .venv/bin/python benchmarks/placed_speed.py --sizes [--markdown docs/placed.md]
+    .venv/bin/python benchmarks/placed_speed.py --sizes [--markdown docs/placement.md]
 
 Four logical CPUs, Adam. An MLP of 7.3M parameters, batches of 32, its kernels owned; and an
 Embedding of 1M x 32 on CPU:0 with a dense part mirrored, batches of 256. Every round runs every

@@ -5,15 +5,17 @@ import builtins
 import re
 import sys
 import typing
+from pathlib import Path
 from typing import Any
 
 project = "tfdist_ext"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["README.md"]  # index.md includes it
+exclude_patterns = ["README.md"]  # the list of pages that GitHub shows
 
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["narrow.css"]
+html_search_scorer = str(Path(__file__).with_name("_static") / "scorer.js")
 html_title = project
 html_copy_source = False
 html_show_copyright = False
@@ -68,6 +70,14 @@ def check_types(app: Any, what: str, name: str, obj: Any, options: Any, lines: l
         )
 
 
+def nest_examples(app: Any, page: str, source: list[str]) -> None:
+    """Put the examples of a page's last section, "Examples", below the page in the sidebar."""
+    section = source[0].partition("\n## Examples\n")[2]
+    if names := re.findall(r"\((examples/\w+)\.md\)", section):
+        source[0] += "\n```{toctree}\n:hidden:\n\n" + "\n".join(names) + "\n```\n"
+
+
 def setup(app: Any) -> None:
+    app.connect("source-read", nest_examples)
     app.connect("autodoc-process-docstring", check_types, priority=900)  # after napoleon
     app.connect("autodoc-process-docstring", mark_code, priority=400)  # before napoleon

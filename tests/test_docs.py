@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -32,15 +33,15 @@ from tfdist_ext.launch.resources import reserve_ports
 PYTHON, SHOWN = {"python", "diff"}, {"console", "text", "toml", "json", "yaml"}
 FILES = {*PYTHON, "toml"}
 BUILT = {ROOT / page for page in PAGES if page.startswith("docs/")} - {ROOT / "docs" / "README.md"}
-FOR_SPHINX = {"{include}", "{toctree}", "{literalinclude}", "{eval-rst}"}
+FOR_SPHINX = {"{container}", "{toctree}", "{literalinclude}", "{eval-rst}", "{include}"}
 
 # Pages whose Python is run by tests of their own, which ask for more.
 PYTHON_BY = {
-    "docs/cluster.md": "tests/cluster/test_cluster_page.py",
-    "docs/launching.md": "tests/launch/test_launching_docs.py",
+    "docs/configuration.md": "tests/strategies/test_configuration_page.py",
+    "docs/environment_variables.md": "tests/cluster/test_environment_variables_page.py",
     "docs/notebooks.md": "tests/environments/test_notebook.py",
+    "docs/one_machine.md": "tests/launch/test_one_machine_page.py",
     "docs/ray.md": "tests/environments/test_ray.py",
-    "docs/strategies.md": "tests/strategies/test_strategies_page.py",
     "docs/testing.md": "tests/testing/test_sample_project.py",
 }
 
@@ -53,7 +54,7 @@ def build():
     model.compile("sgd", "mse")
     return model
 """
-GIVEN = {"README.md": MODEL_AND_DATA, "docs/README.md": MODEL_AND_DATA}
+GIVEN = {"README.md": MODEL_AND_DATA, "docs/index.md": MODEL_AND_DATA}
 
 # Pages whose commands need machines, which tests in tests/environments have.
 COMMANDS_OF_PAGE_BY = {
@@ -73,9 +74,13 @@ COMMANDS_BY = {
     "tests/test_configs.py::test_plain_keras_reads_what_they_wrote": [
         "python docs/examples/check_saved_model.py runs/digits_multi_worker",
     ],
-    "tests/launch/test_launching_docs.py::test_sessions": [
+    "tests/launch/test_one_machine_page.py::test_sessions": [
         "tfdist run --workers 2 --dry-run -- python train.py",
         "tfdist run --workers 2 --log-dir logs -- python train.py",
+    ],
+    "tests/test_docs.py::test_the_job_of_the_quickstart_survives_a_kill": [
+        "tfdist run --workers 2 --max-restarts 3 -- python resume.py",
+        'pkill -9 -n -f "^python resume.py"',
     ],
     "tests/environments/test_ray.py::test_the_example": ["python docs/examples/ray_train.py"],
     "tests/environments/test_submitit.py::test_submitit": [
@@ -106,7 +111,7 @@ def is_run_here(command: str) -> bool:
 
 # Pages whose commands start clusters as those of other pages do.
 CLUSTERS_AS_ELSEWHERE = {
-    "docs/migrating_tf_distribute.md",  # README.md, docs/quickstart.md
+    "docs/migrating.md",  # README.md, docs/quickstart.md
     "docs/placement.md",  # docs/parameter_servers.md
 }
 
@@ -192,6 +197,29 @@ def test_the_lines_for_two_machines_are_one_training(tmp_path: Path) -> None:
         assert re.search(f"^task .*worker:{index}.* in a cluster of 2 workers", log, re.M)
     assert (tmp_path / "A" / "model.keras").exists()
     assert not (tmp_path / "B" / "model.keras").exists()
+
+
+def test_the_job_of_the_quickstart_survives_a_kill(tmp_path: Path) -> None:
+    for block in blocks_of("docs/quickstart.md"):
+        if block.file:
+            program = block.program.replace("epochs=300", "epochs=80")
+            (tmp_path / block.file).write_text(program, encoding="utf-8")
+    command = [sys.executable, "-m", "tfdist_ext.cli", "run", "--workers", "2"]
+    command += ["--max-restarts", "3", "--", sys.executable, "resume.py"]
+    job = Program(command, output=tmp_path / "log", env=dict(os.environ), cwd=tmp_path)
+    try:
+        for _ in range(600):
+            if len(list(tmp_path.glob("checkpoints/epoch-*"))) > 1:
+                break
+            time.sleep(0.1)
+        kill = ["pkill", "-9", "-n", "-f", f"^{re.escape(sys.executable)} resume.py"]
+        subprocess.run(kill, check=True)
+        assert job.wait(100) == 0
+    finally:
+        job.kill()
+    log = (tmp_path / "log").read_text(encoding="utf-8")
+    for line in ("worker:1 failed first", "restart 1 of 3", "resuming after epoch"):
+        assert line in log, log[-3000:]
 
 
 def _run_as_one_program(blocks: list[Block], folder: Path, given: str) -> None:
@@ -311,13 +339,21 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_each_page_is_in_the_index() -> None:
-    """In docs/README.md; of its own index Sphinx says it."""
+    """In docs/README.md, by its title; Sphinx warns of a page that the sidebar lacks."""
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     for path in (ROOT / "docs").glob("*.md"):
-        assert path.name in ("README.md", "index.md") or f"({path.name})" in index, path.name
-    examples = (ROOT / "docs" / "examples" / "README.md").read_text(encoding="utf-8")
-    for path in (ROOT / "docs" / "examples").glob("*.md"):
-        assert path.name == "README.md" or f"({path.name})" in examples, path.name
+        if path.name not in ("README.md", "index.md", "contributing.md"):  # which includes a page
+            title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+            assert f"[{title}]({path.name})" in index, path.name
+
+
+def test_the_pictures_are_those_of_their_program(tmp_path: Path) -> None:
+    program = ROOT / "scripts" / "figures" / "pictures"
+    subprocess.run([sys.executable, str(program), str(tmp_path)], check=True)
+    for drawn in tmp_path.iterdir():
+        assert drawn.read_text() == (ROOT / "docs" / drawn.name).read_text(), (
+            f"run scripts/figures/pictures: docs/{drawn.name} is another picture"
+        )
 
 
 def test_the_choice_names_every_strategy() -> None:
@@ -338,6 +374,30 @@ def test_each_public_name_is_in_the_reference() -> None:
             )
 
 
+def texts_of_the_package() -> set[str]:
+    """The strings of the package, with "..." for the values of an f-string."""
+    found = set()
+    for path in (ROOT / "tfdist_ext").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [it.value if isinstance(it, ast.Constant) else "..." for it in node.values]
+                found.add("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+def test_the_listed_messages_are_those_of_the_package() -> None:
+    page = (ROOT / "docs" / "error_messages.md").read_text(encoding="utf-8")
+    texts = texts_of_the_package()
+    rows = re.findall(r"^\| (`.*?) \| ", page.partition("## The cluster")[2], re.M)
+    messages = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+    assert len(messages) > 40
+    for message in messages:
+        pattern = re.compile(".*".join(map(re.escape, message.split("..."))), re.S)
+        assert any(pattern.search(text) for text in texts), f"no error has the words {message!r}"
+
+
 def names_in_package() -> set[str]:
     """Modules, functions and classes of the package, by their own names."""
     found = set()
@@ -356,5 +416,6 @@ def test_pages_for_developers_name_what_exists() -> None:
     text += "\n".join(line.split(" | ")[-1] for line in facts if line.startswith("| "))
     known = names_in_package()
     for name in re.findall(r"`(\w*[A-Z_./][\w./]*)`", text):
-        is_file = (ROOT / name).exists() or any((ROOT / "tfdist_ext").rglob(name))
+        is_file = any((ROOT / folder / name).exists() for folder in ("", "tfdist_ext", "tests"))
+        is_file = is_file or any((ROOT / "tfdist_ext").rglob(name))
         assert is_file or set(name.split(".")) <= known, f"{name} does not exist"

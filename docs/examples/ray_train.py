@@ -1,10 +1,9 @@
-"""Train on two workers of Ray, lose one, go on from the last checkpoint, and use what Ray keeps.
+"""Trains on two Ray workers, restarts after a failure, and reports metrics and checkpoints.
 
     pip install "ray[train]"
     python docs/examples/ray_train.py
 
-The code that people copy calls `model.fit` in the function of a TensorflowTrainer. With Keras 3
-that crashes under the TF_CONFIG that Ray sets.
+Without tfdist_ext, Keras 3's `fit` crashes in the function of a TensorflowTrainer.
 """
 
 import os
@@ -41,7 +40,7 @@ def examples():
 
 
 def train(config):
-    """What each worker runs. The numbers are those of one device, for any number of workers."""
+    """Trains on each worker, with the numbers of one device."""
     import tfdist_ext as tfd
 
     strategy = tfd.create_strategy()  # from the TF_CONFIG that Ray has set
@@ -58,9 +57,9 @@ def train(config):
 
 
 def train_on_shards(config):
-    """The same on a data set of Ray, which gives each worker a shard of its own.
+    """Trains on a Ray dataset. Each worker reads its own shard.
 
-    Each example counts once. Which examples share a batch depends on the number of workers.
+    Which examples share a batch depends on the number of workers.
     """
     import tfdist_ext as tfd
 
@@ -82,7 +81,7 @@ def train_on_shards(config):
 
 
 def train_further(config):
-    """Another training, from the weights and the optimizer's state in a checkpoint of Ray."""
+    """Trains from the weights and the optimizer state of a Ray checkpoint."""
     import tfdist_ext as tfd
 
     model = tfd.distribute(build, tfd.create_strategy())
@@ -99,7 +98,7 @@ def train_further(config):
 
 
 def run(function, storage, name, workers=2, failures=2, datasets=None, **config):
-    """A run of Ray Train; all nodes have to see the storage. The same name goes on with it."""
+    """Runs Ray Train. All nodes must see the storage. The same name resumes a run."""
     trainer = TensorflowTrainer(
         function,
         train_loop_config={"folder": str(Path(storage, name)), **config},

@@ -36,7 +36,7 @@ class Run:
 
 
 def measured() -> tuple[Run, Run]:
-    """(the job that is hurt, the job without a break)."""
+    """(the job with two restarts, the uninterrupted job)."""
     return _run("yes"), _run("no")
 
 
@@ -80,7 +80,7 @@ def faults(hurt: Run, whole: Run) -> list[str]:
 def markdown(hurt: Run, whole: Run) -> str:
     """What each start did, and the differences."""
     began = hurt.steps[0]["time"]
-    lines = ["| start | workers | steps | seconds of the job |", "|---|---|---|---|"]
+    lines = ["| run | workers | steps | seconds of the job |", "|---|---|---|---|"]
     for number, steps in enumerate(hurt.starts(), start=1):
         first, last = steps[0], steps[-1]
         when = f"{first['time'] - began:.0f} to {last['time'] - began:.0f}"
@@ -89,8 +89,8 @@ def markdown(hurt: Run, whole: Run) -> str:
     loss, weight = differences(hurt, whole)
     lines += [
         "",
-        f"The losses of all {len(whole.steps)} steps differ from those of the job without a break"
-        f" by {loss:.0e} at most, and the weights at its end by {weight:.0e}.",
+        f"The losses of all {len(whole.steps)} steps differ from those of an uninterrupted job"
+        f" by at most {loss:.0e}, and the final weights by at most {weight:.0e}.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -114,8 +114,8 @@ def draw(hurt: Run, whole: Run, path: Path) -> None:
             speed.text(place, 1, f"{int(steps[0]['workers'])} workers", rotation=90, ha="center")
         speed.set(xlabel="seconds since the first step", ylabel="steps/s")
         for run, width, style, color, label in (
-            (whole, 4.5, "-", "#c6dbef", "without a break"),
-            (hurt, 1.2, "--", "#c00000", "killed, left out"),
+            (whole, 4.5, "-", "#c6dbef", "uninterrupted"),
+            (hurt, 1.2, "--", "#c00000", "with two restarts"),
         ):
             steps = sorted(run.steps, key=lambda step: step["step"])
             where, what = [each["step"] for each in steps], [each["loss"] for each in steps]

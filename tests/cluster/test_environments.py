@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,6 @@ from tfdist_ext.cluster import ClusterConfig, Task, describe_environments
 from tfdist_ext.cluster.config import ENVIRONMENTS
 from tfdist_ext.errors import ClusterConfigError
 
-PAGE = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text(encoding="utf-8")
 Env = dict[str, str]
 TF_CONFIG = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
 

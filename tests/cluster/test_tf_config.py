@@ -17,7 +17,7 @@ from tfdist_ext.errors import ClusterConfigError, TfDistError
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "figures" / "tf_config_errors"
-PAGE = ROOT / "docs" / "cluster.md"
+PAGE = ROOT / "docs" / "environment_variables.md"
 BEGIN = "<!-- begin: printed by scripts/figures/tf_config_errors -->\n"
 END = "<!-- end -->\n"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -25,7 +24,6 @@ from tfdist_ext.cluster import ClusterConfig
 pytestmark = pytest.mark.timeout(280)
 on_hosts = pytest.mark.skipif(bool(namespaces.WHY_NOT), reason=namespaces.WHY_NOT or "-")
 TEMPLATES = ROOT / "configs" / "kubernetes"
-PAGE = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
 
 
 def manifests(
@@ -196,8 +194,7 @@ def test_the_image_is_made_of_what_there_is(tmp_path: Path) -> None:
 
 def test_what_a_tfjob_writes_is_read() -> None:
     """Its TF_CONFIG, as genTFConfigJSONStr of Kubeflow's training-operator v1.9.0 writes it."""
-    (text,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)
-    tfjob = yaml.safe_load(text)
+    tfjob = yaml.safe_load((TEMPLATES / "tfjob.yaml").read_text())
     name, specs = tfjob["metadata"]["name"], tfjob["spec"]["tfReplicaSpecs"]
     cluster = {
         role.lower(): [

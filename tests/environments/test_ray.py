@@ -151,7 +151,7 @@ def test_the_page_shows_the_example() -> None:
     """The Python of docs/ray.md is that of the example, which is run above."""
     example = (ROOT / "docs" / "examples" / "ray_train.py").read_text()
     shown = [block.text for block in blocks_of("docs/ray.md") if block.language == "python"]
-    assert len(shown) == 4
+    assert len(shown) == 2
     for text in shown:
         imports, _, function = text.rpartition("\n\n\ndef ")
         assert all(line in example for line in imports.splitlines())

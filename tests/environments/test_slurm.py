@@ -122,7 +122,7 @@ def test_an_error_of_the_script_ends_the_job(slurm: Slurm, tmp_path: Path) -> No
 
 def test_the_command_of_the_page(slurm: Slurm, start: Starter, tmp_path: Path) -> None:
     """Runs in an interactive allocation, where nobody writes TF_CONFIG."""
-    submitted, interactive = (command for command, _ in commands_of(PAGE))
+    interactive, submitted = (command for command, _ in commands_of(PAGE))
     assert submitted == "sbatch train.sbatch"
     (script,) = (block for block in blocks_of(PAGE) if block.file)
     (tmp_path / script.file).write_text(script.program, encoding="utf-8")

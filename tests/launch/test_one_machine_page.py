@@ -1,4 +1,4 @@
-"""docs/launching.md says what really happens: its sessions and programs are run."""
+"""docs/one_machine.md says what really happens: its sessions are run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from pages import commands_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
-SCRIPT, PROGRAM = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+PAGE = (ROOT / "docs" / "one_machine.md").read_text(encoding="utf-8")
+(SCRIPT,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 SESSIONS = [
     (command.removeprefix("tfdist "), "\n".join(lines))
-    for command, lines in commands_of("docs/launching.md")
+    for command, lines in commands_of("docs/one_machine.md")
     if "--dry-run" in command or "--log-dir" in command
 ]
 
@@ -42,16 +42,3 @@ def test_sessions(mark, tmp_path, words, output):
         timeout=20,
     )
     assert normal(done.stdout) == normal(output)
-
-
-def test_the_program(mark, tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=tmp_path,
-        env=mark.env,
-        capture_output=True,
-        text=True,
-        timeout=20,
-    )
-    assert done.stdout.splitlines()[-1] == "1 worker:1"
