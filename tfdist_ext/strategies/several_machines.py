@@ -118,8 +118,8 @@ def _shard_optimizer(strategy: tf.distribute.Strategy, described: ClusterDescrip
         devices = ", ".join(strategy.extended.worker_devices)
         raise StrategyError(
             "shard_optimizer=True needs one device in each task, and this task has"
-            f" {devices}. Start one task for each GPU, and give each task its GPU with"
-            " CUDA_VISIBLE_DEVICES."
+            f" {devices}. Start one task for each GPU: tfdist run --process-per-device does it on"
+            " one machine."
         )
     OwnedSums(strategy, len(tasks), tasks.index(str(described.task)))
 

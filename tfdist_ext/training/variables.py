@@ -37,6 +37,7 @@ from tfdist_ext.strategies._tf_private import with_scalar_conversions
 from tfdist_ext.training._keras_private import distribution_strategy_of, raw_value, step_variables
 
 __all__ = [
+    "PARTS",
     "LocalCopies",
     "ShardedSlot",
     "UpdatesInPlace",
@@ -51,13 +52,14 @@ __all__ = [
     "optimizers_of",
     "outside_of_scopes",
     "owner_copy",
+    "parts_of",
     "set_sharded_slots",
     "sharded_slots",
     "variables_of_steps",
     "with_inner_optimizers",
 ]
 
-_SLOTS = "_tfdist_ext_slots"  # an attribute of an optimizer
+PARTS, _SLOTS = "_tfdist_ext_parts", "_tfdist_ext_slots"  # attributes of an optimizer
 
 
 class LocalCopies(keras.StatelessScope):
@@ -133,6 +135,11 @@ class ShardedSlot:
         self.owners = owners
         self.dtype = variable.dtype
         self.whole: np.ndarray | None = None
+
+
+def parts_of(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns the OptimizerParts of an optimizer that workers share; None for another one."""
+    return vars(optimizer).get(PARTS)
 
 
 def sharded_slots(optimizer: keras.optimizers.Optimizer) -> list[ShardedSlot]:

@@ -20,18 +20,20 @@ from tfdist_ext.data.pipelines import Specs, Structure
 from tfdist_ext.errors import PlacementError, TrainingError
 from tfdist_ext.placement.live.learning import fresh_names, learn_specs
 from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
+from tfdist_ext.strategies.owned_sums import owned_sums_of
 from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.training import _keras_private
 from tfdist_ext.training._tf_private import creating_without_broadcast
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.building.copying import clone_model, compile_as, copy_state
 from tfdist_ext.training.state import check_has_variables, send_slots
-from tfdist_ext.training.steps.parts import OptimizerParts, deferring_builds, parts_of
+from tfdist_ext.training.steps.parts import OptimizerParts, deferring_builds
 from tfdist_ext.training.variables import (
     copies_of_one_name,
     default_strategy_scope,
     optimizers_of,
     outside_of_scopes,
+    parts_of,
     variables_of_steps,
 )
 
@@ -73,7 +75,8 @@ def creation_scope(
 
     scope = contextlib.ExitStack()
     scope.enter_context(copies_of_one_name())
-    scope.enter_context(deferring_builds(strategy))
+    if owned_sums_of(strategy) is not None:
+        scope.enter_context(deferring_builds())
     scope.enter_context(strategy.scope())
     if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         scope.enter_context(creating_without_broadcast(strategy))

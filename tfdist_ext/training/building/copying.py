@@ -29,8 +29,7 @@ from tfdist_ext.training._keras_private import (
     trusted,
 )
 from tfdist_ext.training.state import assign_whole, whole_value
-from tfdist_ext.training.steps.parts import parts_of
-from tfdist_ext.training.variables import optimizers_of
+from tfdist_ext.training.variables import optimizers_of, parts_of
 
 __all__ = ["clone_model", "compile_as", "copy_state"]
 

@@ -41,7 +41,7 @@ from tfdist_ext.training.steps.context import (
     reduced_for,
     running_step,
 )
-from tfdist_ext.training.steps.parts import OptimizerParts, parts_of, sums_of_parts
+from tfdist_ext.training.steps.parts import OptimizerParts, sums_of_parts
 from tfdist_ext.training.steps.random_numbers import RANDOM, REFUSED_IN_UPDATES, rows_at
 from tfdist_ext.training.steps.rows import Gradient, compared_rows
 from tfdist_ext.training.steps.scope import (
@@ -61,6 +61,7 @@ from tfdist_ext.training.variables import (
     local_copy,
     optimizers_of,
     owner_copy,
+    parts_of,
     with_inner_optimizers,
 )
 from tfdist_ext.user_frames import warn

@@ -35,6 +35,7 @@ from tfdist_ext.training._keras_private import (
     substitutes,
 )
 from tfdist_ext.training.variables import (
+    PARTS,
     LocalCopies,
     ShardedSlot,
     default_strategy_scope,
@@ -44,9 +45,7 @@ from tfdist_ext.training.variables import (
 )
 from tfdist_ext.user_frames import warn
 
-__all__ = ["OptimizerParts", "OwnPart", "deferring_builds", "parts_of", "sums_of_parts"]
-
-_PARTS = "_tfdist_ext_parts"  # an attribute of an optimizer
+__all__ = ["OptimizerParts", "OwnPart", "deferring_builds", "sums_of_parts"]
 
 
 class OwnPart:
@@ -158,7 +157,7 @@ class OptimizerParts:
         self.parts: list[OwnPart] = []
         self.initial: list[np.ndarray] | None = None
         self._optimizer = optimizer
-        vars(optimizer)[_PARTS] = self
+        vars(optimizer)[PARTS] = self
 
     def build(self, strategy: tf.distribute.Strategy) -> None:
         """Builds the optimizer for this worker's parts, in the scope of the strategy.
@@ -243,11 +242,6 @@ class OptimizerParts:
             part.value = value
 
 
-def parts_of(optimizer: keras.optimizers.Optimizer) -> OptimizerParts | None:
-    """Returns the parts of an optimizer's weights; None without `shard_optimizer=True`."""
-    return vars(optimizer).get(_PARTS)
-
-
 def sums_of_parts(values: Sequence[tf.Tensor], parts: Sequence[OwnPart]) -> list[tf.Tensor]:
     """Returns the sum over workers of each part of gradients, which have the weights' shapes."""
     sums = _sums_of(tf.distribute.get_strategy())
@@ -256,16 +250,15 @@ def sums_of_parts(values: Sequence[tf.Tensor], parts: Sequence[OwnPart]) -> list
 
 
 @contextlib.contextmanager
-def deferring_builds(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Scope in which optimizers that workers share only note which weights they are built for."""
+def deferring_builds() -> Iterator[None]:
+    """Scope in which optimizers only note which weights they are built for."""
 
     def note(original: object, optimizer: keras.optimizers.Optimizer, variables: Any) -> None:
         if not optimizer.built:
             OptimizerParts(optimizer, variables)
             optimizer.built = True
 
-    is_shared = owned_sums_of(strategy) is not None
-    with replacing(optimizer_builds() if is_shared else []), substitutes({"build": note}):
+    with replacing(optimizer_builds()), substitutes({"build": note}):
         yield
 
 

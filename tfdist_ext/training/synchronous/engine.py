@@ -19,11 +19,10 @@ import tensorflow as tf
 from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.strategies._tf_private import per_replica
 from tfdist_ext.training.inputs import BatchIterator, Epoch, Execution, GlobalBatches, Parts
-from tfdist_ext.training.steps.parts import parts_of
 from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.synchronous.model_step import ModelStep, OneTrace, Seeds
 from tfdist_ext.training.synchronous.reduction import States, SynchronousReduction
-from tfdist_ext.training.variables import default_strategy_scope, with_inner_optimizers
+from tfdist_ext.training.variables import default_strategy_scope, parts_of, with_inner_optimizers
 from tfdist_ext.user_frames import warn
 
 __all__ = ["SynchronousEngine"]
