@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import matrix
 import train
+from task_programs import results_of
 
 from tfdist_ext.testing import TaskError, run_tasks
 
@@ -63,6 +64,8 @@ COLUMNS = {
     "placed 3: in pieces": Column("placed-pieces_3"),
     "workers 2": Column(WORKERS, workers=2),
     "workers 3": Column(WORKERS, workers=3, in_suite=(FIRST,)),
+    "shared 2": Column(f"{WORKERS}-shared", workers=2),
+    "shared 3": Column(f"{WORKERS}-shared", workers=3),
     "Keras: mirrored 4": Column("mirrored_4", by_keras=True),
     "Keras: central 3": Column("central_storage_3", by_keras=True),
     "Keras: workers 2": Column(WORKERS, workers=2, by_keras=True),
@@ -113,6 +116,24 @@ def figures() -> dict[str, dict[matrix.Cell, float | None]]:
         }
         for title in COLUMNS
     }
+
+
+def of_every_optimizer() -> dict[str, dict[str, float]]:
+    """Optimizer -> the difference of weights to one device, by title, of a shared optimizer."""
+    found: dict[str, dict[str, float]] = {}
+    for workers in (2, 3):
+        first, *_ = results_of("sharded_optimizer.py", cluster=workers, timeout=LIMIT)
+        for name, figures in first["optimizers"].items():
+            found.setdefault(name, {})[f"shared {workers}"] = figures["weights"]
+    return found
+
+
+def markdown_of_optimizers(found: dict[str, dict[str, float]]) -> str:
+    titles = list(next(iter(found.values())))
+    lines = [f"| optimizer | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
+    for name, figures in found.items():
+        lines.append(f"| {name} | {' | '.join(f'{value:.0e}' for value in figures.values())} |")
+    return "\n".join(["### Every optimizer, shared by workers", "", *lines, ""])
 
 
 def markdown(found: dict[str, dict[matrix.Cell, float | None]]) -> str:

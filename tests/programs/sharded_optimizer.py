@@ -1,6 +1,6 @@
 """A worker of a cluster that shares the optimizer: all optimizers, saving, restoring; as JSON.
 
-Arguments: a directory that all workers share, and the names of OPTIMIZERS to train, or "all".
+Argument: a directory that all workers share. Without it, only the optimizers are tried.
 """
 
 import json
@@ -21,7 +21,6 @@ from tfdist_ext.training.state import whole_slots  # noqa: E402
 from tfdist_ext.training.variables import sharded_slots  # noqa: E402
 
 rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-shared = Path(sys.argv[1])
 result = {"optimizers": {}}
 
 
@@ -54,8 +53,6 @@ def trained(build, **options):
 
 
 for name, make in models.OPTIMIZERS.items():
-    if sys.argv[2:] != ["all"] and name not in sys.argv[2:]:
-        continue
     plain, ours = trained(lambda make=make: models.build(make()))
     slots = sharded_slots(ours.keras_model.optimizer)
     result["optimizers"][name] = {
@@ -65,54 +62,64 @@ for name, make in models.OPTIMIZERS.items():
         "all": sum(np.prod(slot.shape, dtype=int).item() for slot in slots),
     }
 
-# A step of the user's own, which clips; and an eager one.
-for name, build in (("own step", models.build_own_step), ("eager", models.build_eager)):
-    plain, ours = trained(build)
-    result[name] = difference(weights_of(ours), weights_of(plain))
 
-# Files: written whole, by the chief; restored by any number of workers.
-plain, ours = trained(lambda: models.build(keras.optimizers.Adam(0.01)))
-with warnings.catch_warnings(record=True) as warned:
-    warnings.simplefilter("always")
-    ours.save(shared / "model.keras")
-    ours.save_checkpoint(shared / "two.ckpt")
-    ours.save_weights(shared / "two.weights.h5")
-result["warned"] = [str(each.message) for each in warned if "shard_optimizer" in str(each.message)]
-loaded = keras.models.load_model(shared / "model.keras", compile=True)
-result["loaded"] = difference(loaded.optimizer.variables, plain.optimizer.variables)
-again = tfd.distribute(lambda: models.build(keras.optimizers.Adam(0.01)), strategy)
-result["restored step"] = again.restore_checkpoint(shared / "one.ckpt").step  # one device's
-again.fit(*models.data(), **models.FIT)
-result["continued"] = [each.astype(float).tolist() for each in weights_of(again)]
-again = tfd.distribute(lambda: models.build(keras.optimizers.Adam(0.01)), strategy)
-again.fit(*models.data(), **models.FIT)
-again.load_weights(shared / "two.weights.h5")
-result["load_weights"] = difference(whole_variables(again), plain.optimizer.variables)
-
-# A trained model of each worker's own: the chief's counts.
-keras.utils.set_random_seed(20 + rank)
-own = models.build(keras.optimizers.Adam(0.01))
-own.fit(*models.data(), **models.FIT)
-adopted = tfd.distribute(own, strategy)
-result["adopted"] = [float(np.abs(each).sum()) for each in whole_variables(adopted)]
-result["own"] = [float(np.abs(np.asarray(each)).sum()) for each in own.optimizer.variables]
+def build_adam():
+    return models.build(keras.optimizers.Adam(0.01))
 
 
-def told(callback):
+def told(model, callback):
     try:
-        ours.fit(*models.data(), **models.FIT, callbacks=[callback])
+        model.fit(*models.data(), **models.FIT, callbacks=[callback])
     except tfd.TfDistError as error:
         return str(error)
 
 
-result["backup"] = told(keras.callbacks.BackupAndRestore(shared / "backup"))
-result["swap"] = told(keras.callbacks.SwapEMAWeights())
-with warnings.catch_warnings(record=True) as warned:
-    warnings.simplefilter("always")
-    result["checkpoint"] = told(keras.callbacks.ModelCheckpoint(shared / "callback.keras"))
-result["warned_by_callback"] = [str(each.message) for each in warned]
-result["verified"] = str(
-    tfd.verify(
-        lambda: models.build(keras.optimizers.Adam(0.01)), models.data(), strategy, batch_size=16
-    )
-)
+def steps_and_files(shared):
+    """Other steps, files of all kinds, models that exist already, callbacks, and verify."""
+    # A step of the user's own, which clips; and an eager one.
+    for name, build in (("own step", models.build_own_step), ("eager", models.build_eager)):
+        plain, ours = trained(build)
+        result[name] = difference(weights_of(ours), weights_of(plain))
+
+    # Files: written whole, by the chief; restored by any number of workers.
+    plain, ours = trained(build_adam)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        ours.save(shared / "model.keras")
+        ours.save_checkpoint(shared / "two.ckpt")
+        ours.save_weights(shared / "two.weights.h5")
+    result["warned"] = [
+        str(each.message) for each in warned if "shard_optimizer" in str(each.message)
+    ]
+    loaded = keras.models.load_model(shared / "model.keras", compile=True)
+    result["loaded"] = difference(loaded.optimizer.variables, plain.optimizer.variables)
+    again = tfd.distribute(build_adam, strategy)
+    result["restored step"] = again.restore_checkpoint(shared / "one.ckpt").step  # one device's
+    again.fit(*models.data(), **models.FIT)
+    result["continued"] = [each.astype(float).tolist() for each in weights_of(again)]
+    again = tfd.distribute(build_adam, strategy)
+    again.fit(*models.data(), **models.FIT)
+    again.load_weights(shared / "two.weights.h5")
+    result["load_weights"] = difference(whole_variables(again), plain.optimizer.variables)
+
+    # A trained model of each worker's own: the chief's counts.
+    keras.utils.set_random_seed(20 + rank)
+    own = build_adam()
+    own.fit(*models.data(), **models.FIT)
+    adopted = tfd.distribute(own, strategy)
+    result["adopted"] = [float(np.abs(each).sum()) for each in whole_variables(adopted)]
+    result["own"] = [float(np.abs(np.asarray(each)).sum()) for each in own.optimizer.variables]
+
+    result["backup"] = told(ours, keras.callbacks.BackupAndRestore(shared / "backup"))
+    result["swap"] = told(ours, keras.callbacks.SwapEMAWeights())
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        result["checkpoint"] = told(
+            ours, keras.callbacks.ModelCheckpoint(shared / "callback.keras")
+        )
+    result["warned_by_callback"] = [str(each.message) for each in warned]
+    result["verified"] = str(tfd.verify(build_adam, models.data(), strategy, batch_size=16))
+
+
+if sys.argv[1:]:
+    steps_and_files(Path(sys.argv[1]))

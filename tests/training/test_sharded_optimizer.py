@@ -41,7 +41,7 @@ def continued(shared: Path) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def workers(shared: Path, continued: list[np.ndarray]) -> list[dict[str, Any]]:
-    return results_of("sharded_optimizer.py", str(shared), "all", cluster=2, timeout=300)
+    return results_of("sharded_optimizer.py", str(shared), cluster=2, timeout=300)
 
 
 @pytest.mark.timeout(400)
