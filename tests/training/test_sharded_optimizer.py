@@ -47,6 +47,7 @@ def workers(shared: Path, continued: list[np.ndarray]) -> list[dict[str, Any]]:
 @pytest.mark.timeout(400)
 def test_every_optimizer_gives_the_numbers_of_one_device(workers: list[dict[str, Any]]) -> None:
     for worker in workers:
+        assert "workers share its state" in worker["explain"]
         assert list(worker["optimizers"]) == list(models.OPTIMIZERS)
         for name, found in worker["optimizers"].items():
             assert found["weights"] < 1e-6, name
@@ -95,8 +96,8 @@ def test_a_trained_model_brings_the_slots_of_the_chief(workers: list[dict[str, A
 
 def test_callbacks_that_need_the_whole_optimizer(workers: list[dict[str, Any]]) -> None:
     for worker in workers:
-        assert "Use fit(checkpoint_dir=...) instead" in worker["backup"]
-        assert "SwapEMAWeights needs all averaged weights" in worker["swap"]
+        assert "BackupAndRestore needs the whole state" in worker["backup"]
+        assert "SwapEMAWeights needs the whole state" in worker["swap"]
         assert worker["checkpoint"] is None
     assert any("without the state of the optimizer" in w for w in workers[0]["warned_by_callback"])
 

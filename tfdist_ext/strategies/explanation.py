@@ -11,6 +11,7 @@ from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import counted, shown
 from tfdist_ext.strategies.cluster_tasks import describe
+from tfdist_ext.strategies.owned_sums import owned_sums_of
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = [
@@ -134,6 +135,7 @@ def explain(strategy: Any) -> Explanation:
         elsewhere = f", {len(devices)} of them on this task" if len(devices) != together else ""
         replicas = f"{together} in sync{elsewhere}" if devices else str(together)
         places = _places(strategy, devices)
+    shared = ["workers share its state (shard_optimizer=True)"] if owned_sums_of(strategy) else []
     threads = tf.config.threading.get_intra_op_parallelism_threads()  # 0: as many as cores
     rows = [
         ("strategy", [f"{choice.name} ({type(strategy).__name__})"]),
@@ -142,6 +144,7 @@ def explain(strategy: Any) -> Explanation:
         ("task", [_task(strategy, cluster)]),
         ("replicas", [replicas]),
         ("devices", [places]),
+        ("optimizer", shared),
         ("threads", [f"at most {threads} in an operation on a CPU"] if threads else []),
         ("steps", steps),
         ("passed over", choice.passed_over),

@@ -423,6 +423,11 @@ def raw_value(variable: keras.Variable | tf.Variable) -> tf.Variable:  # None if
     return NAMES.of(variable, "_value", "variables in a step")
 
 
+def set_raw_value(variable: keras.Variable, value: tf.Variable, shape: tuple[int, ...]) -> None:
+    """Gives a Keras variable another tf.Variable. Private: a part becomes a whole slot."""
+    variable._value, variable._shape = value, shape
+
+
 def array_parts(adapter: Any) -> tuple[Structure, int, int] | None:
     """Arrays as tensors, rows and global batch of an adapter; None if it holds no arrays.
 
@@ -666,16 +671,3 @@ def noting_slots(part: type, strategy: object) -> Iterator[list[tuple[keras.Vari
 def clipping_of(optimizer: keras.optimizers.Optimizer) -> Callable[..., Any]:
     """The method that clips gradients. Private: norms over parts of a weight must be replaced."""
     return NAMES.of(optimizer, "_clip_gradients", "clipping with shard_optimizer=True")
-
-
-def decide_weight_decay(
-    optimizer: keras.optimizers.Optimizer, variables: Sequence[tf.Variable]
-) -> None:
-    """Lets an optimizer decide which variables decay, by their names, and remember it.
-
-    Private because Keras compares names with those of the tf.Variables, and parts have none.
-    """
-    base, name = keras.optimizers.Optimizer, "_apply_weight_decay"
-    if getattr(type(optimizer), name) is getattr(base, name):
-        for variable in variables:
-            NAMES.of(optimizer, "_use_weight_decay", "weight decay of parts")(variable)

@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import pieces_of
-from tfdist_ext.training._keras_private import flat_layers, raw_value
+from tfdist_ext.training._keras_private import flat_layers, raw_value, set_raw_value
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.variables import (
     ShardedSlot,
@@ -43,13 +43,13 @@ __all__ = [
     "assign_whole",
     "blocks",
     "broadcast_bytes",
+    "broadcast_state",
     "broadcast_variables",
     "check_has_variables",
     "group_of",
     "has_equal_copies",
     "read_rows",
     "run_on_chief",
-    "send_slots",
     "snapshot",
     "state_of",
     "whole_slots",
@@ -61,7 +61,7 @@ MODEL, METRICS = "model", "metrics"  # all other groups are optimizers
 BLOCK_BYTES = 64 * 2**20
 WHOLE_BYTES = 2**30
 
-Variable: TypeAlias = keras.Variable | tf.Variable | ShardedSlot
+Variable: TypeAlias = keras.Variable | tf.Variable
 
 _NUMBERED = re.compile(r"(.*?)(?:_(\d+))?", re.S)
 _TEXT = 2000  # bytes of an error message that the other workers get
@@ -94,17 +94,9 @@ def state_of(model: keras.Model) -> dict[str, keras.Variable]:
         if optimizer.built:
             kinds = [type(each).__name__ for each in with_inner_optimizers(optimizer)]
             group = ".".join([attribute.replace("/", "_"), *kinds])
-            whole = {id(slot.variable): slot for slot in sharded_slots(optimizer)}
-            named = [
-                (_slot_name(each.name, slots), whole.get(id(each), each))
-                for each in optimizer.variables
-            ]
+            named = [(_slot_name(each.name, slots), each) for each in optimizer.variables]
             state |= {f"{group}/{name}": variable for name, variable in _renumbered(named)}
-    return {
-        name: each
-        for name, each in state.items()
-        if isinstance(each, ShardedSlot) or raw_value(each) is not None
-    }
+    return {name: each for name, each in state.items() if raw_value(each) is not None}
 
 
 def group_of(name: str) -> str:
@@ -153,15 +145,12 @@ def _slot_name(name: str, slots: dict[str, str]) -> str:
     return slots.get(path, "") + name.removeprefix(path)
 
 
-def whole_value(variable: Variable, buffer: np.ndarray | None = None) -> np.ndarray:
+def whole_value(variable: keras.Variable, buffer: np.ndarray | None = None) -> np.ndarray:
     """Returns the value of a variable: its first copy, its pieces joined.
 
     Args:
-        variable: if it is a ShardedSlot, it must have been gathered.
         buffer: memory for the value, if it fits; new memory costs time.
     """
-    if isinstance(variable, ShardedSlot):
-        return _gathered(variable)
     shape, dtype = tuple(variable.shape), raw_value(variable).dtype.as_numpy_dtype
     if buffer is None or (buffer.shape, buffer.dtype) != (shape, dtype):
         buffer = np.empty(shape, dtype)
@@ -172,8 +161,6 @@ def whole_value(variable: Variable, buffer: np.ndarray | None = None) -> np.ndar
 
 def has_equal_copies(variable: Variable) -> bool:
     """Whether the local copies of a variable are equal to the bit."""
-    if isinstance(variable, ShardedSlot):
-        return True
     for piece, _, _ in pieces_of(raw_value(variable)):
         first, *others = (copy.read_value().numpy().tobytes() for copy in _copies(piece))
         if any(other != first for other in others):
@@ -206,7 +193,7 @@ def blocks(value: Variable | np.ndarray) -> Iterator[tuple[int, int]]:
     A scalar is one row. A block has at least one row, however big that is.
     """
     rows, *rest = tuple(value.shape) or (1,)
-    item = tf.as_dtype(value.dtype).size
+    item = value.itemsize if isinstance(value, np.ndarray) else raw_value(value).dtype.size
     row_bytes = int(np.prod(rest, dtype=np.int64)) * item
     step = max(1, BLOCK_BYTES // max(1, row_bytes))
     for start in range(0, rows, step):
@@ -218,7 +205,6 @@ def read_rows(value: Variable | np.ndarray, start: int, stop: int) -> np.ndarray
 
     The rows may be a view of the memory of a tensor. TensorFlow never changes that memory.
     """
-    value = _gathered(value) if isinstance(value, ShardedSlot) else value
     if isinstance(value, np.ndarray):
         return np.atleast_1d(value)[start:stop]
     variable = raw_value(value)
@@ -252,11 +238,10 @@ class RowsAssigner:
     def __init__(self, variable: Variable):
         self._variable = variable
         self._row = 0
-        shape, dtype = tuple(variable.shape) or (1,), tf.as_dtype(variable.dtype)
-        collects = isinstance(variable, ShardedSlot)
-        if not collects and math.prod(shape) * dtype.size <= WHOLE_BYTES:
-            piece, _, _ = next(iter(pieces_of(raw_value(variable))))
-            collects = "/job:ps" not in _copies(piece)[0].device
+        shape, dtype = tuple(variable.shape) or (1,), raw_value(variable).dtype
+        piece, _, _ = next(iter(pieces_of(raw_value(variable))))
+        on_server = "/job:ps" in _copies(piece)[0].device
+        collects = not on_server and math.prod(shape) * dtype.size <= WHOLE_BYTES
         self._collected = np.empty(shape, dtype.as_numpy_dtype) if collects else None
 
     def next(self, rows: np.ndarray) -> None:
@@ -274,9 +259,6 @@ class RowsAssigner:
 
 
 def _assign_rows(variable: Variable, start: int, values: np.ndarray) -> None:
-    if isinstance(variable, ShardedSlot):
-        variable.whole = values.reshape(variable.shape)
-        return
     for piece, first, end in pieces_of(raw_value(variable)):
         low, high = max(start, first), min(start + len(values), end)
         if low >= high:
@@ -336,8 +318,7 @@ def broadcast_variables(reduction: Reduction, variables: Iterable[Variable]) -> 
     """
     if not reduction.multi_worker:
         return
-    plain = [each for each in variables if not isinstance(each, ShardedSlot)]
-    different = {id(raw_value(variable)): variable for variable in plain}
+    different = {id(raw_value(variable)): variable for variable in variables}
     messages: dict[int, list[tuple[Variable, int, int]]] = {}
     size = 0
     for variable in different.values():
@@ -355,55 +336,52 @@ def broadcast_variables(reduction: Reduction, variables: Iterable[Variable]) -> 
             assign.next(values.reshape(rows.shape))
 
 
+def broadcast_state(reduction: Reduction, model: keras.Model) -> None:
+    """Gives every worker the chief's state, but for slots that workers share."""
+    shared = {id(slot.variable) for slot in _slots_of(model)}
+    variables = state_of(model).values()
+    broadcast_variables(reduction, [each for each in variables if id(each) not in shared])
+
+
 @contextlib.contextmanager
 def whole_slots(
-    reduction: Reduction, model: keras.Model, *, everywhere: bool = False
+    reduction: Reduction, model: keras.Model, *, everywhere: bool = False, restores: bool = False
 ) -> Iterator[None]:
-    """Scope in which the chief has the whole slots that workers share; every worker must enter it.
+    """Scope in which slots that workers share are whole on the chief; every worker must enter it.
 
     Args:
-        everywhere: all workers have them.
+        everywhere: they are whole on all workers.
+        restores: the chief assigns them. At the end each worker gets its part of the values.
     """
-    slots = [slot for each in optimizers_of(model).values() for slot in sharded_slots(each)]
-    for slot in slots:
-        flat = np.zeros(math.prod(slot.shape), raw_value(slot.variable).dtype.as_numpy_dtype)
-        own = slot.variable.numpy().reshape(-1)
+    slots = _slots_of(model)
+    parts = [raw_value(slot.variable) for slot in slots]
+    for slot, part in zip(slots, parts, strict=True):
+        flat = np.zeros(math.prod(slot.shape), part.dtype.as_numpy_dtype)
+        own = part.numpy().reshape(-1)
         for worker, start, stop in slot.owners:
             if worker == reduction.worker:
                 flat[start:stop], own = own[: stop - start], own[stop - start :]
-        words = _words(flat.tobytes())
-        parts = np.array_split(words, 1 + words.nbytes // BLOCK_BYTES)
-        summed = np.concatenate([reduction.sum_over_workers(part) for part in parts])
+        words = np.array_split(_words(flat.tobytes()), 1 + flat.nbytes // BLOCK_BYTES)
+        summed = np.concatenate([reduction.sum_over_workers(each) for each in words])
         if reduction.is_chief or everywhere:
-            slot.whole = summed.view(flat.dtype)[: flat.size].reshape(slot.shape)
+            whole = summed.view(flat.dtype)[: flat.size].reshape(slot.shape)
+            set_raw_value(slot.variable, tf.Variable(whole, trainable=False), slot.shape)
     try:
         yield
+        values = [raw_value(slot.variable).numpy().tobytes() for slot in slots if restores]
     finally:
-        for slot in slots:
-            slot.whole = None
-
-
-def send_slots(reduction: Reduction, model: keras.Model) -> None:
-    """Gives each worker its parts of the slots that the chief has whole; every worker must call.
-
-    It does nothing if the chief has none, as after a file without an optimizer was loaded.
-    """
-    slots = [slot for each in optimizers_of(model).values() for slot in sharded_slots(each)]
-    if not slots or not reduction.from_chief(int(all(s.whole is not None for s in slots))):
-        return
-    for slot in slots:
-        dtype = raw_value(slot.variable).dtype.as_numpy_dtype
-        data = _gathered(slot).astype(dtype).tobytes() if reduction.is_chief else b""
-        flat = np.frombuffer(broadcast_bytes(reduction, data), dtype)
+        for slot, part in zip(slots, parts, strict=True):
+            set_raw_value(slot.variable, part, tuple(part.shape))
+    for slot, part, value in zip(slots, parts, values, strict=False):
+        data = broadcast_bytes(reduction, value if reduction.is_chief else b"")
+        flat = np.frombuffer(data, part.dtype.as_numpy_dtype)
         mine = [flat[a:b] for worker, a, b in slot.owners if worker == reduction.worker]
         if mine:
-            slot.variable.assign(np.concatenate(mine).reshape(tuple(slot.variable.shape)))
-        slot.whole = None
+            slot.variable.assign(np.concatenate(mine).reshape(tuple(part.shape)))
 
 
-def _gathered(slot: ShardedSlot) -> np.ndarray:
-    assert slot.whole is not None, "the value of a slot that workers share was not gathered"
-    return slot.whole
+def _slots_of(model: keras.Model) -> list[ShardedSlot]:
+    return [slot for each in optimizers_of(model).values() for slot in sharded_slots(each)]
 
 
 def broadcast_bytes(reduction: Reduction, data: bytes) -> bytes:

@@ -17,10 +17,9 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
@@ -111,30 +110,18 @@ class LocalCopies(keras.StatelessScope):
         return self._copy_of(variable)
 
 
-class ShardedSlot:
-    """A slot of an optimizer that workers share, of which each worker holds a part.
+class ShardedSlot(NamedTuple):
+    """A slot of an optimizer that workers share.
 
-    Args:
+    Attributes:
         variable: the part of this worker.
         shape: of the whole slot.
         owners: (worker, first element, element after the last) of each part.
-
-    Attributes:
-        dtype: Keras's name of the dtype.
-        whole: the value of the whole slot, while a model is saved or restored.
     """
 
-    def __init__(
-        self,
-        variable: keras.Variable,
-        shape: tuple[int, ...],
-        owners: Sequence[tuple[int, int, int]],
-    ):
-        self.variable = variable
-        self.shape = shape
-        self.owners = owners
-        self.dtype = variable.dtype
-        self.whole: np.ndarray | None = None
+    variable: keras.Variable
+    shape: tuple[int, ...]
+    owners: Sequence[tuple[int, int, int]]
 
 
 def parts_of(optimizer: keras.optimizers.Optimizer) -> Any:

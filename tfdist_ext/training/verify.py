@@ -332,13 +332,13 @@ class Trainings:
         np.random.seed(numpy_seed)
         callbacks = copy.deepcopy(self._fit.get("callbacks"))  # some cannot be used twice
         logs = model.fit(_dataset_of(batches), **{**self._fit, "callbacks": callbacks}).history
-        with contextlib.ExitStack() as stack:
-            if strategy is not None and owned_sums_of(strategy) is not None:
-                reduction = SynchronousReduction(strategy)
-                stack.enter_context(whole_slots(reduction, inner, everywhere=True))
-            values = self._values_of(inner)
+        whole: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if strategy is not None and owned_sums_of(strategy) is not None:
+            whole = whole_slots(SynchronousReduction(strategy), inner, everywhere=True)
+        with whole:
+            of_variables = self._values_of(inner)
         return {
-            **values,
+            **of_variables,
             **{f"log {name}": np.asarray(values) for name, values in logs.items()},
             **self._predictions(model, is_plain=strategy is None),
         }

@@ -26,7 +26,7 @@ from tfdist_ext.training import _keras_private
 from tfdist_ext.training._tf_private import creating_without_broadcast
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.building.copying import clone_model, compile_as, copy_state
-from tfdist_ext.training.state import check_has_variables, send_slots
+from tfdist_ext.training.state import broadcast_state, check_has_variables, whole_slots
 from tfdist_ext.training.steps.parts import OptimizerParts, deferring_builds
 from tfdist_ext.training.variables import (
     copies_of_one_name,
@@ -260,10 +260,15 @@ def build(
 
 def build_sharded_optimizers(model: keras.Model, reduction: Reduction) -> None:
     """Builds the optimizers that workers share; every worker must call, with the same weights."""
-    for parts in deferred_builds(model):
+    deferred = deferred_builds(model)
+    for parts in deferred:
         with creation_scope(reduction.strategy):
             parts.build(reduction.strategy)
-    send_slots(reduction, model)
+    if any(parts.initial for parts in deferred):
+        with whole_slots(reduction, model, restores=True):
+            for parts in deferred if reduction.is_chief else ():
+                parts.assign_initial()
+            broadcast_state(reduction, model)
 
 
 def deferred_builds(model: keras.Model) -> list[OptimizerParts]:

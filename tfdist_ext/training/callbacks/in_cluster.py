@@ -31,7 +31,7 @@ from tfdist_ext.strategies.owned_sums import owned_sums_of
 from tfdist_ext.training import _keras_private
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.callbacks.worker_tensorboard import check_tensorboard
-from tfdist_ext.training.state import broadcast_variables, state_of
+from tfdist_ext.training.state import broadcast_state
 from tfdist_ext.user_frames import filter_traceback, warn
 
 Callback: TypeAlias = keras.callbacks.Callback
@@ -50,6 +50,8 @@ _ARRAY = "array of the state"  # the key of {_ARRAY: "3"} in the JSON
 
 # Settings that distinguish two callbacks of one class, in this job and in the next.
 _SETTINGS = ("monitor", "filepath", "filename", "log_dir")
+
+_WITH_WHOLE_OPTIMIZER = (keras.callbacks.BackupAndRestore, keras.callbacks.SwapEMAWeights)
 
 # They write files, or print: only the chief runs them.
 _WRITING_CALLBACKS = (
@@ -128,24 +130,14 @@ def has_backup(callbacks: Callbacks, checkpoint_dir: str | Path | None) -> bool:
 
 
 def check_shared_optimizer(callbacks: Callbacks, strategy: tf.distribute.Strategy) -> None:
-    """Refuses callbacks that need all slots of an optimizer on the chief.
-
-    Raises:
-        TrainingError: workers share the optimizer, and there is such a callback.
-    """
-    if owned_sums_of(strategy) is None:
-        return
+    """Raises TrainingError for callbacks that need a whole optimizer, if workers share it."""
     for callback in keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or []):
-        name = type(callback).__name__
-        if isinstance(callback, keras.callbacks.BackupAndRestore):
+        needs_whole = isinstance(callback, _WITH_WHOLE_OPTIMIZER)
+        if needs_whole and owned_sums_of(strategy) is not None:
             raise TrainingError(
-                f"{name} saves the optimizer of one worker, and workers share the optimizer"
-                " (shard_optimizer=True). Use fit(checkpoint_dir=...) instead."
-            )
-        if isinstance(callback, keras.callbacks.SwapEMAWeights):
-            raise TrainingError(
-                f"{name} needs all averaged weights on each worker, and workers share them"
-                " (shard_optimizer=True). Create the strategy without shard_optimizer=True."
+                f"{type(callback).__name__} needs the whole state of the optimizer, which workers"
+                " share (shard_optimizer=True). Use fit(checkpoint_dir=...) to save and resume, or"
+                " a strategy without shard_optimizer=True."
             )
 
 
@@ -155,7 +147,7 @@ def restored_epoch(model: keras.Model, reduction: Reduction) -> int | None:
     epoch = int(reduction.from_chief(-1 if epoch is None else epoch))
     if epoch < 0:
         return None
-    broadcast_variables(reduction, state_of(model).values())
+    broadcast_state(reduction, model)
     return epoch
 
 

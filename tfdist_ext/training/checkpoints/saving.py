@@ -41,11 +41,10 @@ from tfdist_ext.training.state import (
     RowsAssigner,
     blocks,
     broadcast_bytes,
-    broadcast_variables,
+    broadcast_state,
     check_has_variables,
     group_of,
     run_on_chief,
-    send_slots,
     state_of,
     whole_slots,
 )
@@ -151,16 +150,11 @@ class SavingMixin:
         """
         load = functools.partial(type(self._model).load_weights, self._model, filepath)
 
-        def broadcast() -> None:
-            broadcast_variables(self._reduction, state_of(self._model).values())
-            send_slots(self._reduction, self._model)
-
-        try:
-            run_on_chief(self._reduction, lambda: load(*args, **kwargs), f"load {filepath}")
-        except Exception:  # a part may have been read
-            broadcast()
-            raise
-        broadcast()
+        with whole_slots(self._reduction, self._model, restores=True):
+            try:
+                run_on_chief(self._reduction, lambda: load(*args, **kwargs), f"load {filepath}")
+            finally:  # after an error, a part may have been read
+                broadcast_state(self._reduction, self._model)
 
     def _complete_state(self, call: str) -> None:
         """Builds the optimizer's slots, if no step has made them yet.
@@ -217,9 +211,9 @@ def restore_checkpoint(
             others = {n: file.read(a) for n, a in file.arrays.items() if group_of(n) == _OTHERS}
             return b"".join(encode_checkpoint(file.progress, others))
 
-    sent = run_on_chief(reduction, read, f"read the checkpoint {path}") or b""
-    broadcast_variables(reduction, state_of(model).values())
-    send_slots(reduction, model)
+    with whole_slots(reduction, model, restores=True):
+        sent = run_on_chief(reduction, read, f"read the checkpoint {path}") or b""
+        broadcast_state(reduction, model)
     received = CheckpointFile(io.BytesIO(broadcast_bytes(reduction, sent)))
     arrays = received.arrays.items()
     callbacks = {name.partition("/")[2]: received.read(array) for name, array in arrays}

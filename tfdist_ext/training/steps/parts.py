@@ -11,6 +11,7 @@ https://arxiv.org/abs/2004.13336.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,7 +27,6 @@ from tfdist_ext.placement.specs import VariableShard, VariableSpec
 from tfdist_ext.strategies.owned_sums import OwnedSums, Owners, owned_sums_of
 from tfdist_ext.training._keras_private import (
     clipping_of,
-    decide_weight_decay,
     noting_slots,
     optimizer_builds,
     raw_value,
@@ -147,24 +147,24 @@ class OptimizerParts:
     """An optimizer that is built for parts of its weights.
 
     Attributes:
+        optimizer: not built before `build`.
         variables: the weights that it trains.
         parts: of the weights; empty before `build`.
-        initial: the values of its variables, if it is a copy of another optimizer.
+        initial: values for its variables, if it is a copy of another optimizer.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]):
         self.variables = list(variables)
         self.parts: list[OwnPart] = []
         self.initial: list[np.ndarray] | None = None
-        self._optimizer = optimizer
-        vars(optimizer)[PARTS] = self
+        self.optimizer = optimizer
 
     def build(self, strategy: tf.distribute.Strategy) -> None:
         """Builds the optimizer for this worker's parts, in the scope of the strategy.
 
         All workers must have the same weights: slots may start from them.
         """
-        sums, optimizer = _sums_of(strategy), self._optimizer
+        sums, optimizer = _sums_of(strategy), self.optimizer
         if any(getattr(each, "overwrite_with_gradient", False) for each in self.variables):
             raise TrainingError("float8 training is not supported with shard_optimizer=True.")
         specs = [
@@ -183,11 +183,16 @@ class OptimizerParts:
         slots = [_slot_of(variable, part) for variable, part in noted]
         set_sharded_slots(optimizer, slots)
         for each in with_inner_optimizers(optimizer):
-            decide_weight_decay(each, [raw_value(variable) for variable in self.variables])
-            _redirect_saving(each, slots)
-        if self.initial is not None:
-            load_variables(optimizer, self.initial, slots)
-            self.initial = None
+            vars(each)["save_own_variables"] = functools.partial(_save, each, slots)
+        for part in self.parts:
+            # Keras looks for the names of variables without weight decay there, but for Muon.
+            if not isinstance(optimizer, keras.optimizers.Muon):
+                part.name = raw_value(part.variable).name
+
+    def assign_initial(self) -> None:
+        """Assigns the values of the optimizer that this one is a copy of, to whole slots."""
+        for variable, value in zip(self.optimizer.variables, self.initial or (), strict=True):
+            variable.assign(value)
 
     def part_of(self, variable: Any) -> Any:
         """Returns the part of a weight; anything else as it is."""
@@ -196,7 +201,7 @@ class OptimizerParts:
     @contextlib.contextmanager
     def updating(self, strategy: tf.distribute.Strategy) -> Iterator[None]:
         """Scope in which the optimizer updates parts. At its end all workers get the weights."""
-        optimizers, sums = with_inner_optimizers(self._optimizer), _sums_of(strategy)
+        optimizers, sums = with_inner_optimizers(self.optimizer), _sums_of(strategy)
         copies = LocalCopies(lambda variable: local_copy(variable, strategy, 0), optimizers)
         with self._loaded(strategy), contextlib.ExitStack() as stack:
             stack.enter_context(default_strategy_scope(optimizers, _UpdatesOfParts()))
@@ -213,7 +218,7 @@ class OptimizerParts:
     def finalize(self) -> None:
         """Replaces the weights by averaged ones, in a replica's context."""
         with self.updating(tf.distribute.get_strategy()):
-            self._optimizer.finalize_variable_values(self.parts)
+            self.optimizer.finalize_variable_values(self.parts)
 
     @contextlib.contextmanager
     def _loaded(self, strategy: tf.distribute.Strategy) -> Iterator[None]:
@@ -255,48 +260,22 @@ def deferring_builds() -> Iterator[None]:
 
     def note(original: object, optimizer: keras.optimizers.Optimizer, variables: Any) -> None:
         if not optimizer.built:
-            OptimizerParts(optimizer, variables)
+            vars(optimizer)[PARTS] = OptimizerParts(optimizer, variables)
             optimizer.built = True
 
     with replacing(optimizer_builds()), substitutes({"build": note}):
         yield
 
 
-def load_variables(
-    optimizer: keras.optimizers.Optimizer, values: Sequence[Any], slots: Sequence[ShardedSlot]
-) -> None:
-    """Assigns values to an optimizer's variables. A whole slot waits for `state.send_slots`."""
-    of_variable = {id(slot.variable): slot for slot in slots}
-    for variable, value in zip(optimizer.variables, values, strict=True):
-        slot = of_variable.get(id(variable))
-        if slot is None:
-            variable.assign(value)
-        else:
-            slot.whole = np.asarray(value)
-
-
-def _redirect_saving(optimizer: keras.optimizers.Optimizer, slots: Sequence[ShardedSlot]) -> None:
-    """Lets Keras save and load whole slots; see `state.gather_slots`."""
-    of_variable, load = {id(slot.variable): slot for slot in slots}, optimizer.load_own_variables
-
-    def save_own_variables(store: Any) -> None:
-        if any(slot.whole is None for slot in slots):
-            return warn(
-                "The file is written without the state of the optimizer, which workers share"
-                " (shard_optimizer=True). Use fit(checkpoint_dir=...), or call save() of the"
-                " distributed model on every worker."
-            )
-        for number, each in enumerate(optimizer.variables):
-            slot = of_variable.get(id(each))
-            store[str(number)] = np.asarray(raw_value(each) if slot is None else slot.whole)
-
-    def load_own_variables(store: Any) -> None:
-        if len(store.keys()) != len(optimizer.variables):
-            return load(store)  # which warns
-        load_variables(optimizer, [store[str(n)] for n in range(len(store.keys()))], slots)
-
-    methods = {"save_own_variables": save_own_variables, "load_own_variables": load_own_variables}
-    vars(optimizer).update(methods)
+def _save(optimizer: keras.optimizers.Optimizer, slots: Sequence[ShardedSlot], store: Any) -> None:
+    """An optimizer's `save_own_variables`: nothing is better than a part."""
+    if all(tuple(slot.variable.shape) == slot.shape for slot in slots):
+        return type(optimizer).save_own_variables(optimizer, store)
+    warn(
+        "The file is written without the state of the optimizer, which workers share"
+        " (shard_optimizer=True). Use fit(checkpoint_dir=...), or call save() of the distributed"
+        " model on every worker."
+    )
 
 
 def _slot_of(variable: keras.Variable, part: OwnPart) -> ShardedSlot:
@@ -329,7 +308,8 @@ def _over_all_workers(optimizer: keras.optimizers.Optimizer, sums: OwnedSums) ->
     def squares(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
         is_sparse = isinstance(gradient, tf.IndexedSlices)  # Keras does not add up slices of a row
         value = tf.square(gradient.values if is_sparse else gradient)
-        return tf.reduce_sum(value if value.dtype.size > 2 else tf.cast(value, tf.float32))
+        value = value if value.dtype.size > 2 else tf.cast(value, tf.float32)
+        return tf.cast(tf.reduce_sum(value), tf.float64)
 
     def scaled(gradient: Any, factor: tf.Tensor) -> Any:
         if optimizer.clipnorm and isinstance(gradient, tf.IndexedSlices):
@@ -342,10 +322,11 @@ def _over_all_workers(optimizer: keras.optimizers.Optimizer, sums: OwnedSums) ->
         if not limit:
             return clip_values(grads)
         norms = tf.sqrt(sums.total(tf.stack(list(map(squares, grads)))))
+        factors = limit / tf.maximum(norms, limit)
         if not optimizer.clipnorm:
-            norms = tf.fill([len(grads)], tf.norm(norms))
-        factors = tf.unstack(limit / tf.maximum(norms, limit), len(grads))
-        return list(map(scaled, grads, factors))
+            norm = tf.norm(norms)  # if it is infinite, the result is NaN, as in Keras
+            factors = tf.fill([len(grads)], limit / tf.maximum(norm, limit) + (norm - norm))
+        return list(map(scaled, grads, tf.unstack(factors, len(grads))))
 
     def check_finite(grads: Sequence[Any]) -> tf.Tensor:
         is_finite = tf.reshape(check_own(grads), [1])
