@@ -144,6 +144,10 @@ BODIES = {
     "keras.src.losses.loss:reduce_weighted_values": "1976df12ea192061",
     "keras.src.losses.loss:apply_mask": "61d8938cd8663dee",
     "keras.src.layers.normalization.batch_normalization:BatchNormalization": "8b3a382b7d4c194b",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._clip_gradients": "152b956e23c91ad9",
+    "keras.src.optimizers.base_optimizer:clip_by_global_norm": "830373890dfdadc0",
+    "keras.src.optimizers.base_optimizer:global_norm": "90140ce5720fac7b",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer": "d96346a68ba7091c",
 }
 COMPARED_WITH = "3.15"  # release of Keras
 

@@ -123,7 +123,7 @@ class OwnedSums:
             for vector, pieces in zip(vectors, bucket, strict=True):
                 found.update(pieces_in(vector, pieces))
         whole = joined_values(found)
-        return [whole[number] for number in range(len(parts))]
+        return [whole.get(n, tf.zeros([0], part.dtype)) for n, part in enumerate(parts)]
 
     def total(self, values: tf.Tensor) -> tf.Tensor:
         """Returns the sum over workers of a small vector. A tf.cond may contain it."""

@@ -292,6 +292,8 @@ def _apply_to_parts(
     context.sums.check_graph()
     strategy = tf.distribute.get_strategy()
     parts = [shared.part_of(variable) for variable in variables]
+    if any(part is variable for part, variable in zip(parts, variables, strict=True)):
+        return apply(grads, variables)  # Keras names the variable that the optimizer lacks
     mine: list[Gradient | None] = []
     dense: list[int] = []
     sparse: list[int] = []
