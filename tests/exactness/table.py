@@ -64,8 +64,6 @@ COLUMNS = {
     "placed 3: in pieces": Column("placed-pieces_3"),
     "workers 2": Column(WORKERS, workers=2),
     "workers 3": Column(WORKERS, workers=3, in_suite=(FIRST,)),
-    "shared 2": Column(f"{WORKERS}-shared", workers=2),
-    "shared 3": Column(f"{WORKERS}-shared", workers=3),
     "Keras: mirrored 4": Column("mirrored_4", by_keras=True),
     "Keras: central 3": Column("central_storage_3", by_keras=True),
     "Keras: workers 2": Column(WORKERS, workers=2, by_keras=True),

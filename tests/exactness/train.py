@@ -1,9 +1,8 @@
 """Trains all cells of the matrix on one strategy.
 
 Its name is `one process` for Keras without a strategy, `multi_worker_mirrored` in the tasks of a
-cluster (with `-shared` they share the optimizer), another strategy's name, or one with its number
-of logical CPUs, as in `mirrored_3`; that of PlacedStrategy with one of the RULES, as in
-`placed-mixed_4`.
+cluster, another strategy's name, or one with its number of logical CPUs, as in `mirrored_3`; that
+of PlacedStrategy with one of the RULES, as in `placed-mixed_4`.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ def strategy_of(name: str) -> tf.distribute.Strategy:
     if replicas:
         options["devices"] = [f"CPU:{i}" for i in range(int(replicas))]
     name, _, rules = name.partition("-")
-    if rules == "shared":
-        options["shard_optimizer"] = True
-    elif rules:
+    if rules:
         options["placement"] = RULES[rules]
     return tfd.create_strategy(name, **options)
 
