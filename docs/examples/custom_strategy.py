@@ -2,7 +2,7 @@
 
     python docs/examples/custom_strategy.py
 
-Overriding the public methods of `StrategyExtended` is not enough in TensorFlow 2.21: `run` also calls
+Overriding the public methods of `StrategyExtended` is not enough in TensorFlow 2.21: `run` calls
 `call_for_each_replica`, a variable needs `value_container`, and a replica needs its number.
 """
 

@@ -4,8 +4,8 @@
     tensorboard --logdir logs
 
 Two mistakes are common. With `keras.callbacks.TensorBoard` on every worker, all workers write into
-one run. The time of a whole step is the same on all workers, because they wait for the slowest: time
-each worker until it waits.
+one run. The time of a whole step is the same on all workers, because they wait for the slowest.
+Time each worker until it waits.
 """
 
 from __future__ import annotations

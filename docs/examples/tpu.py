@@ -3,9 +3,9 @@
     python docs/examples/tpu.py
     TPU_NAME=grpc://10.0.0.2:8470 python docs/examples/tpu.py
 
-If no process answers at the address, TensorFlow retries forever without a message. It also looks up
-a name at Google Cloud without a limit. A local TPU that is not there is the error "index 0 is out of
-bounds".
+If no process answers at the address, TensorFlow retries forever without a message. It also looks
+up a name at Google Cloud without a limit. If a local TPU is not there, the error is "index 0 is out
+of bounds".
 """
 
 import os
