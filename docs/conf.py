@@ -82,8 +82,9 @@ def mark_columns(app: Any, tree: Any) -> None:
     from docutils import nodes
 
     for block in tree.findall(nodes.literal_block):
-        lines = [line for line in block.astext().splitlines() if re.search(r"\S {2,}\S", line)]
-        if block.get("language") == "text" and len(lines) > 3:
+        text = block.astext()
+        in_columns = len(re.findall(r"^.*\S {2,}[^\s#]", text, re.MULTILINE)) > 1
+        if block.get("language") == "text" and in_columns:
             block["classes"].append("columns")
 
 
