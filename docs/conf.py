@@ -83,7 +83,7 @@ def mark_columns(app: Any, tree: Any) -> None:
 
     for block in tree.findall(nodes.literal_block):
         text = block.astext()
-        in_columns = len(re.findall(r"^.*\S {2,}[^\s#]", text, re.MULTILINE)) > 1
+        in_columns = len(re.findall(r"^.*\S\S {2,}[^\s#]", text, re.MULTILINE)) > 1
         if block.get("language") == "text" and in_columns:
             block["classes"].append("columns")
 
