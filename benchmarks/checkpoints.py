@@ -1,4 +1,4 @@
-"""How long a fit stands still for a checkpoint, in the background and not, beside a plain copy.
+"""How long `fit` waits for a checkpoint, in the background and not, over a plain copy.
 
     .venv/bin/python benchmarks/checkpoints.py --megabytes 1000 --rounds 5
 
@@ -103,7 +103,7 @@ def main() -> int:
             print(f"{number}: {name}: {still:.2f} s, {still / copy:.2f} copies, {slowed:.2f}")
     lines = [
         "",
-        "| checkpoint | fit stands still (s) | beside a plain copy | steps beside no checkpoint |",
+        "| checkpoint | `fit` waits (s) | over a plain copy | step, over one without checkpoints |",
         "|---|---|---|---|",
     ]
     for name, found in rows.items():

@@ -46,7 +46,7 @@ def main() -> int:
             "| importing the plugin | |",
             "|---|---|",
             f"| milliseconds | {milliseconds:.1f} |",
-            f"| modules, beside those of pytest | {measured[0][1]} |",
+            f"| modules that pytest does not import | {measured[0][1]} |",
             "",
             f"Median of {arguments.rounds} processes; {python_line()}.",
         ]

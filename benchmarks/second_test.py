@@ -81,7 +81,7 @@ def table(taken: Taken, tests: int) -> str:
     plugin, hand = statistics.median(later), statistics.median(taken.costs["hand"])
     body = statistics.median(taken.bodies)
     lines = [
-        f"| a test with two processes | seconds beside its body ({body:.2f} s) |",
+        f"| a test with two processes | seconds, without its body ({body:.2f} s) |",
         "|---|---|",
         f"| with the plugin, the first | {first:.2f} |",
         f"| with the plugin, each after it | {plugin:.2f} |",

@@ -77,7 +77,19 @@ def nest_examples(app: Any, page: str, source: list[str]) -> None:
         source[0] += "\n```{toctree}\n:hidden:\n\n" + "\n".join(names) + "\n```\n"
 
 
+def mark_columns(app: Any, tree: Any) -> None:
+    """Give text in columns a class, with which it scrolls instead of wrapping."""
+    from docutils import nodes
+
+    for block in tree.findall(nodes.literal_block):
+        text = block.astext()
+        in_columns = len(re.findall(r"^.*\S\S {2,}[^\s#]", text, re.MULTILINE)) > 1
+        if block.get("language") == "text" and in_columns:
+            block["classes"].append("columns")
+
+
 def setup(app: Any) -> None:
+    app.connect("doctree-read", mark_columns)
     app.connect("source-read", nest_examples)
     app.connect("autodoc-process-docstring", check_types, priority=900)  # after napoleon
     app.connect("autodoc-process-docstring", mark_code, priority=400)  # before napoleon

@@ -348,6 +348,23 @@ def test_each_page_is_in_the_index() -> None:
             assert f"[{title}]({path.name})" in index, path.name
 
 
+GENERATED = re.compile(r"<!-- [^>]*\bbegin\b.*?<!-- (?:[^>]* )?end -->", re.S)
+
+
+def words_of(page: str) -> int:
+    """Words and numbers of a page, with its code, without what programs write into it."""
+    text = GENERATED.sub("", (ROOT / page).read_text(encoding="utf-8"))
+    return sum(any(map(str.isalnum, word)) for word in text.split())
+
+
+def test_the_book_is_short() -> None:
+    words = {page: words_of(page) for page in PAGES}
+    assert words["README.md"] <= 1_200
+    assert {page: count for page, count in words.items() if count > 1_500} == {}
+    book = sum(count for page, count in words.items() if page.startswith("docs/"))
+    assert book <= 25_900, f"{book} words in docs/: cut what a reader would not miss"
+
+
 def test_the_pictures_are_those_of_their_program(tmp_path: Path) -> None:
     program = ROOT / "scripts" / "figures" / "pictures"
     subprocess.run([sys.executable, str(program), str(tmp_path)], check=True)

@@ -1,10 +1,10 @@
-"""CentralStorageStrategy: variables once, on the CPU, while replicas compute on other devices.
+"""CentralStorageStrategy: variables exist once, on the CPU, and replicas compute on other devices.
 
     python docs/examples/central_storage.py
 
-Code that people copy takes the mean over replicas of their losses, which is off where a batch does
-not divide. Keras metrics are right under a strategy of `tfd.create_strategy`, and wrong under
-`tf.distribute.experimental.CentralStorageStrategy()`.
+Two mistakes are common. The mean of the replicas' losses is wrong if a batch does not divide by the
+replicas. Keras metrics count wrongly under `tf.distribute.experimental.CentralStorageStrategy()`,
+and correctly under `tfd.create_strategy("central_storage")`.
 """
 
 import keras

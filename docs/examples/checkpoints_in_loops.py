@@ -2,8 +2,8 @@
 
     python docs/examples/checkpoints_in_loops.py
 
-Code that people copy saves weights without the optimizer, or without how far the training was, so
-that the job that goes on trains another model; and saves on every worker into one folder.
+Three mistakes are common: saving weights without the optimizer, saving no position of the training,
+and saving into one folder on every worker.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A recommender over the 26 categories of the Criteo data, to plan for: 33.8 million rows.
+"""A recommender over the 26 categories of the Criteo data, with 33.8 million rows, to plan for.
 
 tfdist plan docs/examples/criteo_model.py:build --ps 4 --optimizer adam
 """

@@ -3,9 +3,9 @@
     python docs/examples/custom_loops.py
     tfdist run --workers 2 -- python docs/examples/custom_loops.py
 
-Code that people copy divides a loss by the global batch size or takes the mean over replicas, which
-is off in a smaller last batch; lets each worker read all the data, or batch it by the global size;
-and never resets its metrics, so that each epoch's numbers are of all epochs before, too.
+Three mistakes are common. A loss divided by a constant global batch size, or a mean over replicas,
+is wrong in a smaller last batch. Each worker reads all the data, or batches it by the global size.
+Metrics that are never reset mix the numbers of all epochs.
 """
 
 import keras

@@ -1,10 +1,9 @@
-"""A custom strategy: variables once, batches cut by replicas, `run` and `reduce`.
+"""A custom strategy: variables once, batches split over replicas, `run` and `reduce`.
 
     python docs/examples/custom_strategy.py
 
-Code that people copy overrides two or three methods of `StrategyExtended`, the public base.
-TensorFlow 2.21 calls more than that has: `run` wants `call_for_each_replica`, reading a variable
-`value_container`, and a replica its number.
+Overriding the public methods of `StrategyExtended` is not enough in TensorFlow 2.21: `run` calls
+`call_for_each_replica`, a variable needs `value_container`, and a replica needs its number.
 """
 
 import keras

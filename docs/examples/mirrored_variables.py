@@ -2,9 +2,9 @@
 
     python docs/examples/mirrored_variables.py
 
-Code that people copy makes the variable outside of the scope, and then each replica's update is
-applied to the one variable; or without `aggregation`, and then each copy takes what its own replica
-assigned: they go apart, and nothing says so.
+Two mistakes are common. A variable created outside of the scope gets each replica's update. Without
+`aggregation`, each copy gets only the value of its own replica, and the copies differ without an
+error.
 """
 
 import keras

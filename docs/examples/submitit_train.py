@@ -1,4 +1,4 @@
-"""Two workers on Slurm by submitit, from Python: found by detection, saved before their time is up.
+"""Train on two workers of Slurm with submitit, and save before the time limit.
 
 python submitit_train.py runs/line --epochs 20
 """

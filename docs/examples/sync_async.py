@@ -1,12 +1,12 @@
-"""Synchronous against asynchronous updates on one problem, with a worker that is slow.
+"""Synchronous against asynchronous updates on one problem, with one slow worker.
 
     python docs/examples/sync_async.py sync_async.svg           starts both clusters, draws the plot
     python docs/examples/sync_async.py sync_async.svg --plain   the same in plain tf.distribute
 
 It draws with matplotlib: pip install matplotlib.
 
-What people compare is the loss after so many steps, which says little. Synchronous steps wait for
-the slow worker; asynchronous ones do not, but have fewer rows, and gradients of older weights.
+Compare the loss per second, not only the loss per step. Synchronous steps wait for the slow worker.
+Asynchronous steps do not wait, but have fewer rows and use gradients of older weights.
 """
 
 from __future__ import annotations

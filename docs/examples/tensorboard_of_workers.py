@@ -1,11 +1,11 @@
-"""TensorBoard of all workers in one folder, and the slow one of them named.
+"""TensorBoard of all workers in one folder, which names the slow worker.
 
     tfdist run --workers 2 -- python docs/examples/tensorboard_of_workers.py logs
     tensorboard --logdir logs
 
-What people copy is `keras.callbacks.TensorBoard` on every worker, with one folder for all: workers
-write into one run. And they time the step, which in synchronous training takes as long as the
-slowest worker's on all of them. What tells workers apart is each one's time before it waits.
+Two mistakes are common. With `keras.callbacks.TensorBoard` on every worker, all workers write into
+one run. The time of a whole step is the same on all workers, because they wait for the slowest.
+Time each worker until it waits.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""TPUStrategy as far as it goes without a TPU: settings parsed, and a clear error where none is.
+"""TPUStrategy without a TPU: the settings, and a clear error if no TPU is there.
 
     python docs/examples/tpu.py
     TPU_NAME=grpc://10.0.0.2:8470 python docs/examples/tpu.py
 
-Code that people copy connects at once. If no process answers at the address, TensorFlow retries
-forever and reports nothing; a name is looked up at Google Cloud, without a limit either; a local
-TPU that is not there is "index 0 is out of bounds" to a strategy that was not initialized before.
+If no process answers at the address, TensorFlow retries forever without a message. It also looks
+up a name at Google Cloud without a limit. If a local TPU is not there, the error is "index 0 is out
+of bounds".
 """
 
 import os

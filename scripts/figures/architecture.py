@@ -53,7 +53,7 @@ def main(words: list[str] | None = None) -> int:
 
 def rooms() -> str:
     """A table of the rooms of training/, with what each says of itself."""
-    lines = ["| room | what belongs there | modules |", "|---|---|---|"]
+    lines = ["| package | what belongs there | modules |", "|---|---|---|"]
     folders = sorted(path.parent for path in TRAINING.rglob("__init__.py"))
     for folder in folders:
         modules = sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")

@@ -61,8 +61,9 @@ def markdown(runs: list[Run]) -> str:
     shown = [1, 10, first.steps, KILLED_AT, max(first.losses)]
     words = [f"loss at step {step}" for step in shown]
     lines = [
-        f"| workers | {' | '.join(words)} | most that a loss is off | most that a weight is off |"
-        " bytes read by each worker, over those of the files in all epochs |",
+        f"| workers | {' | '.join(words)} | largest difference of a loss |"
+        " largest difference of a weight |"
+        " bytes read by each worker, over the bytes of the files in all epochs |",
         "|---" * (len(shown) + 4) + "|",
     ]
     for run in runs:

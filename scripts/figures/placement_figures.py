@@ -25,7 +25,7 @@ MIN_SHARD_BYTES = 256 << 10  # TensorFlow's default
 ALLOWED = 1.01
 HEAD = (
     *("model with Adam's slots", "ps tasks", "round-robin", "greedy", "MinSizePartitioner"),
-    *("its pieces", "planner", "its pieces", "no placement is below"),
+    *("shards", "planner", "shards", "lower bound"),
 )
 
 

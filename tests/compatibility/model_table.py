@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 BEGIN, END = "<!-- models begin -->\n", "<!-- models end -->"
 HEAD = (
     "| model | parameters | lines changed | mirrored 2 | mirrored 3 | workers 2 |"
-    " parameter server | first step, of Keras's | |\n|---|---|---|---|---|---|---|---|---|\n"
+    " parameter server | first step, over Keras's | |\n|---|---|---|---|---|---|---|---|---|\n"
 )
 # A change of the inputs is one rounding; a sum in another order has one in each of its operations.
 OF_ROUNDING = 100

@@ -1,4 +1,4 @@
-"""The tests of a project that has installed tfdist_ext: its plugin is there with it."""
+"""Tests of a project that has installed tfdist_ext and its pytest plugin."""
 
 import pytest
 import ratings
