@@ -59,7 +59,7 @@ def test_the_python_on_the_page_runs_and_prints_what_it_says(
 
 
 def test_the_table_lists_every_strategy_with_its_options() -> None:
-    section = PAGE.partition("## The strategies\n")[2].partition("`tfd.available")[0]
+    section = PAGE.partition("## The strategies\n")[2].partition("\n## ")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|$", section, re.MULTILINE))
     known = tfd.available_strategies()
     for name in rows:
