@@ -1,7 +1,7 @@
 """Large dense models on several workers: fit beside what a user would pick instead.
 
     .venv/bin/python benchmarks/large_models.py [--rounds 3] [--markdown docs/performance.md]
-    sudo .venv/bin/python benchmarks/large_models.py --traffic [--markdown docs/performance.md]
+    .venv/bin/python benchmarks/large_models.py --traffic [--markdown docs/performance.md]
 
 Every round runs each way once, in processes of its own. Compared are medians over the rounds, with
 the smallest and the largest; a ratio is the median of those of the rounds. A step of fit that does

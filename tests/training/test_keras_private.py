@@ -70,7 +70,6 @@ def test_attributes_of_objects() -> None:
         "_should_trace": K.TensorBoard("x", profile_batch=0),
         "_trainable_variables": model.optimizer,
         "_clip_gradients": model.optimizer,
-        "_use_weight_decay": model.optimizer,
         "_distribution_strategy": model.optimizer,
         "_all_reduce_sum_gradients": model.optimizer,
         "_learning_rate": model.optimizer,
