@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from tfdist_ext.training.state import whole_slots
-
 EPOCHS = 3
 CLASSES = 3
 
@@ -311,15 +309,7 @@ def _trained(model: Any, data: Data, batch: int, variables: list[Any], tested: b
         evaluated = model.evaluate(data.x, data.y, return_dict=True, **arguments)
         logs += [evaluated[name] for name in sorted(evaluated)]
         predictions = keras.tree.flatten(model.predict(data.x, batch_size=batch, verbose=0))
-    return Trained(_values(model, variables), logs, predictions)
-
-
-def _values(model: Any, variables: list[Any]) -> list[np.ndarray]:
-    """The values of variables; of slots that workers share, the whole ones."""
-    if not hasattr(model, "keras_model"):
-        return [variable.numpy() for variable in variables]
-    with whole_slots(model._reduction, model.keras_model, everywhere=True):
-        return [variable.numpy() for variable in variables]
+    return Trained([variable.numpy() for variable in variables], logs, predictions)
 
 
 def difference(ours: Trained, one_device: Trained) -> float:

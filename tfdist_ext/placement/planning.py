@@ -79,10 +79,7 @@ def plan(
     placements = [
         chosen[spec.path].placement if spec.path in chosen else default(spec) for spec in variables
     ]
-    made = _planned(variables, placements, targets, most)
-    if most is not None and max(made.bytes_by_task) > most:
-        raise _over_budget_error(made, most)
-    return made
+    return _within_budget(_planned(variables, placements, targets, most))
 
 
 @filter_traceback
@@ -119,10 +116,7 @@ def plan_owners(
     places = tuple(place_of.get(spec.path, copies) for spec in variables)
     names = tuple(map(worker_name, range(workers)))
     most = None if budget is None else parse_size(budget)
-    made = PlacementPlan(variables, places, workers, names, most)
-    if most is not None and max(made.bytes_by_task) > most:
-        raise _over_budget_error(made, most)
-    return made
+    return _within_budget(PlacementPlan(variables, places, workers, names, most))
 
 
 def _planned(
@@ -167,8 +161,15 @@ def _planned(
     return PlacementPlan(specs, in_order, count, targets.devices, budget)
 
 
-def _over_budget_error(made: PlacementPlan, budget: int) -> PlacementError:
-    """The error for a plan over its budget. It names a budget that is enough."""
+def _within_budget(made: PlacementPlan) -> PlacementPlan:
+    """Returns the plan.
+
+    Raises:
+        PlacementError: the plan is over its budget. The error names a budget that is enough.
+    """
+    budget = made.budget
+    if budget is None or max(made.bytes_by_task) <= budget:
+        return made
     over = [
         f"{name} would hold {size_text(held)}"
         for name, held in zip(made.names(), made.bytes_by_task, strict=True)
@@ -179,7 +180,7 @@ def _over_budget_error(made: PlacementPlan, budget: int) -> PlacementError:
         advice = "Or use rules that put less on a device, or an optimizer with fewer slots."
     else:
         advice = f"With this budget, at least {-(-total // max(budget, 1))} ps tasks are needed."
-    return PlacementError(
+    raise PlacementError(
         f"the variables and their slots ({size_text(total)}) do not fit into {size_text(budget)}"
         f" each: {'; '.join(over[:3])}{f'; and {len(over) - 3} more' * (len(over) > 3)}. The"
         f" smallest budget that fits is {needed} bytes ({size_text(needed)}). {advice}"
