@@ -18,7 +18,10 @@ from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["define_strategy_flags", "strategy_flags"]
 
-_NAMES = "strategy strategy_config devices logical_cpus communication bucket_bytes shard_optimizer wait".split()  # noqa: SIM905, E501
+_NAMES = (
+    *("strategy", "strategy_config", "devices", "logical_cpus"),
+    *("communication", "bucket_bytes", "shard_optimizer", "wait"),
+)
 _SETTINGS = {"strategy": "name", "strategy_config": "config"}  # flags with another name
 
 

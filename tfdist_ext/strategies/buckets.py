@@ -106,7 +106,7 @@ def cut_values(values: Sequence[tf.Tensor], pieces: Iterable[Piece]) -> dict[Pie
 
 
 def pieces_in(vector: tf.Tensor, pieces: Sequence[Piece]) -> dict[Piece, tf.Tensor]:
-    """The pieces of which a vector consists. It may be longer."""
+    """The pieces of a vector, in this order. The vector may be padded at its end."""
     lengths = [piece.stop - piece.start for piece in pieces]
     rest = vector.shape[0] - sum(lengths)
     parts = [vector] if lengths == [vector.shape[0]] else tf.split(vector, [*lengths, rest])

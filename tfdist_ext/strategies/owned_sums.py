@@ -107,7 +107,7 @@ class OwnedSums:
         return [whole.get(n, tf.zeros([0], value.dtype)) for n, value in enumerate(values)]
 
     def gather(self, parts: Sequence[tf.Tensor], owners: Sequence[Owners]) -> list[tf.Tensor]:
-        """Returns whole values, as vectors, of which each worker has the elements it owns.
+        """Returns whole values, as vectors. Each worker gives the elements that it owns.
 
         Args:
             parts: of each value the elements that this worker owns.
