@@ -60,7 +60,7 @@ def test_every_element_goes_to_its_owner(data: st.DataObject, workers: int, larg
                 found[piece.value] |= dict.fromkeys(range(piece.start, piece.stop), worker)
     for value, each in enumerate(owners):
         assert found[value] == {i: w for w, start, stop in each for i in range(start, stop)}
-    assert all(0 < length <= -(-largest // workers) + 16 for length in lengths)
+    assert all(0 < length <= -(-largest // workers) + 2 * 16 for length in lengths)
 
 
 @settings(deadline=None, max_examples=20)

@@ -31,7 +31,7 @@ __all__ = ["OwnedSums", "Owners", "owned_buckets", "owned_sums_of"]
 
 _OWNED_SUMS = "_tfdist_ext_owned_sums"  # an attribute of a strategy
 _GROUP_KEY = 770_001  # of collectives; TensorFlow counts its own from 1
-_USUAL_BYTES = 4 << 20
+_BYTES_PER_WORKER = 4 << 20
 
 # Of one value: (owner, first element, element after the last), which cover the value in order.
 Owners: TypeAlias = Sequence[tuple[int, int, int]]
@@ -42,12 +42,12 @@ Bucket: TypeAlias = list[list[Piece]]
 def owned_buckets(owners: Sequence[Owners], workers: int, largest: int) -> list[Bucket]:
     """Cuts and packs values into buckets with about as many elements of each owner.
 
-    The last values come first, as in `buckets_of`.
+    The last values come first, as in `buckets_of`. Values are cut where TensorFlow makes no copy.
 
     Args:
         owners: of each value.
         workers: number of workers.
-        largest: elements of a bucket.
+        largest: elements of a bucket, up to the next place where a value can be cut.
     """
     streams: Bucket = [[] for _ in range(workers)]
     for value in reversed(range(len(owners))):
@@ -55,18 +55,22 @@ def owned_buckets(owners: Sequence[Owners], workers: int, largest: int) -> list[
             streams[worker].append(Piece(value, start, stop))
     longest = max(sum(piece.stop - piece.start for piece in stream) for stream in streams)
     count = max(1, -(-longest * workers // largest))
-    length = -(-longest // count)
-    length = max(1, length + -length % ALIGNED)
-    buckets: list[Bucket] = [[[] for _ in range(workers)] for _ in range(-(-longest // length))]
+    length = _aligned(-(-longest // count) + ALIGNED)  # each cut leaves fewer than ALIGNED free
+    found: dict[int, Bucket] = {}
     for worker, stream in enumerate(streams):
-        position = 0
+        number = filled = 0
         for value, start, stop in stream:
             while start < stop:
-                number, filled = divmod(position, length)
-                end = min(stop, start + length - filled)
-                buckets[number][worker].append(Piece(value, start, end))
-                position, start = position + end - start, end
-    return buckets
+                end = start + length - filled
+                end = stop if stop <= end else end - end % ALIGNED
+                if end > start:
+                    bucket = found.setdefault(number, [[] for _ in range(workers)])
+                    bucket[worker].append(Piece(value, start, end))
+                if end < stop:
+                    number, filled, start = number + 1, 0, max(start, end)
+                else:
+                    filled, start = filled + end - start, stop
+    return [*found.values()]
 
 
 class OwnedSums:
@@ -117,10 +121,10 @@ class OwnedSums:
         cut = cut_values(parts, [piece for each in buckets for piece in each[self.worker]])
         found: dict[Piece, tf.Tensor] = {}
         for bucket in buckets:
-            length = _length(bucket)
+            length = _aligned(_length(bucket))
             dtype = parts[next(piece.value for pieces in bucket for piece in pieces)].dtype
             mine = _padded([cut[piece] for piece in bucket[self.worker]], length, dtype)
-            vectors = tf.split(self._all_gather(mine), self.workers)
+            vectors = tf.split(self._all_gather(mine), [length] * self.workers)
             for vector, pieces in zip(vectors, bucket, strict=True):
                 found.update(pieces_in(vector, pieces))
         whole = joined_values(found)
@@ -132,7 +136,7 @@ class OwnedSums:
 
     def _buckets(self, values: Sequence[tf.Tensor], owners: Sequence[Owners]) -> list[Bucket]:
         """The buckets of the values of each dtype."""
-        size = bucket_bytes_of(self._strategy) or _USUAL_BYTES
+        size = bucket_bytes_of(self._strategy) or _BYTES_PER_WORKER * self.workers
         found: list[Bucket] = []
         for dtype in dict.fromkeys(value.dtype for value in values):
             mine = [
@@ -163,6 +167,10 @@ class OwnedSums:
 def owned_sums_of(strategy: tf.distribute.Strategy) -> OwnedSums | None:
     """The sums for owners of a strategy with `shard_optimizer=True`; else None."""
     return getattr(strategy, _OWNED_SUMS, None)
+
+
+def _aligned(length: int) -> int:
+    return length + -length % ALIGNED
 
 
 def _length(bucket: Bucket) -> int:

@@ -43,7 +43,7 @@ __all__ = ["multi_worker_mirrored", "parameter_server", "tpu"]
 
 LOOKUP_SECONDS = 30.0  # for Google Cloud's metadata server and TPU API
 REACH_SECONDS = 10.0  # for a TPU to answer
-_BUCKET_BYTES = 4 << 20
+_BYTES_PER_WORKER = 4 << 20  # a collective cuts a bucket into a part for each worker
 _STARTED_WITHIN = 10.0  # seconds for servers to start after the preflight
 
 
@@ -62,8 +62,8 @@ def multi_worker_mirrored(
 
     Args:
         bucket_bytes: gradients are summed over workers in buckets of this size, as 4_000_000 or
-            "16MB". 0 leaves them to TensorFlow, which makes one tensor of all. By default 4 MiB on
-            CPUs, and 0 on GPUs.
+            "16MB". 0 leaves them to TensorFlow, which makes one tensor of all. By default 4 MiB
+            times the number of workers on CPUs, and 0 on GPUs.
         shard_optimizer: each worker holds the optimizer's slots of a part of the weights, and
             updates that part (ZeRO stage 1). Without it each worker holds all slots.
     """
@@ -101,7 +101,7 @@ def multi_worker_mirrored(
     if shard_optimizer and strategy.num_replicas_in_sync > 1:
         _shard_optimizer(strategy, described)
     on_cpus = all("CPU" in device for device in strategy.extended.worker_devices)
-    usual = _BUCKET_BYTES if on_cpus else 0
+    usual = _BYTES_PER_WORKER * strategy.num_replicas_in_sync if on_cpus else 0
     set_bucket_bytes(strategy, usual if size is None else size)
     return strategy
 
