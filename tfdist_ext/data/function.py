@@ -110,7 +110,7 @@ class FunctionDataset(ShardedDataset):
             if self._shards not in (None, shard.count):
                 raise DataError(
                     f"the position is after {self._done} batches of each of {self._shards} shards,"
-                    f" so {shard.count} shards cannot continue from it. Resume with"
+                    f" so {shard.count} shards cannot resume there. Resume with"
                     f" {self._shards} tasks, or from the end of an epoch."
                 )
             found = found.skip(self._done)
@@ -206,7 +206,7 @@ def _takes_epoch(function: Callable[..., tf.data.Dataset]) -> bool:
         signature.bind(None, **({"epoch": 0} if takes_epoch else {}))
     except (TypeError, ValueError):
         raise DataError(
-            f"function must take (shard) or (shard, epoch=number), got {shown(function)}; write"
+            f"function must take (shard) or (shard, epoch), got {shown(function)}; write"
             " `def data(shard): ... dataset.shard(shard.count, shard.index)`."
         ) from None
     return takes_epoch

@@ -292,7 +292,7 @@ class OrderedDataset(ShardedDataset):
         check_state(state, current)
         if state["seed"] != self.order.seed:
             raise DataError(
-                f"the seed is {self.order.seed}, and that of the saved position is"
+                f"the seed is {self.order.seed}, but the saved position has the seed"
                 f" {state['seed']!r}. Use the same seed."
             )
         epoch = check_int(state["epoch"], "the position's epoch", error=DataError)

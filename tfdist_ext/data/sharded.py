@@ -176,13 +176,13 @@ def check_state(state: object, current: Mapping[str, Any]) -> None:
     """Raise DataError unless a state has the fields and the fingerprint of the current one."""
     if not isinstance(state, Mapping) or state.keys() != current.keys():
         raise DataError(
-            f"state must have the fields {', '.join(current)}, got {shown(state)}; give what"
-            " state() of the same data returned."
+            f"state must have the fields {', '.join(current)}, got {shown(state)}. Pass the result"
+            " of state() of the same data."
         )
     if changed := difference(state["fingerprint"], current["fingerprint"]):
         raise DataError(
-            f"the data has changed since this position was saved: {changed}. Resume with the data"
-            " as it was, or start again without the saved position."
+            f"the data has changed since this position was saved: {changed}. Use the original data, or"
+            " start again without the saved position."
         )
 
 

@@ -164,7 +164,7 @@ def shard_range(n: int, shard: Shard, remainder: Remainder = Remainder.KEEP) -> 
     Raises:
         DataError: `n` is not a whole number from 0, or another argument is of another type.
     """
-    n = check_int(n, "the number of rows to share out", error=DataError)
+    n = check_int(n, "the number of rows to split", error=DataError)
     _check_shard(shard)
     check_remainder(remainder)
     if remainder is Remainder.DROP:
@@ -206,7 +206,7 @@ def shard_files(patterns: Patterns, shard: Shard, *, check: bool = True) -> list
     if len(files) < shard.count:
         raise DataError(
             f"{len(files)} files are not enough for {shard.count} shards. Write more files, or use"
-            " from_tfrecords, which shares out records."
+            " from_tfrecords, which splits the records."
         )
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
         sizes = [size for size, _ in pool.map(stamp_of, files)]

@@ -157,7 +157,7 @@ def _as_array(value: Any) -> np.ndarray:
         pass
     raise DataError(
         f"an array must have a dtype that tensors have, got {array.dtype}: {shown(value)}. Convert"
-        " it, for example to float32, int64 or S20 (texts)."
+        " it, for example to float32, int64 or S20 (strings)."
     )
 
 
