@@ -40,7 +40,7 @@ def test_a_signal_ends_everything_within_the_grace(tfdist, mark):
     assert launcher.returncode == 129
     assert 0.5 <= time.monotonic() - start < 4
     assert mark.pids() == []
-    assert "tfdist: SIGHUP: ending 2 tasks, for at most 0.5 s" in err
+    assert "tfdist: SIGHUP: ending 2 tasks within 0.5 s" in err
     assert "Traceback" not in err
     assert "failed" not in err
 
@@ -113,7 +113,7 @@ def test_dry_run_prints_lines_a_shell_can_run(capsys, tmp_path):
     [
         (["run", "--workers", "2", "python", "train.py", "--epochs", "3"],
          "Write: tfdist run [options] -- python train.py --epochs 3"),
-        (["run"], "no command to run; put it after --"),
+        (["run"], "no command to run. Put it after --"),
         (["run", "--wrokers", "2", "--", "true"],
          "unknown arguments: --wrokers 2. See tfdist run --help."),
         (["run", "--preemption-signal", "HELLO", "--", "true"],

@@ -14,7 +14,7 @@ def test_a_choice_by_itself() -> None:
     assert str(tfd.explain(tfd.create_strategy())) == (
         "strategy     mirrored (MirroredStrategy)\n"
         "because      4 logical CPUs on this machine, no cluster\n"
-        "task         this process alone\n"
+        "task         a single process\n"
         "replicas     4 in sync\n"
         "devices      CPU:0, CPU:1, CPU:2, CPU:3\n"
         "passed over  multi_worker_mirrored, parameter_server: no cluster\n"

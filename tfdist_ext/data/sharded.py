@@ -181,8 +181,8 @@ def check_state(state: object, current: Mapping[str, Any]) -> None:
         )
     if changed := difference(state["fingerprint"], current["fingerprint"]):
         raise DataError(
-            f"the data has changed since this position was saved: {changed}. Use the original data, or"
-            " start again without the saved position."
+            f"the data has changed since this position was saved: {changed}. Use the original"
+            " data, or start again without the saved position."
         )
 
 

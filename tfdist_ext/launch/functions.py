@@ -136,7 +136,7 @@ def failure_message(ended: RunResult, folder: Path) -> str:
     for name in sorted(ended.returncodes, key=lambda name: name != cause):
         file = folder / (name + function_task.TRACEBACK)
         if file.exists():
-            text = "" if name == cause else f"{name} failed because of it:\n"
+            text = "" if name == cause else f"{name} failed because of {cause}:\n"
             text += file.read_text(encoding="utf-8")
             break
     return f"{cause} failed first, exit status {ended.exit_status}:\n{text}".rstrip()

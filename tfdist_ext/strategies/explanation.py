@@ -173,7 +173,7 @@ def _cluster_of(strategy: tf.distribute.Strategy) -> ClusterDescription | None:
 
 def _task(strategy: tf.distribute.Strategy, cluster: ClusterDescription | None) -> str:
     if cluster is None or not cluster.jobs:
-        return "this process alone"
+        return "a single process"
     if cluster.task is None:
         return f"the coordinator of a cluster of {cluster}"
     if cluster.is_evaluator:

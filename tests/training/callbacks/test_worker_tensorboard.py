@@ -106,7 +106,7 @@ def test_xla_is_off_with_one_warning(tmp_path: Path) -> None:
 def test_who_is_slow() -> None:
     names = ["chief:0", "worker:0", "worker:1"]
     assert slow_workers(names, np.array([12.0, 41.0, 12.5]), 5.0) == [
-        "worker:0 is slow: 41 ms a step of its own, the others 12.2 ms"
+        "worker:0 is slow: 41 ms of work per step; other workers need 12.2 ms"
     ]
     assert slow_workers(names, np.array([12.0, 14.0, 12.5]), 5.0) == []
     assert slow_workers(["worker:0"], np.array([12.0]), 0.1) == []

@@ -119,7 +119,7 @@ def slow_workers(names: list[str], own_ms: np.ndarray, most_ms: float) -> list[s
         others = float(np.median(np.delete(own_ms, number)))
         if own_ms[number] - others > most_ms:
             lines.append(
-                f"{name} is slow: {own_ms[number]:.3g} ms a step of its own, the others"
+                f"{name} is slow: {own_ms[number]:.3g} ms of work per step; other workers need"
                 f" {others:.3g} ms"
             )
     return lines
