@@ -65,7 +65,7 @@ def test_the_plan_of_workers_that_share_the_optimizer(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["{script}:build", "--workers", "2", "--rule", "users/.*=task 1"], "takes neither rules"),
+        (["{script}:build", "--workers", "2", "--rule", "users/.*=task 1"], "cannot be combined"),
         (["{script}:build", "--workers", "2", "--compare"], "--compare needs --ps"),
         (["{script}:build", "--workers", "0"], "workers must be"),
         (["build", "--ps", "2"], "module:function"),

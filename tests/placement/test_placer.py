@@ -105,8 +105,8 @@ def test_a_plan(tmp_path: Path) -> None:
     ("placement", "message"),
     [
         (7, r'placement must be a PlacementPlan .* or "balanced", got 7'),
-        (plan(SPECS, 3), "the plan is for 3 ps tasks, and the cluster has 2 ps tasks. Plan again"),
-        (plan(SPECS, devices=["CPU:0"]), "the plan is for 1 device, and the cluster has 2 ps"),
+        (plan(SPECS, 3), "the plan is for 3 ps tasks, but the cluster has 2 ps tasks. Plan again"),
+        (plan(SPECS, devices=["CPU:0"]), "the plan is for 1 device, but the cluster has 2 ps"),
         ("no/such/plan.json", "the plan 'no/such/plan.json' cannot be read: .*No such file"),
     ],
 )
@@ -185,7 +185,7 @@ def test_pieces_go_where_that_balances() -> None:
     [
         (
             {"a.*": "device GPU:4"},
-            "'a.*' cannot be on device GPU:4, which is not there. Use one of",
+            "'a.*' cannot be on device GPU:4, which does not exist. Use one of",
         ),
         ([Rule("a", OnTask(0))], "'a' cannot be on task 0, which is for parameter servers"),
         ([Rule("a", Sharded(5))], "'a' cannot be sharded(5) on 4 devices"),

@@ -66,6 +66,6 @@ def test_strategies_made_elsewhere(strategy: Any, words: list[str]) -> None:
 @pytest.mark.parametrize("thing", [None, tf.distribute.MirroredStrategy])
 def test_what_is_no_strategy(thing: Any) -> None:
     with pytest.raises(
-        tfd.StrategyError, match="explain takes what create_strategy or distribute returned, not"
+        tfd.StrategyError, match="explain takes the result of create_strategy or distribute, not"
     ):
         tfd.explain(thing)

@@ -112,7 +112,7 @@ def test_logical_cpus_a_late_start_and_a_real_parameter_server() -> None:
     assert "settings     logical_cpus = 3 from flags" in result["mirrored"]
     assert "replicas     3 in sync" in result["mirrored"]
 
-    assert "comes too late, because TensorFlow has started" in result["late"]
+    assert "must be created before TensorFlow starts" in result["late"]
     assert "Move create_strategy() to the top of the program" in result["late"]
 
     assert "ParameterServerStrategyV2" in result["classes"]

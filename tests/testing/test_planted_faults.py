@@ -137,7 +137,9 @@ def test_what_is_no_strategy() -> None:
         def strategy(self) -> Any:
             return "mirrored"
 
-    with pytest.raises(tfd.StrategyError, match=r"Wrong\.strategy returned .* no tf\.distribute"):
+    with pytest.raises(
+        tfd.StrategyError, match=r"Wrong\.strategy returned .* not a tf\.distribute"
+    ):
         Wrong().test_scope()
 
 

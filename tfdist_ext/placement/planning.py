@@ -191,7 +191,7 @@ def _checked(specs: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:
     variables = tuple(specs)
     for spec in variables:
         if not isinstance(spec, VariableSpec):
-            raise PlacementError(f"specs holds {shown(spec)}, which is no VariableSpec.")
+            raise PlacementError(f"specs must contain VariableSpec objects, got {shown(spec)}.")
     paths = Counter(spec.path for spec in variables)
     if len(paths) < len(variables):
         path = paths.most_common(1)[0][0]

@@ -348,7 +348,7 @@ def _check_values(values: Mapping[str, Any], given: Cluster) -> None:
     """Raise StrategyError for a wrong value of a setting that every strategy takes."""
     alone, wait, name = values.get("alone"), values.get("wait"), values.get("name")
     if not isinstance(alone, bool | None):
-        raise StrategyError(f"alone={alone!r} is neither True nor False.")
+        raise StrategyError(f"alone must be True or False, got {alone!r}.")
     if alone and (given is not None or name in CLUSTER_STRATEGIES):
         raise StrategyError(
             "alone=True makes each task train by itself, so it cannot be combined with"
@@ -357,7 +357,7 @@ def _check_values(values: Mapping[str, Any], given: Cluster) -> None:
         )
     is_number = isinstance(wait, int | float) and not isinstance(wait, bool)
     if wait is not None and not (is_number and 0 < wait < 1e9):
-        raise StrategyError(f"wait={wait!r} is not a number of seconds above 0.")
+        raise StrategyError(f"wait must be a number of seconds above 0, got {wait!r}.")
 
 
 def check_spans_cluster(strategy: tf.distribute.Strategy) -> None:

@@ -130,7 +130,7 @@ class StrategyCase:
         name = f"{type(self).__name__}.strategy"
         made = self.strategy()
         if not isinstance(made, tf.distribute.Strategy):
-            raise StrategyError(f"{name} returned {made!r}, which is no tf.distribute.Strategy.")
+            raise StrategyError(f"{name} returned {made!r}, which is not a tf.distribute.Strategy.")
         # TensorFlow's own strategies silently use the first CPU for devices that do not exist.
         seen, devices = seen_devices(), made.extended.worker_devices
         missing = [name for each in devices if (name := each.rpartition("device:")[2]) not in seen]
