@@ -254,7 +254,7 @@ REFUSED: tuple[tuple[str, Env, dict[str, str | None], str], ...] = (
     ("a role it has not", _JOBSET, {"TFDIST_TASKS": "chief=1"}, "Name each replicatedJob"),
     ("too few of its role", _JOBSET, {"TFDIST_TASKS": "worker=1"}, "the number of worker"),
     ("a second replica", _JOBSET, {"HOSTNAME": "train-worker-1-1"}, "with replicas: 1"),
-    ("no jobset", _JOBSET, {"HOSTNAME": "worker-0-1"}, "must be <jobset>-<job>-0-1, of a job"),
+    ("no jobset", _JOBSET, {"HOSTNAME": "worker-0-1"}, "must be <jobset>-<job>-0-1, for a job"),
     ("not JSON", _SM, {"SM_HOSTS": "algo-1,algo-2"}, "SM_HOSTS: is not JSON at line 1"),
     ("a host twice", _SM, {"SM_HOSTS": '["algo-2", "algo-2"]'}, "must not repeat a host"),
     ("a stranger", _SM, {"SM_CURRENT_HOST": "algo-3"}, "SM_CURRENT_HOST must be one of SM_HOSTS"),

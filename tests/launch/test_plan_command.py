@@ -72,7 +72,7 @@ def test_the_plan_of_workers_that_share_the_optimizer(
         (["nowhere.py:build", "--ps", "2"], "cannot be imported: No module named 'nowhere'"),
         (["{script}:biuld", "--ps", "2"], "has no attribute 'biuld'"),
         (["{script}:build", "--ps", "2", "--rule", "users"], "PATTERN=PLACEMENT"),
-        (["{script}:build", "--ps", "2", "--rule", "users/.*=task"], "a placement must be written"),
+        (["{script}:build", "--ps", "2", "--rule", "users/.*=task"], "a placement must be one of"),
         (
             ["{script}:build", "--ps", "2", "--picture", "plan.gif"],
             "a picture must be a .svg or a .png file",

@@ -101,7 +101,7 @@ def failures(strategy: type[StrategyTemplate], checks: list[str]) -> dict[str, s
         (
             FirstValue,
             ["trains_like_one_device"],
-            "compared values differ, most of all ",
+            "compared values differ, the most in ",
         ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -123,7 +123,7 @@ def test_rounding_does_not_excuse_a_difference(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(conformance, "verify", lambda *_, **__: found)
     (outcome,) = run_checks(Template, ["test_trains_like_one_device"])
     assert outcome.failed
-    assert "1 of 1 compared values differ, most of all weight a" in outcome.reason
+    assert "1 of 1 compared values differ, the most in weight a" in outcome.reason
 
 
 def test_what_is_no_strategy() -> None:

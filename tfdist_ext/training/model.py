@@ -297,7 +297,7 @@ class DistributedModel(SavingMixin):
         boards = [each for each in hooks.callbacks if isinstance(each, WorkerTensorBoard)]
         if len(boards) > 1:  # the times of a step can only be read once
             raise TrainingError(
-                f"`fit` got {len(boards)} WorkerTensorBoard callbacks. Pass one of them."
+                f"`fit` got {len(boards)} WorkerTensorBoard callbacks. Pass only one."
             )
         loop = self._loop("train", timed=bool(boards))
         for board in boards:
@@ -478,8 +478,8 @@ class DistributedModel(SavingMixin):
             return None
         if frequency == 0 or not isinstance(frequency, int | list | tuple | set):
             raise TrainingError(
-                f"validation_freq={frequency!r} is neither a number of epochs nor a list of epochs."
-                " Epochs are counted from 1."
+                f"validation_freq must be a number of epochs, or a list of epochs from 1, got"
+                f" {frequency!r}."
             )
         arrays = keras.utils.unpack_x_y_sample_weight(data)
         batches = self._global_batches(*arrays, **sizes)
@@ -670,7 +670,9 @@ def _compiled_parts(model: keras.Model) -> tuple[object, ...]:
 CREATING = ("build", "build_from_config", "compile", "compile_from_config")
 
 # Methods of Keras's models that would do something on one replica alone -> what to do instead.
-_ONE_STEP = "It would change the first replica's copies only. Call {}, which runs on all replicas."
+_ONE_STEP = (
+    "It would change only the copies of the first replica. Call {}, which runs on all replicas."
+)
 _COMPILED = "fit(), evaluate() and predict() compile their own steps, and compile() drops them."
 _VARIABLES = "Call it on the model before distribute(), which creates variables for the strategy."
 REFUSED = {
@@ -725,8 +727,8 @@ def distribute(
         raise TrainingError(f"one_trace must be 'auto', True or False, got {one_trace!r}.")
     if strategy is not None and not isinstance(strategy, tf.distribute.Strategy):
         raise TrainingError(
-            f"strategy must be a tf.distribute.Strategy, got {strategy!r}; create_strategy(name)"
-            " makes one by name."
+            f"strategy must be a tf.distribute.Strategy, got {strategy!r}. Use"
+            " create_strategy(name)."
         )
     if strategy is None:
         inside = tf.distribute.has_strategy()

@@ -66,7 +66,7 @@ class Verification:
         verdict = "EQUAL: the model trains as it does on one device."
         if names := self.unequal:
             count = f"{len(names)} of {len(self.differences)}"
-            verdict = f"NOT EQUAL: {count} compared values differ, most of all {names[0]}."
+            verdict = f"NOT EQUAL: {count} compared values differ, the most in {names[0]}."
         if self.error:
             verdict = f"NOT EQUAL: {self.error}"
         causes = ["Probable cause (rules: docs/exactness.md):", *self.causes] if self.causes else []

@@ -77,8 +77,8 @@ class WorkerTensorBoard(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         if self._timer is None:
             raise TrainingError(
-                "WorkerTensorBoard records times inside the steps, which Keras's own fit() cannot"
-                " do. Use the fit() of tfdist_ext.distribute(model, strategy)."
+                "WorkerTensorBoard needs times inside the steps, which Keras's fit() does not"
+                " record. Use the fit() of tfdist_ext.distribute(model, strategy)."
             )
         self._timer.read()  # drops the steps of an interrupted epoch
 
@@ -129,6 +129,6 @@ def check_tensorboard(callback: keras.callbacks.Callback) -> None:
     """Raises the error that TensorFlow would raise after an epoch, without naming the callback."""
     if importlib.util.find_spec("tensorboard") is None:
         raise TrainingError(
-            f"{type(callback).__name__} needs the package tensorboard, which TensorFlow does not"
-            " bring: install tensorboard."
+            f"{type(callback).__name__} needs the package tensorboard, which is not installed."
+            " Install tensorboard."
         )

@@ -113,7 +113,7 @@ class SavingMixin:
         def write() -> None:
             if tf.io.gfile.isdir(path):
                 raise TrainingError(
-                    f"{path} is a folder, and a checkpoint is a file. Add a file name."
+                    f"{path} is a folder, but a checkpoint is a file. Add a file name."
                 )
             report = functools.partial(self._reduction.peers.enters, "checkpoint")
             content = encode_checkpoint(self._progress, arrays_of(self._model, {}), report)

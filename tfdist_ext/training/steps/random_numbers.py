@@ -210,7 +210,7 @@ _STATEFUL = ("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "Trunc
 def _refuse_to_draw(draw: Original, whole: tf.Tensor, **named: Any) -> NoReturn:
     raise TrainingError(
         "An optimizer draws random numbers with tf.random, which are not the same on all replicas."
-        " Draw them with keras.random and a keras.random.SeedGenerator that the optimizer keeps."
+        " Use keras.random with a keras.random.SeedGenerator that is an attribute of the optimizer."
     )
 
 
