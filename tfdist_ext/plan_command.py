@@ -106,8 +106,8 @@ def load_function(text: str, what: str, *, error: type[TfDistError]) -> Callable
     place, _, name = text.rpartition(":")
     if not place or not name:
         raise error(
-            f"{what} must be written module:function, as train.py:build or my.models:build, got"
-            f" {text!r}."
+            f"{what} must be written module:function, such as train.py:build or my.models:build,"
+            f" got {text!r}."
         )
     folder, module = os.getcwd(), place
     if place.endswith(".py"):
@@ -123,6 +123,7 @@ def _split(rule: str) -> tuple[str, str]:
     pattern, equals, placement = rule.rpartition("=")
     if not equals:
         raise PlacementError(
-            f"a rule must be written PATTERN=PLACEMENT, as 'users/.*=sharded(4)', got {rule!r}."
+            "a rule must be written PATTERN=PLACEMENT, such as 'users/.*=sharded(4)', got"
+            f" {rule!r}."
         )
     return pattern.strip(), placement

@@ -99,6 +99,6 @@ def _ray_train() -> ModuleType:
     except RuntimeError as error:
         raise TrainingError(
             "ReportCallback can only be created in the function that a worker of a"
-            f" TensorflowTrainer runs: {error} Outside of Ray, leave it out."
+            f" TensorflowTrainer runs: {error} Outside Ray, remove it."
         ) from error
     return train

@@ -66,7 +66,7 @@ def test_it_gets_the_cluster_that_was_given_or_found(monkeypatch: pytest.MonkeyP
 def test_a_class_is_a_factory() -> None:
     tfd.register_strategy("mine", tf.distribute.OneDeviceStrategy, "my own")
     assert type(tfd.create_strategy("mine", device="CPU:1")) is tf.distribute.OneDeviceStrategy
-    with pytest.raises(tfd.StrategyError, match=r"cannot be made: missing .* 'device'"):
+    with pytest.raises(tfd.StrategyError, match=r"cannot be created: missing .* 'device'"):
         tfd.create_strategy("mine")
 
 

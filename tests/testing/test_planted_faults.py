@@ -96,7 +96,7 @@ def failures(strategy: type[StrategyTemplate], checks: list[str]) -> dict[str, s
         (
             NotSaved,
             ["checkpoint", "checkpoint_before_the_variables"],
-            "what the checkpoint holds: must be [[[1.0, 2.0], [3.0, 4.0]], 6.0, 6.0], got [[[0.0,",
+            "values in the checkpoint: must be [[[1.0, 2.0], [3.0, 4.0]], 6.0, 6.0], got [[[0.0,",
         ),
         (
             FirstValue,

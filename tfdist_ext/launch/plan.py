@@ -127,7 +127,7 @@ def task_counts(
         )
     if ps and not has_chief:
         raise LaunchError(
-            f"--ps {ps} needs a chief, which is the coordinator of the training. Leave out"
+            f"--ps {ps} needs a chief, which is the coordinator of the training. Remove"
             " --no-chief or --ps."
         )
     if not workers and not has_chief:

@@ -207,7 +207,7 @@ def rules_from(rules: Rules) -> tuple[Rule, ...]:
         if not isinstance(rule, Rule):
             raise PlacementError(
                 'rules must be a list of Rule("pattern", placement), or a table of pattern ->'
-                f' placement, as {{"embedding/.*": "task 0"}}, got {shown(rules)}.'
+                f' placement, such as {{"embedding/.*": "task 0"}}, got {shown(rules)}.'
             )
         if rule.pattern in seen:
             raise PlacementError(

@@ -381,7 +381,7 @@ def check_spans_cluster(strategy: tf.distribute.Strategy) -> None:
     for_cluster = "parameter_server" if "ps" in cluster.jobs else "multi_worker_mirrored"
     raise StrategyError(
         f"the strategy {name!r} has replicas on this machine only, but {cluster.source} lists"
-        f" {count} tasks, and each would train a model of its own. Use create_strategy() or"
+        f" {count} tasks, and each would train a separate model. Use create_strategy() or"
         f" create_strategy({for_cluster!r}). For separate models pass alone=True to"
         " create_strategy."
     )

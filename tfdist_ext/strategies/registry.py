@@ -45,7 +45,7 @@ class Entry:
         except TypeError as error:
             unknown = next((key for key in options if key not in self.options), None)
             if unknown is None:
-                message = f"the strategy {self.name!r} cannot be made: {error}."
+                message = f"the strategy {self.name!r} cannot be created: {error}."
                 raise StrategyError(message) from None
             raise StrategyError(
                 f"the strategy {self.name!r} has no option {unknown}={shown(options[unknown])}."

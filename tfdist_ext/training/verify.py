@@ -60,12 +60,12 @@ _SUM = (
     " Return one loss per row, or take tf.reduce_mean over the rows."
 )
 _RATIO = (
-    "The loss is a ratio of two sums over rows, as a masked mean is. Each replica divides its own"
+    "The loss is a ratio of two sums over rows, such as a masked mean. Each replica divides its own"
     " sums (rule 2). Call tfd.all_rows on the losses and the mask first, or return one loss per"
     " row with a sample weight."
 )
 _PAIRS = (
-    "The loss compares rows with each other, as in-batch negatives do. Each replica sees only its"
+    "The loss compares rows with each other, such as in-batch negatives. Each replica sees only its"
     " own rows (rule 7). Call tfd.all_rows on the features before they are compared."
 )
 _VARIABLE = (

@@ -137,7 +137,7 @@ class StrategyCase:
         if missing:
             cpus = [int(device[4:]) + 1 for device in missing if device.startswith("CPU:")]
             raise StrategyError(
-                f"the strategy of {name} is on {', '.join(missing)}, and this process has"
+                f"the strategy of {name} uses {', '.join(missing)}, but this process has only"
                 f" {', '.join(seen)}."
                 + (f" Call tfdist_ext.testing.logical_cpus({max(cpus)}) first." if cpus else "")
             )
@@ -154,12 +154,16 @@ class ReplicaChecks(StrategyCase):
         """`scope()` gives the strategy, in cross-replica context, and is left again."""
         strategy = self.under_test()
         with strategy.scope() as entered:
-            expect_equal("what scope() gives", entered, strategy)
+            expect_equal("the value of scope()", entered, strategy)
             expect_equal("get_strategy() in scope()", tf.distribute.get_strategy(), strategy)
-            expect_equal("a cross-replica context", tf.distribute.in_cross_replica_context(), True)
+            expect_equal(
+                "in_cross_replica_context()", tf.distribute.in_cross_replica_context(), True
+            )
             with strategy.scope() as again:
-                expect_equal("what a scope() within gives", again, strategy)
-            expect_equal("get_strategy() after it", tf.distribute.get_strategy(), strategy)
+                expect_equal("the value of a nested scope()", again, strategy)
+            expect_equal(
+                "get_strategy() after a nested scope()", tf.distribute.get_strategy(), strategy
+            )
         expect_equal("has_strategy() after scope()", tf.distribute.has_strategy(), False)
 
     def test_run(self) -> None:
@@ -289,7 +293,7 @@ class ReplicaChecks(StrategyCase):
             lambda own: tf.constant(10.0 * own.replica_id_in_sync_group + own.num_replicas_in_sync)
         )
         right = [11.0 * number + count + 1 for number in range(count)]
-        self.expect_run("values given to run", lambda x: x + replica_number(), right, made)
+        self.expect_run("values passed to run", lambda x: x + replica_number(), right, made)
 
     def test_distribute_dataset(self) -> None:
         """The parts of the replicas, in their order, are the global batch; the last is short."""
@@ -299,7 +303,9 @@ class ReplicaChecks(StrategyCase):
         parts = [local_values(strategy, batch) for batch in distributed]
         joined = [list(chain(*batch)) for batch in parts]
         expect_equal("rows of each batch", joined, [[*range(size)], [*range(size, 2 * size - 1)]])
-        expect_equal("how many each replica has", [len(p) for p in parts[0]], [2] * self.replicas())
+        expect_equal(
+            "number of rows per replica", [len(p) for p in parts[0]], [2] * self.replicas()
+        )
 
     def test_datasets_from_a_function(self) -> None:
         """`distribute_datasets_from_function`: the context gives the shard, each row comes once."""

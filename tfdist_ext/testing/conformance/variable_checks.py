@@ -61,8 +61,8 @@ class VariableChecks(StrategyCase):
         strategy = self.under_test()
         mine, other = self.variable([1.0, 2.0]), tf.Variable(1.0)
         made_here = strategy.extended.variable_created_in_scope
-        expect_equal("variable_created_in_scope of its own", made_here(mine), True)
-        expect_equal("variable_created_in_scope of another", made_here(other), False)
+        expect_equal("variable_created_in_scope, inside", made_here(mine), True)
+        expect_equal("variable_created_in_scope, outside", made_here(other), False)
         self.expect_everywhere("the initial value", mine, [1.0, 2.0])
 
     def test_variables_begin_equal(self) -> None:
@@ -91,7 +91,7 @@ class VariableChecks(StrategyCase):
         self.expect_everywhere("a variable made in a tf.function", made.pop(), [3.0, 3.0])
         right = [5 * r for r in self.numbers()]
         self.expect_values("run with a variable", self.under_test().run(step), right)
-        expect_equal("different variables", len({id(variable) for variable in made}), 1)
+        expect_equal("number of variables", len({id(variable) for variable in made}), 1)
         self.expect_everywhere("a variable made in replicas", made[0], 5.0)
 
     def test_assignments_in_replicas(self) -> None:
@@ -137,9 +137,9 @@ class VariableChecks(StrategyCase):
         """Synchronized on read, as in metrics: what replicas added is summed when it is read."""
         strategy, total, counter = self.under_test(), sum(self.numbers()), self._metric()
         run(strategy, lambda: counter.assign_add(replica_number()), "tf.function around")
-        expect_equal("the sum of what replicas added", float(counter.numpy()), total)
+        expect_equal("the sum over replicas", float(counter.numpy()), total)
         run(strategy, lambda: counter.assign_add(replica_number()), "eager")
-        expect_equal("the sum of both times", float(counter.numpy()), 2 * total)
+        expect_equal("the sum after a second step", float(counter.numpy()), 2 * total)
         counter.assign(0.0)
         expect_equal("the sum after assign(0)", float(counter.numpy()), 0.0)
 
@@ -187,7 +187,7 @@ class VariableChecks(StrategyCase):
             slot = tf.Variable(tf.zeros_like(mine))
         local = strategy.experimental_local_results
         other = {copy.device for copy in local(slot)} - {copy.device for copy in local(mine)}
-        expect_equal("devices of the slot alone", other, set())
+        expect_equal("devices of the slot, without the variable", other, set())
         self.expect_everywhere("the slot", slot, [0.0, 0.0])
 
     def test_checkpoint(self) -> None:
@@ -199,7 +199,7 @@ class VariableChecks(StrategyCase):
             path = tf.train.Checkpoint(module).save(f"{folder}/of_the_strategy")
             tf.train.Checkpoint(plain).restore(path).expect_partial()
             saved = [plain.matrix.numpy().tolist(), float(plain.total), float(plain.counter)]
-            expect_equal("what the checkpoint holds", saved, [MATRIX, total, total])
+            expect_equal("values in the checkpoint", saved, [MATRIX, total, total])
             plain.matrix.assign([[5.0, 6.0], [7.0, 8.0]])
             plain.total.assign(9.0)
             path = tf.train.Checkpoint(plain).save(f"{folder}/of_none")
