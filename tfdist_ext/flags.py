@@ -54,7 +54,7 @@ def define_strategy_flags(flag_values: flags.FlagValues | None = None) -> None:
 
 @filter_traceback
 def strategy_flags() -> dict[str, Any]:
-    """The settings that the command line gives as flags; {} if the flags are not defined.
+    """Returns the settings from the flags of the command line; {} without these flags.
 
     Raises:
         absl.flags.UnparsedFlagAccessError: the flags are defined, but nothing has parsed the

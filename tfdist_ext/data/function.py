@@ -28,7 +28,7 @@ def from_dataset_fn(
     *,
     global_batch_size: int | None = None,
 ) -> FunctionDataset:
-    """A dataset made by a function of the shard, for sources that cannot be read by number.
+    """Creates a dataset from a function that returns the data of one shard.
 
     In `fit` a shard is a task that reads: each worker, or the only process. Its batches are cut for
     its replicas. Under parameter servers the workers read, and each batch is a step; if the
@@ -51,7 +51,7 @@ def from_dataset_fn(
 
 @filter_traceback
 class FunctionDataset(ShardedDataset):
-    """A dataset made by a function of the shard; a shard is the part of one task.
+    """A dataset from a function that returns the data of one shard, for one task.
 
     Step k of a training uses the k-th batch of each task: together they are global batch k. Tasks
     may have different numbers of batches, of different sizes. A task whose data has ended computes
@@ -81,7 +81,7 @@ class FunctionDataset(ShardedDataset):
 
     @property
     def steps(self) -> int | None:
-        """Batches of an epoch if one task reads all of the data; None if unknown."""
+        """The batches in an epoch if one task reads all data; None if unknown."""
         length = int(self.whole_epoch(Shard(0, 1), self._epoch).cardinality())
         return None if length < 0 else length  # unknown or infinite
 

@@ -37,7 +37,7 @@ def from_tfrecords(
     on_error: str = "raise",
     batched: bool = False,
 ) -> OrderedDataset:
-    """Records of TFRecord files, read by their number.
+    """Creates a dataset from TFRecord files, with random access to the records.
 
     An index of the records' offsets is built once, in one pass over the length fields, and kept
     beside each file.

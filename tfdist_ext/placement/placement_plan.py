@@ -65,7 +65,7 @@ class PlacementPlan:
         return tuple(dict.fromkeys(shard.task for shard in self.shards_of(path)))
 
     def shards_of(self, path: str) -> tuple[VariableShard, ...]:
-        """The rows of the variable on each task, in the order of rows; or all its copies.
+        """Returns the rows of the variable on each task, in order, or all its copies.
 
         A whole variable is one shard of all rows; a scalar has one row.
         """

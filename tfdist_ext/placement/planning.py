@@ -323,7 +323,7 @@ class _Planner:
 
 @filter_traceback
 def compare(specs: Iterable[VariableSpec], devices: int, ps: int) -> str:
-    """A table of weights and slots on the devices that hold most of them, for each strategy.
+    """Returns a table of the weights and slots on the fullest device, per strategy.
 
     Gradients are not counted: a replica has at most one number for each trainable weight, and for
     an embedding one row for each lookup of a step. Activations are not counted either.

@@ -62,18 +62,18 @@ class Mirrored(Placement):
 
 @dataclass(frozen=True)
 class Owned(Placement):
-    """A copy on every device; gradient, slots and update on one owner, chosen by balance."""
+    """A copy on every device. One owner, chosen by balance, computes the update."""
 
 
 @dataclass(frozen=True)
 class Balanced(Placement):
-    """Where the planner puts it: whole, or on parameter servers in pieces if that is more even."""
+    """The planner chooses. On parameter servers it may cut the variable into pieces."""
 
 
 @filter_traceback
 @dataclass(frozen=True)
 class Sharded(Placement):
-    """Even pieces along axis 0, on different tasks if there are as many tasks.
+    """Even pieces along axis 0, each on a different task if there are enough tasks.
 
     Attributes:
         pieces: number of pieces; 1 keeps the variable whole. None is one piece for each task or
@@ -97,7 +97,7 @@ class Sharded(Placement):
 @filter_traceback
 @dataclass(frozen=True)
 class OnTask(Placement):
-    """Whole, on one parameter server.
+    """The whole variable on one parameter server.
 
     Attributes:
         task: the server's index.

@@ -43,7 +43,7 @@ _SIZE = re.compile(r"\s*([0-9]{1,19}(?:\.[0-9]{1,9})?)\s*(?:([kmgtp]?)(i?)b)?\s*
 @filter_traceback
 @dataclass(frozen=True)
 class VariableSpec:
-    """A variable that need not exist.
+    """The path, shape, dtype and slots of a variable, which need not exist yet.
 
     Attributes:
         path: the text that rules match, for example "dense/kernel". Paths of a model are unique.

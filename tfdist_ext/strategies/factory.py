@@ -51,7 +51,7 @@ def create_strategy(
     alone: bool | None = None,
     **options: Any,
 ) -> tf.distribute.Strategy:
-    """Make a `tf.distribute` strategy.
+    """Creates a `tf.distribute` strategy.
 
     Args:
         name: one of `available_strategies()`, or "auto": a strategy for the cluster, the TPU or

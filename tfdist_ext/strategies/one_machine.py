@@ -37,7 +37,7 @@ _NAME = re.compile(
 
 
 def default() -> tf.distribute.Strategy:
-    """TensorFlow's default strategy, which is available outside of any scope only."""
+    """TensorFlow's default strategy, which cannot be created inside a scope."""
     strategy = tf.distribute.get_strategy()
     if tf.distribute.has_strategy():
         raise StrategyError(

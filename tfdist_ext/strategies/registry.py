@@ -79,7 +79,7 @@ _TABLE = {
 def register_strategy(
     name: str, factory: Callable[..., tf.distribute.Strategy], description: str
 ) -> None:
-    """Make `create_strategy(name, ...)` call `factory`.
+    """Makes `create_strategy(name, ...)` call `factory`.
 
     Args:
         name: a new name; not "auto".

@@ -24,7 +24,7 @@ _wrapped = textwrap.TextWrapper(100).fill
 
 @dataclass(frozen=True)
 class Verification:
-    """Whether a model trains on a strategy as it does in plain Keras on one device.
+    """The result of `tfd.verify`: whether a model trains as on one device.
 
     `str` gives a table to read.
 

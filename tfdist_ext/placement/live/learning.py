@@ -50,7 +50,7 @@ def plan_placement(
     optimizer: str | keras.optimizers.Optimizer | None = None,
     budget: int | str | None = None,
 ) -> PlacementPlan:
-    """Where each variable of a model would live, before any of them exists.
+    """Plans where each variable of a model would live, without allocating any.
 
     A function that builds the model is called once with variables that have a shape and no values:
     a model of 200 GB is planned on a laptop. Keras's names and random numbers stay as they were.

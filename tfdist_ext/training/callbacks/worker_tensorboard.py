@@ -21,7 +21,7 @@ _SLOW = 0.2  # of a step that the others wait for a worker: then the worker is n
 
 @filter_traceback
 class WorkerTensorBoard(keras.callbacks.Callback):
-    """Writes what each worker does in a `fit` of `tfd.distribute`; pass it on every worker.
+    """Writes each worker's step times for TensorBoard. Pass it on every worker.
 
     Each worker writes to its own folder, `log_dir/worker-0` and so on, and one TensorBoard shows
     them as runs:

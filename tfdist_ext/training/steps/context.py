@@ -410,7 +410,7 @@ def running_step(context: StepContext | None) -> Iterator[None]:
 
 @filter_traceback
 def all_rows(x: Any) -> Any:
-    """The rows of all replicas, in the order of the global batch.
+    """Returns the rows of all replicas, in the order of the global batch.
 
     For what looks at more than one row at a time: losses over in-batch negatives (SimCLR, CLIP,
     retrieval), statistics over the batch (Barlow Twins), queues of features (MoCo, NNCLR). Use it
