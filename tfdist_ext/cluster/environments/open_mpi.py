@@ -17,7 +17,9 @@ _RANK = "OMPI_COMM_WORLD_RANK"
 _SIZE = "OMPI_COMM_WORLD_SIZE"
 _LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 _LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_SIZE"
-_BY_MPIRUN = f"mpirun sets it: start all processes with mpirun, or unset {_RANK} to train in one."
+_BY_MPIRUN = (
+    f"mpirun sets it: start all processes with mpirun, or unset {_RANK} to train in one process."
+)
 _SET_HOSTS = 'Pass the hosts to all ranks: mpirun --host n1:2,n2:2 -x TFDIST_HOSTS="n1:2,n2:2".'
 _IN_ORDER = "List the host of each rank, in rank order, or start with mpirun --map-by slot."
 _ENTRY = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]:\s]+)(?::([0-9]{1,7}))?")

@@ -15,7 +15,7 @@ from tfdist_ext.cluster.environments import ALONE, number, ranked_cluster, requi
 from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.messages import refuse, shown
 
-_BY_SRUN = "srun sets it: start all tasks with srun, or unset SLURM_PROCID to train in one."
+_BY_SRUN = "srun sets it: start all tasks with srun, or unset SLURM_PROCID to train in one process."
 # One job's ports start in one of 200 slots of 50 ports from 20000, so that jobs and steps that
 # share a node seldom meet. All below the range from which Linux hands out ports by itself.
 _FIRST_PORT, _SLOTS, SLOT_SIZE = 20000, 200, 50
