@@ -13,12 +13,12 @@ from tfdist_ext.run_command import seconds_of
 
 __all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "run"]
 
-SUMMARY = "check this task's cluster, and whether the other tasks are there"
+SUMMARY = "check the cluster of this task, and whether the other tasks answer"
 USAGE = "check [options]"
 
 EPILOG = """\
-Run it on every task with the environment of the job, before the job or instead of it. It uses the
-ports of the job.
+Run this on every task, with the environment of the job, while the job is not running: both use the
+same ports.
 
 example:
   srun tfdist check && srun python train.py"""
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     """0 if all tasks are there and agree, or if there is no cluster; else 1."""
     cluster = ClusterConfig.from_env(os.environ)
     if cluster is None:
-        print("no cluster in the environment: this process is alone")
+        print("no cluster in the environment: nothing to check")
         for name, found in describe_environments(os.environ):
             print(f"  {name}: {found}")
         return 0

@@ -70,7 +70,7 @@ def _dispatch(words: list[str]) -> int:
     takes_command = " -- " in command.USAGE
     if unknown and takes_command and not dashes and not unknown[0].startswith("-"):
         raise LaunchError(
-            f"the command to run must stand after --. Write: tfdist {name} [options] --"
+            f"the command to run must come after --. Write: tfdist {name} [options] --"
             f" {' '.join(unknown)}"
         )
     if unknown:

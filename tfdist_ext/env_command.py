@@ -15,7 +15,7 @@ from tfdist_ext.launch.exit_codes import COMMAND
 
 __all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "relevant_variables", "run"]
 
-SUMMARY = "what this machine has, to paste into a bug report"
+SUMMARY = "describe this machine, for a bug report"
 USAGE = "env"
 EPILOG = ""
 

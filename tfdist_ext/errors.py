@@ -33,7 +33,7 @@ class TfDistError(Exception):
 
 
 class ClusterConfigError(TfDistError, ValueError):
-    """A description of a cluster is wrong: names the key, the value, and what to do."""
+    """The description of a cluster is invalid; the message names the key and the value."""
 
 
 class PlacementError(TfDistError, ValueError):
@@ -51,11 +51,11 @@ class StrategyError(TfDistError, ValueError):
 
 
 class TrainingError(TfDistError, ValueError):
-    """A model, a data set or a call cannot be distributed as it is."""
+    """A model, a dataset or a call cannot be distributed as it is."""
 
 
 class PeerError(TrainingError):
-    """A call failed because of another task: it left, died, or made another call.
+    """A call failed because another task left, died or made a different call.
 
     The workers cannot train together any more in these processes. Start the job again.
 
@@ -70,7 +70,7 @@ class PeerError(TrainingError):
 
 
 class DataError(TfDistError, ValueError):
-    """Examples cannot be read, sharded or resumed from: names the file, field or number."""
+    """Examples cannot be read, sharded or resumed; the message names the file or field."""
 
 
 class LaunchError(TfDistError, RuntimeError):

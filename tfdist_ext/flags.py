@@ -39,20 +39,22 @@ def define_strategy_flags(flag_values: flags.FlagValues | None = None) -> None:
     if "strategy_config" in flag_values:
         return  # a library and its script may both define them
     at: dict[str, Any] = {"default": None, "flag_values": flag_values}
-    flags.DEFINE_string("strategy", help="Strategy by name, or auto.", **at)
+    flags.DEFINE_string("strategy", help="Name of the strategy, or auto.", **at)
     flags.DEFINE_string("strategy_config", help="TOML file with a [strategy] table.", **at)
-    flags.DEFINE_list("devices", help="Devices by name, or one number of devices.", **at)
-    flags.DEFINE_integer("logical_cpus", help="Logical CPUs to make.", lower_bound=1, **at)
+    flags.DEFINE_list("devices", help="Names of devices, or a number of devices.", **at)
+    flags.DEFINE_integer(
+        "logical_cpus", help="Number of logical CPUs to create.", lower_bound=1, **at
+    )
     exchange = "How workers exchange gradients."
     flags.DEFINE_enum("communication", enum_values=["auto", "ring", "nccl"], help=exchange, **at)
-    flags.DEFINE_string("bucket_bytes", help="Size of buckets of gradients, as 4MiB.", **at)
+    flags.DEFINE_string("bucket_bytes", help="Size of a gradient bucket, such as 4MiB.", **at)
     flags.DEFINE_bool("shard_optimizer", help="Share the optimizer's slots among workers.", **at)
     flags.DEFINE_float("wait", help="Seconds to wait for other tasks (default 300).", **at)
 
 
 @filter_traceback
 def strategy_flags() -> dict[str, Any]:
-    """The settings that the command line gives as flags; {} if the flags are not defined.
+    """Returns the settings from the flags of the command line; {} without these flags.
 
     Raises:
         absl.flags.UnparsedFlagAccessError: the flags are defined, but nothing has parsed the

@@ -14,7 +14,7 @@ from tfdist_ext.errors import PlacementError, TfDistError
 
 __all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "load_function", "run"]
 
-SUMMARY = "what each parameter server or worker would hold of a model"
+SUMMARY = "show how many bytes each parameter server or worker would hold"
 USAGE = "plan module:builder [options]"
 
 EPILOG = """\
@@ -30,14 +30,18 @@ examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `tfdist plan`."""
     add = parser.add_argument
-    builder = "a function without arguments that returns a built Keras model, as train.py:build"
+    builder = "function without arguments that returns a built Keras model, such as train.py:build"
     add("builder", metavar="module:builder", help=builder)
     targets = parser.add_mutually_exclusive_group(required=True)
     targets.add_argument("--ps", type=int, metavar="N", help="number of parameter servers")
     workers = "number of workers that share the optimizer's slots (shard_optimizer=True)"
     targets.add_argument("--workers", type=int, metavar="N", help=workers)
-    add("--optimizer", metavar="NAME", help="its slots are counted (default: the model's own)")
-    add("--budget", metavar="SIZE", help="the most that each task may hold, as 8GiB")
+    add(
+        "--optimizer",
+        metavar="NAME",
+        help="optimizer whose slots to count (default: that of the model)",
+    )
+    add("--budget", metavar="SIZE", help="maximum size per task, such as 8GiB")
     rule = "'task 0', 'sharded(4)' or 'balanced' for paths that match; may be repeated"
     add("--rule", action="append", default=[], metavar="PATTERN=PLACEMENT", help=rule)
     add("--picture", type=Path, metavar="FILE", help="draw the plan, .svg or .png")
@@ -45,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--compare",
         action="store_true",
-        help="with --ps: also bytes per device of other strategies",
+        help="with --ps: also show bytes per device with other strategies",
     )
     devices = "with --compare: number of replicas on one machine (default 1)"
     add("--devices", type=int, default=1, metavar="N", help=devices)
@@ -61,7 +65,7 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     if options.picture is not None:
         check_file(options.picture)  # before the model is built
     if options.compare and options.ps is None:
-        raise PlacementError("--compare needs --ps, a number of parameter servers.")
+        raise PlacementError("--compare needs --ps. Add --ps N, the number of parameter servers.")
     if options.json is not None and options.json.suffix != ".json":
         raise PlacementError(f"the file of a plan must end in .json, got {str(options.json)!r}.")
     builder = load_function(options.builder, "the builder", error=PlacementError)
@@ -102,8 +106,8 @@ def load_function(text: str, what: str, *, error: type[TfDistError]) -> Callable
     place, _, name = text.rpartition(":")
     if not place or not name:
         raise error(
-            f"{what} must be written module:function, as train.py:build or my.models:build, got"
-            f" {text!r}."
+            f"{what} must be written module:function, such as train.py:build or my.models:build,"
+            f" got {text!r}."
         )
     folder, module = os.getcwd(), place
     if place.endswith(".py"):
@@ -119,6 +123,7 @@ def _split(rule: str) -> tuple[str, str]:
     pattern, equals, placement = rule.rpartition("=")
     if not equals:
         raise PlacementError(
-            f"a rule must be written PATTERN=PLACEMENT, as 'users/.*=sharded(4)', got {rule!r}."
+            "a rule must be written PATTERN=PLACEMENT, such as 'users/.*=sharded(4)', got"
+            f" {rule!r}."
         )
     return pattern.strip(), placement

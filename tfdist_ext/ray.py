@@ -26,7 +26,7 @@ CHECKPOINT = "checkpoint.safetensors"  # the file in a checkpoint of Ray
 
 @filter_traceback
 class ReportCallback(keras.callbacks.Callback):
-    """Reports each epoch to Ray Train, from the function that a trainer's workers run.
+    """Reports each epoch to Ray Train. Create it in the function of the workers.
 
     Give it to `fit` on all workers: Ray waits until all have reported. A report has the logs of the
     epoch, which are of global batches and equal on all workers, and `epoch`, its number from 0.
@@ -99,6 +99,6 @@ def _ray_train() -> ModuleType:
     except RuntimeError as error:
         raise TrainingError(
             "ReportCallback can only be created in the function that a worker of a"
-            f" TensorflowTrainer runs: {error} Outside of Ray, leave it out."
+            f" TensorflowTrainer runs: {error} Outside Ray, remove it."
         ) from error
     return train

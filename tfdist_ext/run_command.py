@@ -34,8 +34,8 @@ USAGE = "run [options] -- command"
 
 EPILOG = """\
 Each task runs the command with its own TF_CONFIG. The first task that fails is the root cause:
-tfdist ends the others and exits with the status of the failed task. With --ps, the run ends when
-the chief ends. Ctrl-C ends everything.
+tfdist ends the other tasks and exits with the status of the failed task. With --ps, the run ends
+when the chief ends. Ctrl-C ends everything.
 
 example:
   tfdist run --workers 2 -- python train.py --epochs 3"""
@@ -59,15 +59,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     number = functools.partial(tasks.add_argument, type=int, metavar="N")
     switch = functools.partial(tasks.add_argument, action="store_true")
     number("--workers", help="number of workers (default 1)")
-    switch("--process-per-device", help="one worker for each GPU, which only this worker sees")
-    chief = "a chief beside the workers (default: only with --ps, which needs a chief)"
+    switch("--process-per-device", help="one worker per GPU; each worker sees only its GPU")
+    chief = "a chief in addition to the workers (default: only with --ps, which needs a chief)"
     tasks.add_argument("--chief", action=argparse.BooleanOptionalAction, help=chief)
     number("--ps", default=0, help="number of parameter servers")
     switch("--evaluator", help="an evaluator")
     run = parser.add_argument_group("run")
     seconds = functools.partial(run.add_argument, type=seconds_of, metavar="SECONDS")
     run.add_argument("--log-dir", type=Path, metavar="DIR", help="keep one log file per task here")
-    to_kill = "from SIGTERM to SIGKILL when a preemption ends the tasks (default 30; Ctrl-C: 5)"
+    to_kill = "time from SIGTERM to SIGKILL in a preemption (default 30; after Ctrl-C: 5)"
     seconds("--grace", default=30.0, help=to_kill)
     run.add_argument(
         "--preemption-signal",
@@ -92,7 +92,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     number(
         "--max-restarts",
         default=0,
-        help="how often to start the cluster again after a task failed (default 0);"
+        help="maximum number of restarts after a task failed (default 0);"
         " fit(checkpoint_dir=...) resumes from its newest checkpoint",
     )
     number("--min-workers", help="continue with at least N workers if one fails repeatedly")

@@ -60,7 +60,7 @@ def test_a_state_resumes_inside_an_epoch() -> None:
     again.restore(state)
     assert rows(again.dataset(Shard(1, 2))) == [[13, 15], [17, 19]]
     assert rows(again.dataset(Shard(1, 2), epoch=1))[0] == [1, 3]
-    with pytest.raises(DataError, match="batches of each of 2 shards, so 3 shards cannot continue"):
+    with pytest.raises(DataError, match="batches of each of 2 shards, so 3 shards cannot resume"):
         again.dataset(Shard(0, 3))
     again.end_epoch()
     assert again.position == (1, 0)

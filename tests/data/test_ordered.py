@@ -98,7 +98,7 @@ def test_a_state_of_other_data_or_another_order_is_refused(files: str, tmp_path:
     state = data.state()
     with pytest.raises(DataError, match="0: shape"):
         from_arrays((X[:-1], Y[:-1]), global_batch_size=10, seed=1).restore(state)
-    with pytest.raises(DataError, match="seed is 2, and that of the saved position is 1"):
+    with pytest.raises(DataError, match="seed is 2, but the saved position has the seed 1"):
         from_arrays((X, Y), global_batch_size=10, seed=2).restore(state)
     wrong: list[dict[str, Any]] = [{"place": 3}, {"epoch": 1.0}, {"examples": 54}, {"seed": "1"}]
     for change in wrong:

@@ -75,7 +75,7 @@ def test_scan_of_a_truncated_file(data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(whole) - 1))
     complete = [end for end in np.cumsum([0, *map(len, records)]).tolist() if end <= cut]
     between_records = cut == complete[-1]  # cannot be noticed
-    expected = "" if between_records else "the file ends inside of it"
+    expected = "" if between_records else "the file ends inside the record"
     assert Counted(whole[:cut]).scan() == (complete, expected)
 
 
@@ -129,7 +129,9 @@ def test_damage_is_named_or_skipped(tmp_path: Path, write_records: Write) -> Non
     os.truncate(path, os.path.getsize(path) - 2)
     with pytest.raises(DataError, match=r"/a: record 2 at byte 38 of 53: the file ends inside"):
         indexes_of([path])
-    with pytest.warns(UserWarning, match=r"/a: record 2 at byte 38 .* from there on are skipped"):
+    with pytest.warns(
+        UserWarning, match=r"/a: record 2 at byte 38 .* The rest of the file is skipped"
+    ):
         (index,) = indexes_of([path], skip_damaged=True)
     assert index.records == 2
     assert not (tmp_path / ".a.tfdindex").exists()  # the file may be made whole
@@ -143,5 +145,5 @@ def test_files_of_another_kind(tmp_path: Path) -> None:
 
 def test_a_file_of_0_bytes_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
-    with pytest.warns(UserWarning, match=r"/a is empty: it has 0 bytes"):
+    with pytest.warns(UserWarning, match=r"/a is empty: it has no records"):
         assert indexes_of([str(tmp_path / "a")])[0].records == 0

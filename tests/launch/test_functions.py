@@ -177,7 +177,7 @@ def test_a_signal_ends_the_tasks_and_then_does_what_it_does(start, mark, number)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"workers": 0}, "no task would train"),
+        ({"workers": 0}, "leaves no task that trains"),
         ({"fn": 3}, "fn must be a function, got 3"),
         ({"args": (lambda: 0, (each for each in ()))}, "cannot pickle 'generator' object"),
     ],

@@ -92,7 +92,7 @@ def test_log_files_are_named_after_the_tasks():
     ("command", "options", "words"),
     [
         ([], {}, ["no command", "after --", "tfdist run"]),
-        (COMMAND, {"workers": 0}, ["no task would train", "--workers 1"]),
+        (COMMAND, {"workers": 0}, ["leaves no task that trains", "--workers 1"]),
         (COMMAND, {"ps": -2}, ["--ps", "-2"]),
         (COMMAND, {"workers": 0, "ps": 1}, ["--ps 1 needs workers", "Add --workers"]),
         (COMMAND, {"ps": 1, "chief": False}, ["--ps 1 needs a chief", "coordinator"]),

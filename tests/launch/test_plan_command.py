@@ -65,14 +65,14 @@ def test_the_plan_of_workers_that_share_the_optimizer(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["{script}:build", "--workers", "2", "--rule", "users/.*=task 1"], "takes neither rules"),
+        (["{script}:build", "--workers", "2", "--rule", "users/.*=task 1"], "cannot be combined"),
         (["{script}:build", "--workers", "2", "--compare"], "--compare needs --ps"),
         (["{script}:build", "--workers", "0"], "workers must be"),
         (["build", "--ps", "2"], "module:function"),
         (["nowhere.py:build", "--ps", "2"], "cannot be imported: No module named 'nowhere'"),
         (["{script}:biuld", "--ps", "2"], "has no attribute 'biuld'"),
         (["{script}:build", "--ps", "2", "--rule", "users"], "PATTERN=PLACEMENT"),
-        (["{script}:build", "--ps", "2", "--rule", "users/.*=task"], "a placement must be written"),
+        (["{script}:build", "--ps", "2", "--rule", "users/.*=task"], "a placement must be one of"),
         (
             ["{script}:build", "--ps", "2", "--picture", "plan.gif"],
             "a picture must be a .svg or a .png file",

@@ -51,7 +51,7 @@ def test_a_port_on_which_somebody_listens_is_passed_over(among, host):
 def test_a_reservation_ends_with_its_block(among):
     (port,) = _some_ports(1)
     among([port])
-    message = "only 0 of 1 ports are free. End what uses them"
+    message = "only 0 of 1 ports are free. End the programs that use them"
     with reserve_ports(1), pytest.raises(LaunchError, match=message), reserve_ports(1):
         pass
     with reserve_ports(1) as ports:

@@ -51,7 +51,7 @@ def end(status: int, failed: int | None = None, workers: tuple[int, ...] = THREE
             "restart 2 of 3",
         ),
         ([end(KILLED, 1)] * 4, None, "all 3 restarts (--max-restarts) are used up"),
-        ([end(PREEMPTED, 1)] * 9, THREE, "preempted; this start does not count"),
+        ([end(PREEMPTED, 1)] * 9, THREE, "preempted; this does not count as a restart"),
     ],
 )
 def test_what_follows(past: list[Attempt], workers: tuple[int, ...] | None, why: str) -> None:
@@ -179,7 +179,7 @@ def test_a_signal_to_the_launcher_is_no_reason_to_start_again(tfdist) -> None:
     out, err = launcher.communicate(timeout=10)
     assert launcher.returncode == 143
     assert "saved" in out
-    assert "SIGUSR1: ending 1 tasks, for at most 30 s" in err
+    assert "SIGUSR1: ending 1 tasks within 30 s" in err
     assert said(err) == []
 
 
@@ -211,6 +211,6 @@ def test_a_worker_beside_parameter_servers_starts_again_alone(tfdist) -> None:
     assert out.count("chief 0 started") == out.count("worker 0 started") == 2
     assert out.count("worker 1 started") == 2
     assert said(err) == [
-        "tfdist: worker:1 failed (exit status 137); the others do its work; restart 1 of 5",
+        "tfdist: worker:1 failed (exit status 137); the other workers do its work; restart 1 of 5",
         "tfdist: restart 2 of 5; worker 1 has failed 2 times in a row and is left out: 1 workers",
     ]

@@ -74,7 +74,7 @@ def test_the_first_failure_is_the_root_cause(run_tasks, tmp_path):
     assert ran.result.failed_task == "worker:1"
     assert ran.result.returncodes == {"worker:0": -signal.SIGTERM, "worker:1": 3}
     assert ran.seconds < 3, "the sleeper was waited for"
-    assert "tfdist: worker:1 failed; ending the others\n" in ran.err
+    assert "tfdist: worker:1 failed; ending the other tasks\n" in ran.err
     assert re.search(r"worker:1 failed first, after 0\.\d s: exit code 3\n", ran.err)
     last = "".join(f"    {line}\n" for line in [*range(12, 31), "boom"])
     assert f"the last lines of worker:1:\n{last}" in ran.err
@@ -101,7 +101,7 @@ def test_who_left_with_0_is_blamed_and_not_who_needed_it(run_tasks):
     left = PEER.format("left at 12:03:04")
     ran = run_tasks({"worker:0": f"sleep 0.3; {left}", "worker:1": "echo done", "worker:2": SLEEP})
     assert (ran.result.failed_task, ran.result.exit_status) == ("worker:1", 1)
-    assert re.search(r"worker:1 left, after 0\.\d s: .* the others still needed it\n", ran.err)
+    assert re.search(r"worker:1 left, after 0\.\d s: .* the other tasks still needed it\n", ran.err)
     assert "the last lines of worker:1:\n    done\n" in ran.err
     assert re.search(r"worker:0 failed because of worker:1, after 0\.\d s", ran.err)
     assert "    worker:1 left at 12:03:04; worker:0 is in fit\n" in ran.err
@@ -149,7 +149,7 @@ def test_a_signal_as_root_cause(run_tasks):
 def test_a_task_that_is_stopped_is_killed_and_the_cause(run_tasks):
     ran = run_tasks({"worker:0": "kill -STOP $$", "worker:1": SLEEP}, stall_timeout=2.0)
     assert (ran.result.exit_status, ran.result.failed_task) == (137, "worker:0")
-    assert "s: killed by tfdist, as it was stopped (SIGSTOP) for 2 s (--stall-timeout)" in ran.err
+    assert "s: killed by tfdist after it was stopped (SIGSTOP) for 2 s (--stall-timeout)" in ran.err
     assert "out of memory" not in ran.err
 
 

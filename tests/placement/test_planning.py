@@ -76,8 +76,8 @@ def test_owners_are_balanced_and_nothing_is_cut_on_one_machine() -> None:
     ("arguments", "named"),
     [
         ({"tasks": 0}, "number of parameter servers must be an integer from 1"),
-        ({}, "a plan is either for a number of parameter servers .* or for devices="),
-        ({"tasks": 2, "devices": ["CPU:0"]}, "not for tasks=2, devices="),
+        ({}, "a plan needs either a number of parameter servers .* or devices="),
+        ({"tasks": 2, "devices": ["CPU:0"]}, "got tasks=2, devices="),
         ({"devices": []}, "a list of different names"),
         ({"devices": ["cpu:0", "/device:CPU:0"]}, "a list of different names"),
         ({"tasks": 2, "budget": "much"}, "budget must be a size, got 'much'"),
@@ -92,7 +92,7 @@ def test_plans_that_cannot_be(arguments: dict[str, Any], named: str) -> None:
 def test_variables_are_variables_and_have_different_paths() -> None:
     with pytest.raises(PlacementError, match=r"two variables have the path 'steps'\. Rules and"):
         plan([*SPECS, SPECS[-1]], 2)
-    with pytest.raises(PlacementError, match="specs holds 'steps', which"):
+    with pytest.raises(PlacementError, match="VariableSpec objects, got 'steps'"):
         plan(["steps"], 2)  # type: ignore[list-item]
 
 

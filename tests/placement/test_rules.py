@@ -100,8 +100,8 @@ def test_a_piece_on_each_task_or_device(where: Any) -> None:
         ),
         ({"scale": "sharded(2)"}, "'scale' of shape () cannot be sharded(2): .* it is a scalar"),
         ({"scale": "mirrored"}, "'scale' cannot be mirrored on parameter servers"),
-        ({"scale": "everywhere"}, "a placement must be written .* got 'everywhere'"),
-        ({"": "task 0"}, "pattern must be a text"),
+        ({"scale": "everywhere"}, "a placement must be one of .* got 'everywhere'"),
+        ({"": "task 0"}, "pattern must be a string"),
         (["scale"], 'rules must be a list of Rule("pattern", placement)'),
     ],
 )

@@ -28,10 +28,10 @@ def test_bytes_of_a_variable() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"path": ""}, "path must be a text that is not empty"),
+        ({"path": ""}, "path must be a non-empty string"),
         ({"shape": (None, 3)}, "'v' must be an integer of at least 0"),
         ({"shape": (-1,)}, "every dimension of 'v'"),
-        ({"dtype": "float31"}, "must be a name of TensorFlow's, as float32, got 'float31'"),
+        ({"dtype": "float31"}, "must be a TensorFlow dtype name such as float32, got 'float31'"),
         ({"slots": -1}, "slots of 'v'"),
         ({"load": float("nan")}, "load of 'v'"),
     ],

@@ -39,7 +39,7 @@ def test_success_ends_every_task_with_0_and_the_evaluator_has_evaluated(tmp_path
         history = json.loads(cluster.wait_for("chief:0", "RESULT (.*)")[1])
         assert "run returned trained" in cluster.log("chief:0")
         evaluated = cluster.log("evaluator:0")
-    assert "evaluator:0, beside a cluster of 1 chief, 2 workers, 1 ps" in evaluated
+    assert "evaluator:0, outside a cluster of 1 chief, 2 workers, 1 ps" in evaluated
     assert evaluated.endswith("run returned None\n")
     # The same numbers as the chief's validation, which it did on the workers at the same states.
     found = scalars(folder / "evaluator")

@@ -14,7 +14,7 @@ def test_a_choice_by_itself() -> None:
     assert str(tfd.explain(tfd.create_strategy())) == (
         "strategy     mirrored (MirroredStrategy)\n"
         "because      4 logical CPUs on this machine, no cluster\n"
-        "task         this process alone\n"
+        "task         a single process\n"
         "replicas     4 in sync\n"
         "devices      CPU:0, CPU:1, CPU:2, CPU:3\n"
         "passed over  multi_worker_mirrored, parameter_server: no cluster\n"
@@ -66,6 +66,6 @@ def test_strategies_made_elsewhere(strategy: Any, words: list[str]) -> None:
 @pytest.mark.parametrize("thing", [None, tf.distribute.MirroredStrategy])
 def test_what_is_no_strategy(thing: Any) -> None:
     with pytest.raises(
-        tfd.StrategyError, match="explain takes what create_strategy or distribute returned, not"
+        tfd.StrategyError, match="explain takes the result of create_strategy or distribute, not"
     ):
         tfd.explain(thing)

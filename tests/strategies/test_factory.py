@@ -62,7 +62,7 @@ def test_the_real_object_of_tensorflow(
         (
             "central_storage",
             {"parameter_device": ""},
-            ["'' does not name a device of this process"],
+            ["'' is not the name of a device of this process"],
         ),
         ("multi_worker_mirrored", {}, ["needs a cluster", "TF_CONFIG"]),
         ("parameter_server", {}, ["needs a cluster", "tfdist run"]),
@@ -72,8 +72,8 @@ def test_the_real_object_of_tensorflow(
             ["cluster='a:1' is neither a ClusterConfig nor"],
         ),
         ("multi_worker_mirrored", {"communication": "mpi"}, ["communication='mpi' is not"]),
-        ("auto", {"wait": 0}, ["wait=0 is not a number of seconds above 0"]),
-        ("auto", {"alone": "yes"}, ["alone='yes' is neither"]),
+        ("auto", {"wait": 0}, ["wait must be a number of seconds above 0, got 0"]),
+        ("auto", {"alone": "yes"}, ["alone must be True or False, got 'yes'"]),
         ("mirrored", {"cluster": _cluster(TWO_WORKERS, ("worker", 0))}, ["has no option cluster="]),
     ],
 )
@@ -89,7 +89,7 @@ PS = {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"], "evaluator": ["h:4"]}
 @pytest.mark.parametrize(
     ("name", "jobs", "task", "words"),
     [
-        ("auto", TWO_WORKERS, ("worker", 0), ["TensorFlow has started", "to the top"]),
+        ("auto", TWO_WORKERS, ("worker", 0), ["before TensorFlow starts", "to the top"]),
         (
             "multi_worker_mirrored",
             PS,
@@ -100,7 +100,7 @@ PS = {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"], "evaluator": ["h:4"]}
             "auto",
             {"worker": ["h:1"], "evaluator": ["h:2"]},
             ("worker", 0),
-            ["has evaluator tasks", "an evaluator by itself"],
+            ["has evaluator tasks", "an evaluator without TF_CONFIG"],
         ),
         (
             "parameter_server",
@@ -146,7 +146,7 @@ def test_an_evaluator_gets_a_strategy_for_its_own_devices(
         assert evaluates(strategy) is not None
         text = str(tfd.explain(strategy))
         assert "4 logical CPUs on this machine, evaluator:0 works by itself" in text
-        assert "task         evaluator:0, beside a cluster of 1 chief, 1 worker, 1 ps" in text
+        assert "task         evaluator:0, outside a cluster of 1 chief, 1 worker, 1 ps" in text
     assert evaluates(tfd.create_strategy("mirrored", devices=2)) is None  # asked for by name
 
 
@@ -215,7 +215,7 @@ def test_a_wrong_tf_config_is_an_error(name: str, monkeypatch: pytest.MonkeyPatc
 def test_inside_the_scope_of_another_strategy() -> None:
     outer = tfd.create_strategy("mirrored")
     with outer.scope():
-        assert "outside of the scope of MirroredStrategy." in _refused("default")
+        assert "outside the scope of MirroredStrategy." in _refused("default")
         inner = tfd.create_strategy("one_device")
     assert type(inner) is tf.distribute.OneDeviceStrategy
 
@@ -243,7 +243,7 @@ def test_the_first_place_with_a_value_wins() -> None:
         ),
         (
             "[strategy]\ndevices = 'x'",
-            ["'x' does not name a device", "devices = 'x' from the file"],
+            ["'x' is not the name of a device", "devices = 'x' from the file"],
         ),
     ],
 )

@@ -30,7 +30,7 @@ def test_every_spelling_is_one_device(name: str) -> None:
     + ["/job:worker/replica:0/task:1/device:CPU:0"],  # of another process: never taken for ours
 )
 def test_what_is_no_name_of_a_device_here(name: Any) -> None:
-    with pytest.raises(StrategyError, match="does not name a device of this process"):
+    with pytest.raises(StrategyError, match="is not the name of a device of this process"):
         normal_name(name)
 
 
@@ -52,7 +52,7 @@ def test_picking(devices: Any, picked: list[str]) -> None:
     [
         (5, "pass logical_cpus=5 to create_strategy before the first TensorFlow operation"),
         (0, "must be an integer from 1 to 10000, got 0"),
-        ({"CPU:0"}, "are names or a number of devices, not {'CPU:0'}"),
+        ({"CPU:0"}, "must be names or a number of devices, got {'CPU:0'}"),
         (
             ["CPU:0", "/cpu:0"],
             "devices of mirrored name CPU:0 twice: ['CPU:0', '/cpu:0']",
@@ -76,6 +76,6 @@ def test_logical_cpus_is_a_number(count: Any) -> None:
 def test_logical_cpus_after_the_start() -> None:
     make_logical_cpus(4)  # as many as there are: nothing to complain about
     with pytest.raises(
-        StrategyError, match="logical_cpus=2 comes too late: TensorFlow has started with 4"
+        StrategyError, match="logical_cpus=2 is not possible: TensorFlow has already started with 4"
     ):
         make_logical_cpus(2)

@@ -66,13 +66,13 @@ def test_it_gets_the_cluster_that_was_given_or_found(monkeypatch: pytest.MonkeyP
 def test_a_class_is_a_factory() -> None:
     tfd.register_strategy("mine", tf.distribute.OneDeviceStrategy, "my own")
     assert type(tfd.create_strategy("mine", device="CPU:1")) is tf.distribute.OneDeviceStrategy
-    with pytest.raises(tfd.StrategyError, match=r"cannot be made: missing .* 'device'"):
+    with pytest.raises(tfd.StrategyError, match=r"cannot be created: missing .* 'device'"):
         tfd.create_strategy("mine")
 
 
 def test_a_factory_that_returns_no_strategy() -> None:
     tfd.register_strategy("mine", lambda: tf.distribute.OneDeviceStrategy, "my own")
-    with pytest.raises(tfd.StrategyError, match=r"which is no tf\.distribute\.Strategy"):
+    with pytest.raises(tfd.StrategyError, match=r"which is not a tf\.distribute\.Strategy"):
         tfd.create_strategy("mine")
 
 
@@ -81,7 +81,7 @@ def test_a_factory_that_returns_no_strategy() -> None:
     [
         ("mirrored", lambda: None, "'mirrored' cannot be the name of a new strategy"),
         ("my strategy", lambda: None, "'my strategy' cannot be"),
-        ("mine", "mirrored", "is no function: 'mirrored'"),
+        ("mine", "mirrored", "is not a function: 'mirrored'"),
     ],
 )
 def test_refused_registrations(name: Any, factory: Any, message: str) -> None:

@@ -28,7 +28,7 @@ def test_a_resolver_is_accepted_as_it_is() -> None:
     assert described.task == tfd.Task("worker", 1)
     assert described.source == type(resolver).__name__
     # The factory comes as far as TensorFlow, which has started in this process.
-    with pytest.raises(tfd.StrategyError, match="because TensorFlow has started"):
+    with pytest.raises(tfd.StrategyError, match="must be created before TensorFlow starts"):
         tfd.create_strategy(cluster=resolver)
 
 
@@ -52,7 +52,7 @@ def test_a_resolver_that_describes_no_cluster() -> None:
         assert line in str(tfd.explain(strategy))
         for name in ("multi_worker_mirrored", "parameter_server"):
             with pytest.raises(
-                tfd.StrategyError, match=f"{name} needs a cluster, and .* describes none"
+                tfd.StrategyError, match=f"{name} needs a cluster, but .* describes none"
             ):
                 tfd.create_strategy(name, cluster=empty)
 

@@ -112,7 +112,7 @@ def test_logical_cpus_a_late_start_and_a_real_parameter_server() -> None:
     assert "settings     logical_cpus = 3 from flags" in result["mirrored"]
     assert "replicas     3 in sync" in result["mirrored"]
 
-    assert "comes too late, because TensorFlow has started" in result["late"]
+    assert "must be created before TensorFlow starts" in result["late"]
     assert "Move create_strategy() to the top of the program" in result["late"]
 
     assert "ParameterServerStrategyV2" in result["classes"]
@@ -157,7 +157,7 @@ def test_the_wait_for_a_missing_peer_can_be_limited(
     assert missing in error
     waits = next(line for line in done.stderr.splitlines() if ": waiting for " in line)
     assert waits.startswith(f"{me}: waiting for {missing} (127.0.0.1:")
-    assert "Is it started, is its address right in TF_CONFIG on every task" in waits
+    assert "its address in TF_CONFIG is right on every task" in waits
 
 
 def test_rules_of_a_settings_file_are_checked_before_the_wait(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_a_sum_that_depends_on_itself() -> None:
         node("sum", "PlaceholderWithDefault", "x"),
         node("late", takes="sum"),
     ]
-    with pytest.raises(NotSharedError, match="needs the sum over replicas 'sum' before"):
+    with pytest.raises(NotSharedError, match="uses the sum over replicas 'sum' before"):
         cut(nodes, [(["loop:0"], ["sum"])], {"x"}, ["late:0"])
 
 

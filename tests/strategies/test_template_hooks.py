@@ -226,7 +226,7 @@ WRONG_RESULTS = [
         "create_variable",
         lambda self, spec, create, beside: create(["CPU:1", "CPU:0"]),
         variable,
-        r"Wrong.create_variable, for 'v': create\(\) must get one device for all replicas, or"
+        r"Wrong.create_variable\('v'\): create\(\) must get one device for all replicas, or"
         r" the devices of all .* order, \['CPU:0', 'CPU:1'\], got \['CPU:1', 'CPU:0'\]",
     ),
     (
@@ -239,14 +239,14 @@ WRONG_RESULTS = [
         "reduce_values",
         lambda self, op, values, devices, what: [tf.reduce_sum(values[0])] * 2,
         all_reduced,
-        r"values like those that it gets, as <tf.Tensor .*shape=\(3,\) dtype=float32>, got"
-        r" <tf.Tensor .*shape=\(\) dtype=float32>",
+        r"values of the shape and dtype of its arguments, such as"
+        r" <tf.Tensor .*shape=\(3,\) dtype=float32>, got <tf.Tensor .*shape=\(\) dtype=float32>",
     ),
     (
         "owner",
         lambda self, variable: 2,
         trained,
-        r"Wrong.owner must return the number of a device, f",
+        r"Wrong.owner must return the index of a device, f",
     ),
 ]
 

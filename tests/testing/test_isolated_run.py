@@ -176,6 +176,6 @@ def test_a_strategy_of_another_cluster_is_a_mistake(run: str) -> None:
     text = section(run, "ERROR at setup of test_a_strategy_of_another_cluster[multi_worker_2]")
     assert "Traceback" not in text
     assert text.endswith(
-        "the mark of the test says {'worker': 3}, and its strategy multi_worker_2 has 2 workers."
-        " Remove one of them.\n"
+        "the mark of the test asks for {'worker': 3}, but its strategy multi_worker_2 has 2"
+        " workers. Remove the mark or the strategy.\n"
     )

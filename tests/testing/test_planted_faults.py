@@ -96,12 +96,12 @@ def failures(strategy: type[StrategyTemplate], checks: list[str]) -> dict[str, s
         (
             NotSaved,
             ["checkpoint", "checkpoint_before_the_variables"],
-            "what the checkpoint holds: must be [[[1.0, 2.0], [3.0, 4.0]], 6.0, 6.0], got [[[0.0,",
+            "values in the checkpoint: must be [[[1.0, 2.0], [3.0, 4.0]], 6.0, 6.0], got [[[0.0,",
         ),
         (
             FirstValue,
             ["trains_like_one_device"],
-            "compared values differ, most of all ",
+            "compared values differ, the most in ",
         ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -123,7 +123,7 @@ def test_rounding_does_not_excuse_a_difference(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(conformance, "verify", lambda *_, **__: found)
     (outcome,) = run_checks(Template, ["test_trains_like_one_device"])
     assert outcome.failed
-    assert "1 of 1 compared values differ, most of all weight a" in outcome.reason
+    assert "1 of 1 compared values differ, the most in weight a" in outcome.reason
 
 
 def test_what_is_no_strategy() -> None:
@@ -137,7 +137,9 @@ def test_what_is_no_strategy() -> None:
         def strategy(self) -> Any:
             return "mirrored"
 
-    with pytest.raises(tfd.StrategyError, match=r"Wrong\.strategy returned .* no tf\.distribute"):
+    with pytest.raises(
+        tfd.StrategyError, match=r"Wrong\.strategy returned .* not a tf\.distribute"
+    ):
         Wrong().test_scope()
 
 

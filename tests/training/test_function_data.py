@@ -82,7 +82,7 @@ def test_evaluate_and_predict_read_one_epoch() -> None:
         ours.predict(data, verbose=0), alone.predict(plain(0), verbose=0), rtol=1e-5, atol=1e-6
     )
     assert data.position == (0, 0)
-    with pytest.raises(tfd.TrainingError, match="Leave out batch_size"):
+    with pytest.raises(tfd.TrainingError, match="Remove batch_size"):
         ours.fit(data, batch_size=8)
 
 

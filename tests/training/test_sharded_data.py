@@ -131,7 +131,7 @@ def test_killed_in_an_epoch_and_gone_on_with_other_replicas(expected: Any, tmp_p
         (
             lambda: (batch for batch in [(X[:4], Y[:4])]),
             {"checkpoint_every": 2, "steps_per_epoch": 1, "checkpoint_dir": "here"},
-            "data that knows its position",
+            "data that can resume inside an epoch",
         ),
     ],
 )

@@ -47,7 +47,7 @@ def workers(shared: Path, continued: list[np.ndarray]) -> list[dict[str, Any]]:
 @pytest.mark.timeout(400)
 def test_every_optimizer_gives_the_numbers_of_one_device(workers: list[dict[str, Any]]) -> None:
     for worker in workers:
-        assert "workers share its state" in worker["explain"]
+        assert "state sharded across workers" in worker["explain"]
         assert list(worker["optimizers"]) == list(models.OPTIMIZERS)
         for name, found in worker["optimizers"].items():
             assert found["weights"] < 1e-6, name

@@ -260,7 +260,7 @@ def test_rounding_explains_a_difference() -> None:
     differences, rounding = {"weight a": 3e-5, "weight b": 3e-5}, {"weight a": 4e-6}
     result = Verification("Title.", differences, rounding, 1e-5, ["Cause."])
     assert result.unequal == ["weight b"]
-    assert "1 of 2 compared values differ, most of all weight b." in str(result)
+    assert "1 of 2 compared values differ, the most in weight b." in str(result)
 
 
 SCRIPT = """

@@ -1,4 +1,4 @@
-"""Who am I, and who are the others? Needs no TensorFlow.
+"""The cluster that the environment describes, and this task. Needs no TensorFlow.
 
     from tfdist_ext.cluster import ClusterConfig
 

@@ -30,7 +30,7 @@ ENVIRONMENTS: dict[str, Callable[[Mapping[str, str]], ClusterDescription | str]]
 @filter_traceback
 @dataclass(frozen=True)
 class ClusterConfig:
-    """A cluster as one of its tasks sees it. Immutable, hashable, and valid once it exists.
+    """A cluster, seen from one of its tasks. Immutable, hashable and always valid.
 
     Attributes:
         jobs: job name -> addresses ("host:port") in index order; "" for an index that the sparse
@@ -62,7 +62,7 @@ class ClusterConfig:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> ClusterConfig | None:
-        """The cluster of the first environment that describes one, TF_CONFIG first.
+        """Returns the cluster that the environment describes; TF_CONFIG takes precedence.
 
         Args:
             env: environment variables; None: those of this process.
@@ -81,7 +81,7 @@ class ClusterConfig:
 
     @classmethod
     def from_tf_config(cls, text: str, *, source: str = "TF_CONFIG") -> ClusterConfig:
-        """The cluster a TF_CONFIG text describes.
+        """Returns the cluster that a TF_CONFIG describes.
 
         Raises:
             ClusterConfigError: the text is not JSON of that form, or breaks a rule of the class.
@@ -93,7 +93,7 @@ class ClusterConfig:
         return tf_config.dump(self.jobs, self.task, self.rpc_layer, self.environment)
 
     def for_task(self, type: str, index: int) -> ClusterConfig:
-        """The same cluster, seen by another of its tasks.
+        """Returns the same cluster, seen from another task.
 
         Raises:
             ClusterConfigError: the cluster has no such task.
@@ -109,7 +109,7 @@ class ClusterConfig:
 
     @property
     def num_tasks(self) -> int:
-        """Tasks with an address, over all jobs, ps and evaluator included."""
+        """The number of tasks with an address, including ps and evaluator."""
         return sum(1 for _ in self.tasks())
 
     @property

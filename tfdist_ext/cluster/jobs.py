@@ -45,7 +45,7 @@ def identity(address: object) -> tuple[str, int]:
             white space, an IPv6 host that is wrong or without brackets.
     """
     if not isinstance(address, str):
-        raise AddressError("is not text")
+        raise AddressError("is not a string")
     match = _PLAIN.fullmatch(address)
     if match is None or int(match[2]) > _MAX_PORT:
         return _identity_of_unusual(address)
@@ -59,9 +59,9 @@ def _identity_of_unusual(address: str) -> tuple[str, int]:
     if not address.strip():
         raise AddressError("is blank")
     if any(character.isspace() for character in address):
-        raise AddressError("has white space in it", "Take the white space out.")
+        raise AddressError("has white space in it", "Remove the white space.")
     if "://" in address:
-        raise AddressError("has a scheme", 'Take out what stands before the host, "://" included.')
+        raise AddressError("has a scheme", 'Remove everything before the host, including "://".')
     if address.startswith("["):
         match = _BRACKETED.fullmatch(address)
         if match is None:
@@ -81,7 +81,7 @@ def _identity_of_unusual(address: str) -> tuple[str, int]:
         raise AddressError("has no host")
     _port(port)
     raise AddressError(
-        "has a host name with characters that no host name has",
+        "has a host name with invalid characters",
         "Use letters, digits, dots and hyphens.",
     )
 
@@ -91,7 +91,7 @@ def _ip(kind: type[ipaddress.IPv4Address] | type[ipaddress.IPv6Address], host: s
         return str(kind(host))
     except ValueError:
         version = "IPv6" if kind is ipaddress.IPv6Address else "IPv4"
-        raise AddressError(f"is not a possible {version} address") from None
+        raise AddressError(f"is not a valid {version} address") from None
 
 
 def _port(text: str | None) -> int:
@@ -149,11 +149,11 @@ class Jobs(dict[str, tuple[str, ...]]):
             (name, _addresses(name, given[name], where)) for name in JOB_NAMES if name in given
         )
         if len(self.get("chief", ())) > 1:
-            advice = "A cluster has one chief: move the others to worker."
-            raise refuse(where, "cluster.chief must list index 0 alone", self["chief"], advice)
+            advice = "A cluster has one chief: move the other addresses to worker."
+            raise refuse(where, "cluster.chief must have one address", self["chief"], advice)
         if "ps" in self and "worker" not in self:
-            advice = "Add a worker job, or take ps out."
-            raise refuse(where, "cluster.ps must have workers to serve", dict(self), advice)
+            advice = "Add a worker job, or remove ps."
+            raise refuse(where, "cluster.ps needs workers", dict(self), advice)
         _check_addresses(self, where)
 
     def __hash__(self) -> int:  # type: ignore[override]  # a plain dict can change, this cannot
@@ -224,10 +224,10 @@ def check_job_name(name: object, key: str, where: str) -> None:
     """Refuses a job name (or task type) TensorFlow has no role for; `key` says where it stood."""
     if name in JOB_NAMES:
         return
-    old = 'This is the old name: say "chief".'
+    old = 'Use "chief", its new name.'
     advice = old if name == "master" else nearest(name, JOB_NAMES)
-    verb = "must name jobs" if key == "cluster" else "must be a job"
-    raise refuse(where, f"{key} {verb} that TensorFlow knows", name, advice)
+    verb = "has a job" if key == "cluster" else "is a job"
+    raise refuse(where, f"{key} {verb} that TensorFlow does not know", name, advice)
 
 
 def check_task(task: object, jobs: Jobs, where: str) -> None:
@@ -239,7 +239,7 @@ def check_task(task: object, jobs: Jobs, where: str) -> None:
     if isinstance(index, bool) or not isinstance(index, int):
         raise refuse(where, "task.index must be a whole number", index, "Give 0, 1, 2, ...")
     if task.type not in jobs:
-        what = f"cluster must have the job of task.type, {task.type}"
+        what = f"task.type is {task.type}, but cluster has no such job"
         advice = f"Add the {task.type} job with the address of each of its tasks to cluster."
         raise refuse(where, what, list(jobs), advice)
     addresses = jobs[task.type]
@@ -254,7 +254,7 @@ def _addresses(name: str, given: object, where: str) -> tuple[str, ...]:
         advice = f'Write a list: "{name}": ["host:port"].'
         raise refuse(where, f"cluster.{name} must be a list of addresses", given, advice)
     if not given:
-        advice = f"List the address of each {name} task, or take {name} out."
+        advice = f"List the address of each {name} task, or remove {name}."
         raise refuse(where, f"cluster.{name} must not be empty", given, advice)
     if len(given) > MAX_INDEX:
         raise index_too_large(name, len(given) - 1, where)
@@ -283,5 +283,5 @@ def _check_addresses(jobs: Jobs, where: str) -> None:
             except AddressError as error:
                 raise refuse(where, f"{path} {error.what}", address, error.advice) from None
             if (taken := first.setdefault(key, path)) != path:
-                advice = "Give each task an address of its own: another host, or another port."
-                raise refuse(where, f"{path} must not have the address of {taken}", address, advice)
+                advice = "Give each task a different host or port."
+                raise refuse(where, f"{path} has the same address as {taken}", address, advice)

@@ -41,9 +41,9 @@ def parse(text: object, where: str) -> ClusterDescription:
         ClusterConfigError: the text is no TF_CONFIG, or its jobs break a rule of `Jobs`.
     """
     if not isinstance(text, str):
-        raise refuse(where, "is not text", text, "Pass the JSON text; json.dumps makes it.")
+        raise refuse(where, "is not a string", text, "Pass a JSON string, as from json.dumps.")
     if not text.strip():
-        advice = "Unset it where there is no cluster; ClusterConfig.from_env then gives None."
+        advice = "If there is no cluster, unset it: ClusterConfig.from_env then returns None."
         raise refuse(where, "is empty", text, advice)
     value = load_json(text, where)
     if not isinstance(value, dict):
@@ -65,7 +65,7 @@ def load_json(text: str, where: str) -> Any:
         found = dict(pairs)
         if len(found) != len(pairs):
             ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
-            what = f"the key {shown(twice)} stands twice in one object"
+            what = f"the key {shown(twice)} appears twice in one object"
             raise refuse(where, what, pairs, "Keep one.")
         return found
 
@@ -74,11 +74,11 @@ def load_json(text: str, where: str) -> Any:
     except json.JSONDecodeError as error:
         near = text[max(0, error.pos - 20) : error.pos + 20]
         what = f"is not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
-        advice = "Mind double quotes, commas and closing braces; json.dumps writes it right."
+        advice = "Check double quotes, commas and closing braces, or use json.dumps."
         raise refuse(where, what, near, advice) from None
     except RecursionError:
-        what = "is nested too deeply to be read"
-        raise refuse(where, what, text[:40], "A cluster needs three levels.") from None
+        what = "is nested too deeply"
+        raise refuse(where, what, text[:40], "A cluster has three levels.") from None
 
 
 def parse_variable(env: Mapping[str, str]) -> ClusterDescription | str:
@@ -114,7 +114,7 @@ def dump(
 def check_text(value: object, key: str, where: str) -> None:
     """Refuses what is neither None nor text."""
     if value is not None and not isinstance(value, str):
-        raise refuse(where, f"{key} is not text", value, f"Write a text, or take {key} out.")
+        raise refuse(where, f"{key} is not a string", value, f"Write a string, or remove {key}.")
 
 
 def _refuse_unknown(
@@ -157,9 +157,9 @@ def _from_sparse(name: str, given: dict[str, Any], where: str) -> list[Any]:
             raise index_too_large(name, key, where)
         index = int(key)
         if index in by_index:
-            raise refuse(where, f"cluster.{name}[{index}] stands twice", given, "Keep one.")
+            raise refuse(where, f"cluster.{name}[{index}] appears twice", given, "Keep one.")
         if address == "":
-            advice = 'Write "host:port", or take the index out.'
+            advice = 'Write "host:port", or remove the index.'
             raise refuse(where, f"cluster.{name}[{index}] is blank", given, advice)
         by_index[index] = address
     return [by_index.get(index, "") for index in range(max(by_index, default=-1) + 1)]

@@ -203,7 +203,7 @@ def _index_of(path: str, skip_damaged: bool) -> RecordIndex:
     stamp = stamp_of(path)
     size, modified = stamp
     if size == 0:  # a writer wrote no records, or was killed
-        warn(f"{path} is empty: it has 0 bytes, and no records.")
+        warn(f"{path} is empty: it has no records.")
     offsets = _load(path, stamp)
     if offsets is not None:
         return RecordIndex(path, stamp, len(offsets) - 1)
@@ -216,15 +216,15 @@ def _index_of(path: str, skip_damaged: bool) -> RecordIndex:
         if not skip_damaged:
             raise DataError(
                 f"{where} Is it an uncompressed TFRecord file? If it is damaged, write it again, or"
-                ' read the records before with on_error="skip".'
+                ' read only the records before with on_error="skip".'
             )
-        warn(f"{where} The file's records from there on are skipped.")
+        warn(f"{where} The rest of the file is skipped.")
     elif modified:  # without a time, an index could not be checked against the data
         if _keep(path, stamp, offsets):
             return RecordIndex(path, stamp, index.records)
         warn(
             f"{_place_of(path)} cannot be written, so each task counts the records of {path} at"
-            " each start. Make the folder writable, at least once."
+            " each start. Make the folder writable for one run."
         )
     return index
 
@@ -266,13 +266,13 @@ def scan(read_at: Callable[[int, int], bytes], size: int) -> tuple[np.ndarray, s
         if at + HEADER > start + len(block):
             start, block = at, read_at(at, HEADER if length > _FAR else _MANY)
         if at + HEADER > start + len(block):
-            damage = "the file ends inside of it"
+            damage = "the file ends inside the record"
             break
         length, written = _HEADER.unpack_from(block, at - start)
         if masked(checksum(block[at - start : at - start + 8])) != written:
             damage = "its length field is damaged (wrong checksum)"
         elif at + HEADER + length + TAIL > size:
-            damage = "the file ends inside of it"
+            damage = "the file ends inside the record"
         else:
             at += HEADER + length + TAIL
             offsets.append(at)

@@ -28,7 +28,7 @@ def from_dataset_fn(
     *,
     global_batch_size: int | None = None,
 ) -> FunctionDataset:
-    """A dataset made by a function of the shard, for sources that cannot be read by number.
+    """Creates a dataset from a function that returns the data of one shard.
 
     In `fit` a shard is a task that reads: each worker, or the only process. Its batches are cut for
     its replicas. Under parameter servers the workers read, and each batch is a step; if the
@@ -51,7 +51,7 @@ def from_dataset_fn(
 
 @filter_traceback
 class FunctionDataset(ShardedDataset):
-    """A dataset made by a function of the shard; a shard is the part of one task.
+    """A dataset from a function that returns the data of one shard, for one task.
 
     Step k of a training uses the k-th batch of each task: together they are global batch k. Tasks
     may have different numbers of batches, of different sizes. A task whose data has ended computes
@@ -81,7 +81,7 @@ class FunctionDataset(ShardedDataset):
 
     @property
     def steps(self) -> int | None:
-        """Batches of an epoch if one task reads all of the data; None if unknown."""
+        """The batches in an epoch if one task reads all data; None if unknown."""
         length = int(self.whole_epoch(Shard(0, 1), self._epoch).cardinality())
         return None if length < 0 else length  # unknown or infinite
 
@@ -110,7 +110,7 @@ class FunctionDataset(ShardedDataset):
             if self._shards not in (None, shard.count):
                 raise DataError(
                     f"the position is after {self._done} batches of each of {self._shards} shards,"
-                    f" so {shard.count} shards cannot continue from it. Resume with"
+                    f" so {shard.count} shards cannot resume there. Resume with"
                     f" {self._shards} tasks, or from the end of an epoch."
                 )
             found = found.skip(self._done)
@@ -206,7 +206,7 @@ def _takes_epoch(function: Callable[..., tf.data.Dataset]) -> bool:
         signature.bind(None, **({"epoch": 0} if takes_epoch else {}))
     except (TypeError, ValueError):
         raise DataError(
-            f"function must take (shard) or (shard, epoch=number), got {shown(function)}; write"
+            f"function must take (shard) or (shard, epoch), got {shown(function)}; write"
             " `def data(shard): ... dataset.shard(shard.count, shard.index)`."
         ) from None
     return takes_epoch

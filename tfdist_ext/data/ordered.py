@@ -170,7 +170,7 @@ def _key(seed: int | None, epoch: int) -> np.ndarray:
 def from_source(
     source: Source, *, global_batch_size: int, seed: int | None = None
 ) -> OrderedDataset:
-    """Examples of a custom source, read by their number.
+    """Creates a dataset from a custom source with random access to examples.
 
     Args:
         source: an object with the members of `tfdist_ext.data.sources.Source`.
@@ -193,7 +193,7 @@ def from_source(
 
 @filter_traceback
 def from_arrays(arrays: Any, *, global_batch_size: int, seed: int | None = None) -> OrderedDataset:
-    """Rows of arrays: one array, or a tuple or dict, as (x, y) or (x, y, sample_weight).
+    """Creates a dataset from an array, or from a tuple or dict of arrays such as (x, y).
 
     Memory-mapped arrays stay on disk.
 
@@ -210,7 +210,7 @@ def from_arrays(arrays: Any, *, global_batch_size: int, seed: int | None = None)
 
 @filter_traceback
 class OrderedDataset(ShardedDataset):
-    """Global batches of a source in one order, and each shard's part of them.
+    """Global batches of a source, in the same order for any number of shards.
 
     The order is a permutation of all examples for each epoch, computed from the seed. It is the
     same for any number of workers and replicas. In `fit` each task reads the examples of its own
@@ -292,7 +292,7 @@ class OrderedDataset(ShardedDataset):
         check_state(state, current)
         if state["seed"] != self.order.seed:
             raise DataError(
-                f"the seed is {self.order.seed}, and that of the saved position is"
+                f"the seed is {self.order.seed}, but the saved position has the seed"
                 f" {state['seed']!r}. Use the same seed."
             )
         epoch = check_int(state["epoch"], "the position's epoch", error=DataError)

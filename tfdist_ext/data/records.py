@@ -37,7 +37,7 @@ def from_tfrecords(
     on_error: str = "raise",
     batched: bool = False,
 ) -> OrderedDataset:
-    """Records of TFRecord files, read by their number.
+    """Creates a dataset from TFRecord files, with random access to the records.
 
     An index of the records' offsets is built once, in one pass over the length fields, and kept
     beside each file.
@@ -201,7 +201,7 @@ class RecordFiles:
             seen = number in self.skipped
             self.skipped.add(number)
         if not seen:
-            warn(f"{message} It is skipped; skipped so far: {len(self.skipped)}.")
+            warn(f"{message} The record is skipped (skipped so far: {len(self.skipped)}).")
 
     def _opened(self, file: int) -> tuple[FileReader, np.ndarray]:
         # A plain view of a memory-mapped array is faster to index.
@@ -238,15 +238,15 @@ def _spec_of_example(parse: Callable[[tf.Tensor], Any], batched: bool) -> Any:
     def spec_of(output: Any) -> tf.TensorSpec:
         if not isinstance(output, tf.Tensor | tf.TensorSpec):
             raise DataError(
-                f"parse must return dense tensors, which can be batched, got {shown(output)}. Make"
-                " it dense: tf.sparse.to_dense(...), or .to_tensor(shape=...) of a ragged one."
+                f"parse must return dense tensors, which can be batched, got {shown(output)}. Use"
+                " tf.sparse.to_dense(...), or .to_tensor(shape=...) of a ragged tensor."
             )
         if not batched:
             return tf.TensorSpec(output.shape, output.dtype)
         if not output.shape.rank or output.shape[0] is not None:
             raise DataError(
-                "parse with batched=True must return tensors with a row for each record, of shape"
-                f" [n, ...] where n is not known when it is traced, got {shown(output)}."
+                "parse with batched=True must return tensors with one row per record, of shape"
+                f" [None, ...] when it is traced, got {shown(output)}."
             )
         return tf.TensorSpec(output.shape[1:], output.dtype)
 

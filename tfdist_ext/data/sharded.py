@@ -37,26 +37,26 @@ class ShardedDataset(abc.ABC):
     @property
     @abc.abstractmethod
     def steps(self) -> int | None:
-        """Global batches of an epoch, a last smaller one included; None if unknown."""
+        """The global batches in an epoch, including a smaller last one; None if unknown."""
 
     @property
     @abc.abstractmethod
     def global_batch_size(self) -> int | None:
-        """Examples of a step, over all tasks; None if a function determines the batches."""
+        """The examples per step over all tasks; None if a function determines the batches."""
 
     @property
     def position(self) -> tuple[int, int]:
-        """The epoch and its finished part, in examples of ordered data or else in batches."""
+        """The epoch, and the examples (of ordered data) or batches in it that are done."""
         return self._epoch, self._done
 
     @property
     def steps_done(self) -> int:
-        """Global batches of the position's epoch that are done."""
+        """The number of global batches that are done in the current epoch."""
         return self._done
 
     @property
     def resumes_inside_epochs(self) -> bool:
-        """Whether a position may be inside an epoch, and not only at its beginning."""
+        """Whether a position can be inside an epoch, not only at its start."""
         return True
 
     @abc.abstractmethod
@@ -67,7 +67,7 @@ class ShardedDataset(abc.ABC):
         *,
         remainder: Remainder = Remainder.KEEP,
     ) -> tf.data.Dataset:
-        """This shard's part of each global batch of an epoch.
+        """Returns this shard's part of each global batch in an epoch.
 
         The parts of step k, in shard order, are global batch k. If a batch has fewer examples than
         there are shards, some parts are empty.
@@ -90,14 +90,14 @@ class ShardedDataset(abc.ABC):
 
     @abc.abstractmethod
     def state(self) -> dict[str, Any]:
-        """The position, as JSON fields; they also identify the data.
+        """Returns the position and a fingerprint of the data, as JSON fields.
 
         `fit` advances the position and saves it in its checkpoints.
         """
 
     @abc.abstractmethod
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a state; ordered data continues with any number of tasks.
+        """Resumes from a state. Ordered data can resume on any number of tasks.
 
         Raises:
             DataError: no state, or a state of other data or another seed; the error names the
@@ -106,7 +106,7 @@ class ShardedDataset(abc.ABC):
 
     @abc.abstractmethod
     def advance(self, steps: int) -> None:
-        """Count more global batches as done.
+        """Moves the position forward by a number of global batches.
 
         The end of an epoch of ordered data is the start of the next. An epoch of data made by a
         function ends with `end_epoch`.
@@ -121,7 +121,7 @@ class ShardedDataset(abc.ABC):
         *,
         remainder: Remainder = Remainder.KEEP,
     ) -> Iterator[Any]:
-        """The rest of the position's epoch for a custom loop.
+        """Yields the remaining batches of the epoch, for a custom loop.
 
         Each batch that the loop gets advances the position, so a state that is saved in the body of
         the loop, after the step, resumes after the batch. `for batch in data` is the same with the
@@ -149,14 +149,14 @@ class ShardedDataset(abc.ABC):
     def distributed(
         self, strategy: tf.distribute.Strategy, remainder: Remainder = Remainder.KEEP
     ) -> Any:
-        """The rest of the position's epoch as per-replica batches, to iterate over.
+        """Returns the remaining batches of the epoch as per-replica batches.
 
         Raises:
             DataError: a strategy whose steps run in other processes.
         """
 
     def end_epoch(self) -> None:
-        """Move the position to the beginning of the next epoch."""
+        """Moves the position to the start of the next epoch."""
         self._epoch, self._done = self._epoch + 1, 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -176,13 +176,13 @@ def check_state(state: object, current: Mapping[str, Any]) -> None:
     """Raise DataError unless a state has the fields and the fingerprint of the current one."""
     if not isinstance(state, Mapping) or state.keys() != current.keys():
         raise DataError(
-            f"state must have the fields {', '.join(current)}, got {shown(state)}; give what"
-            " state() of the same data returned."
+            f"state must have the fields {', '.join(current)}, got {shown(state)}. Pass the result"
+            " of state() of the same data."
         )
     if changed := difference(state["fingerprint"], current["fingerprint"]):
         raise DataError(
-            f"the data has changed since this position was saved: {changed}. Resume with the data"
-            " as it was, or start again without the saved position."
+            f"the data has changed since this position was saved: {changed}. Use the original"
+            " data, or start again without the saved position."
         )
 
 

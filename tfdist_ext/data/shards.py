@@ -62,7 +62,7 @@ def check_field(
 @filter_traceback
 @dataclass(frozen=True)
 class Shard:
-    """One of `count` parts that together are everything.
+    """One of `count` disjoint parts of the data.
 
     Attributes:
         index: which part, from 0.
@@ -81,7 +81,7 @@ class Shard:
 
     @classmethod
     def of(cls, context: ReadBy) -> Shard:
-        """The shard that this process reads.
+        """Returns the shard that this process reads.
 
         Chief and workers share the data, the chief first; in a cluster with parameter servers only
         the workers do. A single process, the coordinator of parameter servers and an evaluator read
@@ -118,7 +118,7 @@ class Shard:
 
 
 class Remainder(enum.Enum):
-    """What happens to rows that do not divide by the number of shards."""
+    """How to treat rows that do not divide evenly among the shards."""
 
     KEEP = "keep"  # every row once; some shards have one row more than others
     DROP = "drop"  # the last n % count rows are left out; all shards have the same size
@@ -155,7 +155,7 @@ class ShardRange(NamedTuple):
 
 @filter_traceback
 def shard_range(n: int, shard: Shard, remainder: Remainder = Remainder.KEEP) -> ShardRange:
-    """The rows of `n` that are the shard's: contiguous, in the order of shards.
+    """Returns the contiguous range of `n` rows that belongs to a shard.
 
     KEEP gives sizes that differ by at most one. DROP gives n // count rows to each shard and
     leaves out the last n % count. PAD gives the rows of KEEP, and ceil(n / count) rows with the
@@ -164,7 +164,7 @@ def shard_range(n: int, shard: Shard, remainder: Remainder = Remainder.KEEP) -> 
     Raises:
         DataError: `n` is not a whole number from 0, or another argument is of another type.
     """
-    n = check_int(n, "the number of rows to share out", error=DataError)
+    n = check_int(n, "the number of rows to split", error=DataError)
     _check_shard(shard)
     check_remainder(remainder)
     if remainder is Remainder.DROP:
@@ -182,7 +182,7 @@ def _check_shard(shard: object) -> None:
 
 @filter_traceback
 def shard_files(patterns: Patterns, shard: Shard, *, check: bool = True) -> list[str]:
-    """The files of a shard. Each file belongs to one shard.
+    """Returns the files of a shard. Each file belongs to one shard.
 
     Shards get about the same number of bytes: the largest file goes first, each to the shard with
     the fewest bytes.
@@ -206,7 +206,7 @@ def shard_files(patterns: Patterns, shard: Shard, *, check: bool = True) -> list
     if len(files) < shard.count:
         raise DataError(
             f"{len(files)} files are not enough for {shard.count} shards. Write more files, or use"
-            " from_tfrecords, which shares out records."
+            " from_tfrecords, which splits the records."
         )
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
         sizes = [size for size, _ in pool.map(stamp_of, files)]

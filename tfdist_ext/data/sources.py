@@ -25,7 +25,7 @@ _SAMPLE = 1 << 20  # bytes of each array that are hashed
 
 
 class Source(Protocol):
-    """Examples by number. A custom source needs no base class, only these members.
+    """A source with random access to examples. A custom source needs no base class.
 
     If `take` may give fewer examples than asked for, the member `loses_examples` is true.
     """
@@ -38,10 +38,10 @@ class Source(Protocol):
         """The structure of a batch, a `tf.TypeSpec` for each tensor, batch dimension None."""
 
     def take(self, indices: tf.Tensor) -> Any:
-        """A batch of the examples with these numbers (int64 [n]). It is traced by tf.data."""
+        """Returns the batch of the examples with these indices (int64 [n]). tf.data traces it."""
 
     def fingerprint(self) -> Fingerprint:
-        """A few JSON fields that change when the data changes."""
+        """Returns JSON fields that change when the data changes."""
 
 
 class Arrays:
@@ -157,7 +157,7 @@ def _as_array(value: Any) -> np.ndarray:
         pass
     raise DataError(
         f"an array must have a dtype that tensors have, got {array.dtype}: {shown(value)}. Convert"
-        " it, for example to float32, int64 or S20 (texts)."
+        " it, for example to float32, int64 or S20 (strings)."
     )
 
 

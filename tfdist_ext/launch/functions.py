@@ -85,8 +85,8 @@ def _pickled_call(
         pickler(buffer).dump((fn, tuple(args)))
     except Exception as error:  # objects raise anything
         raise LaunchError(
-            "fn, its arguments or what it uses cannot be copied to other processes:"
-            f" {error}. Make models, variables and strategies inside of fn."
+            "fn, its arguments or the objects it uses cannot be copied to other processes:"
+            f" {error}. Make models, variables and strategies inside fn."
         ) from error
     # The text of a notebook's cells is in no file. Tracebacks show it, and tf.function reads it.
     entries = linecache.cache.items()
@@ -136,7 +136,7 @@ def failure_message(ended: RunResult, folder: Path) -> str:
     for name in sorted(ended.returncodes, key=lambda name: name != cause):
         file = folder / (name + function_task.TRACEBACK)
         if file.exists():
-            text = "" if name == cause else f"{name} failed because of it:\n"
+            text = "" if name == cause else f"{name} failed because of {cause}:\n"
             text += file.read_text(encoding="utf-8")
             break
     return f"{cause} failed first, exit status {ended.exit_status}:\n{text}".rstrip()

@@ -262,8 +262,8 @@ class TaskOutput:
         except OSError as error:  # the training continues
             self._close_log()
             self._report.write(
-                f"tfdist: the log file of {self.name} is incomplete: {error}; the run continues:"
-                " free some space or give another folder with --log-dir\n"
+                f"tfdist: the log file of {self.name} is incomplete: {error}. The run continues."
+                " Free some disk space, or use another folder with --log-dir.\n"
             )
 
     def _close_log(self) -> None:
@@ -279,5 +279,5 @@ def _opened(name: str, log_file: Path, append: bool) -> BinaryIO:
         return io.FileIO(log_file, "a" if append else "w")
     except OSError as error:
         raise LaunchError(
-            f"the log file of {name} cannot be written: {error}; give another folder with --log-dir"
+            f"the log file of {name} cannot be written: {error}. Use another folder with --log-dir."
         ) from error

@@ -127,12 +127,12 @@ def task_counts(
         )
     if ps and not has_chief:
         raise LaunchError(
-            f"--ps {ps} needs a chief, which is the coordinator of the training. Leave out"
+            f"--ps {ps} needs a chief, which is the coordinator of the training. Remove"
             " --no-chief or --ps."
         )
     if not workers and not has_chief:
         raise LaunchError(
-            "no task would train, with --workers 0 and no chief. Add --workers 1 or more."
+            "--workers 0 without a chief leaves no task that trains. Add --workers 1 or more."
         )
     counts = {"chief": int(has_chief), "worker": workers, "ps": ps, "evaluator": int(evaluator)}
     return {job: count for job, count in counts.items() if count}
@@ -152,7 +152,7 @@ def find_command(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, .
     """
     if not command or not command[0]:
         raise LaunchError(
-            "there is no command to run; put it after --, for example: "
+            "there is no command to run. Put it after --, for example: "
             "tfdist run --workers 2 -- python train.py"
         )
     program = command[0]
@@ -162,6 +162,6 @@ def find_command(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, .
         # A virtual environment that is not activated has no python on PATH: take its own.
         return (sys.executable, *command[1:])
     raise LaunchError(
-        f"there is no executable program {program!r}. Check its path, and start a script by its"
+        f"there is no executable program {program!r}. Check its path, and start a script with its"
         " interpreter: -- python train.py"
     )

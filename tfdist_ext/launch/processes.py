@@ -176,7 +176,7 @@ class Tasks:
         except (OSError, ValueError) as error:
             raise LaunchError(
                 f"{plan.name} could not be started: {plan.argv[0]!r}: {error}; "
-                "check that the program runs on this machine by itself"
+                "check that the program runs on this machine without tfdist"
             ) from error
         finally:
             output.start()
@@ -205,7 +205,7 @@ class Tasks:
             for task, count in looks.items():
                 if count * _LOOK_EVERY >= after:
                     task.killed_because = (
-                        f"killed by tfdist, as it was stopped (SIGSTOP) for {after:g} s"
+                        f"killed by tfdist after it was stopped (SIGSTOP) for {after:g} s"
                         " (--stall-timeout)"
                     )
                     task.signal_group(signal.SIGKILL)

@@ -53,8 +53,8 @@ def reserve_ports(count: int) -> Iterator[tuple[int, ...]]:
                 lock.close()
         if len(ports) < count:
             raise LaunchError(
-                f"only {len(ports)} of {count} ports are free. End what uses them, ask for fewer"
-                " tasks, or raise the limit of open files (ulimit -n)."
+                f"only {len(ports)} of {count} ports are free. End the programs that use them, ask"
+                " for fewer tasks, or raise the limit of open files (ulimit -n)."
             )
         yield tuple(ports)
 
@@ -93,8 +93,8 @@ def one_gpu_each(workers: int | None, gpus: list[str]) -> list[str]:
     """
     if not gpus:
         raise LaunchError(
-            "--process-per-device needs GPUs, and this machine has none; write --workers N, and"
-            " the workers divide the cores among them"
+            "--process-per-device needs GPUs, and this machine has none. Use --workers N, which"
+            " divides the CPU cores among the workers."
         )
     count = len(gpus) if workers is None else workers
     check_int(count, "--workers with --process-per-device", 1, len(gpus), error=LaunchError)

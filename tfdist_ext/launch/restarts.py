@@ -90,7 +90,7 @@ def next_attempt(
     """
     last = past[-1]
     if not _counts(last):
-        return last.workers, "preempted; this start does not count"
+        return last.workers, "preempted; this does not count as a restart"
     if last.raised:
         if any(attempt.raised == last.raised for attempt in past[:-1]):
             return None, "the same exception as before: not started again"
@@ -175,7 +175,7 @@ class _History:
         if attempt.failed is None or workers != self.workers:
             return False
         self._past.append(attempt)
-        self._say(f"{task} failed (exit status {status}); the others do its work; {why}")
+        self._say(f"{task} failed (exit status {status}); the other workers do its work; {why}")
         return True
 
     def starts_again(self, result: RunResult, seconds: float) -> bool:

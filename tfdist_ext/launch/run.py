@@ -251,12 +251,12 @@ class _Run:
             grace = min(grace, _GRACE_OF_CTRL_C if self.failed is None else _GRACE_OF_FAILURE)
         self.others = [task for task in running if task is not self.failed]
         if self.failed is not None and running:
-            ending = "all tasks" if self.verb == "does not answer" else "the others"
+            ending = "all tasks" if self.verb == "does not answer" else "the other tasks"
             self._say(f"{self.failed.name} {self.verb}; ending {ending}")
         elif self.ended_by == "signal" and self.stop.first is not None:
             self._say(
-                f"{self.stop.first.name}: ending {len(running)} tasks, for at most {grace:g} s;"
-                " once more kills them at once"
+                f"{self.stop.first.name}: ending {len(running)} tasks within {grace:g} s; send it"
+                " again to kill them now"
             )
         self.tasks.signal_all(signal.SIGTERM)
         deadline = time.monotonic() + grace
@@ -321,13 +321,13 @@ def failure_report(
     returncode = None if verb == "does not answer" else task.returncode  # tfdist killed it later
     how, after = task.killed_because or outcome(returncode), task.ended_after
     if verb == "left":
-        how += ", and the others still needed it"
+        how += ", but the other tasks still needed it"
     if victim is not None:  # a task may tell the others of its failure before its process ends
         after = min(after or math.inf, victim[0].ended_after)
     what = "failed first" if verb == "failed" else verb
     lines = [f"{task.name} {what}, after {after:.1f} s: {how}"]
     if task.returncode == -signal.SIGKILL and verb == "failed" and not task.killed_because:
-        lines.append("nothing in this run sent that signal: is the machine out of memory?")
+        lines.append("tfdist did not send this signal: is the machine out of memory?")
     if task.output.last_lines:
         lines.append(f"the last lines of {task.name}:")
         lines += [f"    {line}" for line in task.output.last_lines]
@@ -344,5 +344,5 @@ def failure_report(
         lines.append(f"    {blame.words}")
     if others:
         ended = ", ".join(f"{other.name} {outcome(other.returncode)}" for other in others)
-        lines.append(f"then the others ended: {ended}")
+        lines.append(f"then the other tasks ended: {ended}")
     return "".join(f"{line}\n" if line.startswith(" ") else f"tfdist: {line}\n" for line in lines)

@@ -65,7 +65,7 @@ class PlacementPlan:
         return tuple(dict.fromkeys(shard.task for shard in self.shards_of(path)))
 
     def shards_of(self, path: str) -> tuple[VariableShard, ...]:
-        """The rows of the variable on each task, in the order of rows; or all its copies.
+        """Returns the rows of the variable on each task, in order, or all its copies.
 
         A whole variable is one shard of all rows; a scalar has one row.
         """
@@ -143,8 +143,8 @@ class PlacementPlan:
         ]
         if differences:
             raise PlacementError(
-                f"the plan is for other variables than the model's: {'; '.join(differences)}. Plan"
-                " again."
+                f"the plan does not match the variables of the model: {'; '.join(differences)}."
+                " Plan again."
             )
 
     def save_picture(self, path: str | os.PathLike[str]) -> None:
@@ -184,7 +184,7 @@ class PlacementPlan:
             content = json.loads(text)
         except (ValueError, TypeError, RecursionError) as error:
             raise PlacementError(
-                f"the placement plan {shown(text)} is not JSON, as to_json() writes it: {error}."
+                f"the placement plan {shown(text)} is not the JSON that to_json() writes: {error}."
             ) from None
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise PlacementError(

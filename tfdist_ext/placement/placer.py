@@ -73,7 +73,7 @@ class ServerPlacer:
             if placement.devices is not None or placement.tasks != tasks:
                 kind = "ps task" if placement.devices is None else "device"
                 raise PlacementError(
-                    f"the plan is for {counted(placement.tasks, kind)}, and the cluster has"
+                    f"the plan is for {counted(placement.tasks, kind)}, but the cluster has"
                     f" {counted(tasks, 'ps task')}. Plan again."
                 )
             self._given = self.plan = placement

@@ -191,7 +191,7 @@ def _checked(specs: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:
     variables = tuple(specs)
     for spec in variables:
         if not isinstance(spec, VariableSpec):
-            raise PlacementError(f"specs holds {shown(spec)}, which is no VariableSpec.")
+            raise PlacementError(f"specs must contain VariableSpec objects, got {shown(spec)}.")
     paths = Counter(spec.path for spec in variables)
     if len(paths) < len(variables):
         path = paths.most_common(1)[0][0]
@@ -323,7 +323,7 @@ class _Planner:
 
 @filter_traceback
 def compare(specs: Iterable[VariableSpec], devices: int, ps: int) -> str:
-    """A table of weights and slots on the devices that hold most of them, for each strategy.
+    """Returns a table of the weights and slots on the fullest device, per strategy.
 
     Gradients are not counted: a replica has at most one number for each trainable weight, and for
     an embedding one row for each lookup of a step. Activations are not counted either.

@@ -62,18 +62,18 @@ class Mirrored(Placement):
 
 @dataclass(frozen=True)
 class Owned(Placement):
-    """A copy on every device; gradient, slots and update on one owner, chosen by balance."""
+    """A copy on every device. One owner, chosen by balance, computes the update."""
 
 
 @dataclass(frozen=True)
 class Balanced(Placement):
-    """Where the planner puts it: whole, or on parameter servers in pieces if that is more even."""
+    """The planner chooses. On parameter servers it may cut the variable into pieces."""
 
 
 @filter_traceback
 @dataclass(frozen=True)
 class Sharded(Placement):
-    """Even pieces along axis 0, on different tasks if there are as many tasks.
+    """Even pieces along axis 0, each on a different task if there are enough tasks.
 
     Attributes:
         pieces: number of pieces; 1 keeps the variable whole. None is one piece for each task or
@@ -97,7 +97,7 @@ class Sharded(Placement):
 @filter_traceback
 @dataclass(frozen=True)
 class OnTask(Placement):
-    """Whole, on one parameter server.
+    """The whole variable on one parameter server.
 
     Attributes:
         task: the server's index.
@@ -126,7 +126,7 @@ class OnDevice(Placement):
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
             raise PlacementError(
-                f'the name of OnDevice must be a device, as "CPU:0", got {shown(self.name)}.'
+                f'the name of OnDevice must be a device such as "CPU:0", got {shown(self.name)}.'
             )
 
     def __str__(self) -> str:
@@ -152,7 +152,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str) or not self.pattern:
-            raise PlacementError(f"a rule's pattern must be a text, got {shown(self.pattern)}.")
+            raise PlacementError(f"a rule's pattern must be a string, got {shown(self.pattern)}.")
         object.__setattr__(self, "placement", placement_from(self.placement))
         try:
             re.compile(self.pattern)
@@ -189,7 +189,7 @@ def placement_from(text: str | Placement) -> Placement:
     if match := re.fullmatch(r"device\s+(\S+)", written, re.IGNORECASE):
         return OnDevice(match[1])
     raise PlacementError(
-        "a placement must be written as one of mirrored, owned, balanced, sharded, sharded(4), task"
+        "a placement must be one of mirrored, owned, balanced, sharded, sharded(4), task"
         f" 0, device GPU:0, got {shown(text)}."
     )
 
@@ -207,7 +207,7 @@ def rules_from(rules: Rules) -> tuple[Rule, ...]:
         if not isinstance(rule, Rule):
             raise PlacementError(
                 'rules must be a list of Rule("pattern", placement), or a table of pattern ->'
-                f' placement, as {{"embedding/.*": "task 0"}}, got {shown(rules)}.'
+                f' placement, such as {{"embedding/.*": "task 0"}}, got {shown(rules)}.'
             )
         if rule.pattern in seen:
             raise PlacementError(
@@ -288,8 +288,8 @@ class Targets:
         """
         if (tasks is None) == (devices is None):
             raise PlacementError(
-                "a plan is either for a number of parameter servers (tasks) or for devices=, not"
-                f" for tasks={shown(tasks)}, devices={shown(devices)}."
+                "a plan needs either a number of parameter servers (tasks) or devices=, got"
+                f" tasks={shown(tasks)}, devices={shown(devices)}."
             )
         if devices is None:
             what = "the number of parameter servers"
@@ -298,7 +298,7 @@ class Targets:
         names = tuple(dict.fromkeys(map(short_name, texts)))
         if isinstance(devices, str) or not names or len(names) < len(devices):
             raise PlacementError(
-                'devices must be a list of different names, as ["CPU:0", "GPU:0"], got'
+                'devices must be a list of different names such as ["CPU:0", "GPU:0"], got'
                 f" {shown(devices)}."
             )
         return cls(len(names), names)
@@ -333,7 +333,7 @@ class Targets:
             name = short_name(placement.name)
             if name not in self.devices:
                 raise PlacementError(
-                    f"{spec.path!r} cannot be on {placement}, which is not there."
+                    f"{spec.path!r} cannot be on {placement}, which does not exist."
                     f" {nearest(name, self.devices)}"
                 )
             return self.devices.index(name)
@@ -355,7 +355,7 @@ class Targets:
                 " piece on each device."
             )
         if pieces > (spec.rows if spec.shape else 1):
-            rows = f"only {spec.rows} rows" if spec.shape else "no axis 0, it is a scalar"
+            rows = f"only {spec.rows} rows" if spec.shape else "no axis 0, because it is a scalar"
             raise PlacementError(
                 f"{spec.path!r} of shape {spec.shape} cannot be {placement}: it has {rows}."
             )

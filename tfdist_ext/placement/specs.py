@@ -43,7 +43,7 @@ _SIZE = re.compile(r"\s*([0-9]{1,19}(?:\.[0-9]{1,9})?)\s*(?:([kmgtp]?)(i?)b)?\s*
 @filter_traceback
 @dataclass(frozen=True)
 class VariableSpec:
-    """A variable that need not exist.
+    """The path, shape, dtype and slots of a variable, which need not exist yet.
 
     Attributes:
         path: the text that rules match, for example "dense/kernel". Paths of a model are unique.
@@ -70,7 +70,7 @@ class VariableSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:
             raise PlacementError(
-                f"a variable's path must be a text that is not empty, got {shown(self.path)}."
+                f"a variable's path must be a non-empty string, got {shown(self.path)}."
             )
         what = f"every dimension of {self.path!r}"
         shape = tuple(check_int(size, what, error=PlacementError) for size in self.shape)
@@ -189,7 +189,7 @@ def itemsize(dtype: str) -> int:
         return np.dtype(dtype if isinstance(dtype, str) else "").itemsize
     except TypeError:
         raise PlacementError(
-            f"a dtype must be a name of TensorFlow's, as float32, got {shown(dtype)}."
+            f"a dtype must be a TensorFlow dtype name such as float32, got {shown(dtype)}."
         ) from None
 
 
@@ -210,7 +210,7 @@ def parse_size(size: int | str, what: str = "budget") -> int:
     # "1.5" without a unit is more likely a forgotten GiB than a byte and a half.
     if match is None or ("." in match[1] and match[2] is None):
         raise PlacementError(
-            f"{what} must be a size, got {shown(size)}. Write bytes as a whole number, or a text"
+            f"{what} must be a size, got {shown(size)}. Write bytes as a whole number, or a string"
             ' such as "8GiB" (2**30) or "500MB" (10**6).'
         )
     number, unit, binary = match.groups()

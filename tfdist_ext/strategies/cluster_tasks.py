@@ -113,12 +113,12 @@ def describe_for(strategy: str, cluster: Cluster) -> ClusterDescription:
         source = "the environment" if described is None else described.source
         servers = " --ps M" if strategy == "parameter_server" else ""
         raise StrategyError(
-            f"{strategy} needs a cluster, and {source} describes none. Set TF_CONFIG, start the"
+            f"{strategy} needs a cluster, but {source} describes none. Set TF_CONFIG, start the"
             f" script with `tfdist run --workers N{servers}`, or pass cluster=."
         )
     if holes := [task for task, address in described.addresses.items() if not address]:
         raise StrategyError(
-            f"{strategy} needs the address of every task, and {described.source} has none for"
+            f"{strategy} needs the address of every task, but {described.source} has none for"
             f" {', '.join(holes)}. Number the tasks from 0."
         )
     return described
@@ -296,7 +296,7 @@ def run_preflight(
         return None
     if first and _has_started():
         raise StrategyError(
-            "multi_worker_mirrored comes too late, because TensorFlow has started: an operation, a"
+            "multi_worker_mirrored must be created before TensorFlow starts, but an operation, a"
             " tensor, a model, a dataset or a list of devices came first. Move create_strategy() to"
             " the top of the program."
         )
@@ -306,8 +306,8 @@ def run_preflight(
     except PreflightError as error:
         if not error.missing:
             raise StrategyError(
-                f"the tasks of {source} do not fit together: {error}. Correct that task, and start"
-                " the job again."
+                f"the tasks of {source} do not match: {error}. Correct that task, and start the"
+                " job again."
             ) from error
         failure = StrategyError(
             f"tasks of {source} are missing after {wait:g} s (wait): {error}. Start them, correct"
@@ -353,6 +353,6 @@ def start_failures_in_words(described: ClusterDescription) -> Iterator[None]:
         address = described.addresses[str(described.task)]
         raise StrategyError(
             f"{described.task} cannot listen at {address}, the address from {described.source}: the"
-            " port is in use. Stop the process that uses it (this program, started before?), or"
-            " give this task another port on every task."
+            " port is in use. Stop the process that uses it (an earlier run of this program?), or"
+            " change the port of this task on every task."
         ) from error

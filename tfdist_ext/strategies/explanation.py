@@ -119,7 +119,7 @@ def explain(strategy: Any) -> Explanation:
         steps, strategy = strategy.traces(), strategy.strategy
     if not isinstance(strategy, tf.distribute.Strategy):
         raise StrategyError(
-            f"explain takes what create_strategy or distribute returned, not {shown(strategy)}."
+            f"explain takes the result of create_strategy or distribute, not {shown(strategy)}."
         )
     choice = choice_of(strategy) or Choice("made elsewhere", "it was not made by create_strategy")
     cluster = _cluster_of(strategy)
@@ -135,7 +135,9 @@ def explain(strategy: Any) -> Explanation:
         elsewhere = f", {len(devices)} of them on this task" if len(devices) != together else ""
         replicas = f"{together} in sync{elsewhere}" if devices else str(together)
         places = _places(strategy, devices)
-    shared = ["workers share its state (shard_optimizer=True)"] if owned_sums_of(strategy) else []
+    shared = (
+        ["state sharded across workers (shard_optimizer=True)"] if owned_sums_of(strategy) else []
+    )
     threads = tf.config.threading.get_intra_op_parallelism_threads()  # 0: as many as cores
     rows = [
         ("strategy", [f"{choice.name} ({type(strategy).__name__})"]),
@@ -173,11 +175,11 @@ def _cluster_of(strategy: tf.distribute.Strategy) -> ClusterDescription | None:
 
 def _task(strategy: tf.distribute.Strategy, cluster: ClusterDescription | None) -> str:
     if cluster is None or not cluster.jobs:
-        return "this process alone"
+        return "a single process"
     if cluster.task is None:
         return f"the coordinator of a cluster of {cluster}"
     if cluster.is_evaluator:
-        return f"{cluster.task}, beside a cluster of {cluster}"
+        return f"{cluster.task}, outside a cluster of {cluster}"
     chief = ", the chief" if strategy.extended.should_checkpoint else ""
     return f"{cluster.task}{chief}, in a cluster of {cluster}"
 

@@ -51,7 +51,7 @@ def create_strategy(
     alone: bool | None = None,
     **options: Any,
 ) -> tf.distribute.Strategy:
-    """Make a `tf.distribute` strategy.
+    """Creates a `tf.distribute` strategy.
 
     Args:
         name: one of `available_strategies()`, or "auto": a strategy for the cluster, the TPU or
@@ -348,7 +348,7 @@ def _check_values(values: Mapping[str, Any], given: Cluster) -> None:
     """Raise StrategyError for a wrong value of a setting that every strategy takes."""
     alone, wait, name = values.get("alone"), values.get("wait"), values.get("name")
     if not isinstance(alone, bool | None):
-        raise StrategyError(f"alone={alone!r} is neither True nor False.")
+        raise StrategyError(f"alone must be True or False, got {alone!r}.")
     if alone and (given is not None or name in CLUSTER_STRATEGIES):
         raise StrategyError(
             "alone=True makes each task train by itself, so it cannot be combined with"
@@ -357,7 +357,7 @@ def _check_values(values: Mapping[str, Any], given: Cluster) -> None:
         )
     is_number = isinstance(wait, int | float) and not isinstance(wait, bool)
     if wait is not None and not (is_number and 0 < wait < 1e9):
-        raise StrategyError(f"wait={wait!r} is not a number of seconds above 0.")
+        raise StrategyError(f"wait must be a number of seconds above 0, got {wait!r}.")
 
 
 def check_spans_cluster(strategy: tf.distribute.Strategy) -> None:
@@ -381,7 +381,7 @@ def check_spans_cluster(strategy: tf.distribute.Strategy) -> None:
     for_cluster = "parameter_server" if "ps" in cluster.jobs else "multi_worker_mirrored"
     raise StrategyError(
         f"the strategy {name!r} has replicas on this machine only, but {cluster.source} lists"
-        f" {count} tasks, and each would train a model of its own. Use create_strategy() or"
+        f" {count} tasks, and each would train a separate model. Use create_strategy() or"
         f" create_strategy({for_cluster!r}). For separate models pass alone=True to"
         " create_strategy."
     )

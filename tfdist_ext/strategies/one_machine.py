@@ -37,12 +37,12 @@ _NAME = re.compile(
 
 
 def default() -> tf.distribute.Strategy:
-    """TensorFlow's default strategy, which is available outside of any scope only."""
+    """TensorFlow's default strategy, which cannot be created inside a scope."""
     strategy = tf.distribute.get_strategy()
     if tf.distribute.has_strategy():
         raise StrategyError(
-            "the default strategy is available outside of any scope only. Call create_strategy"
-            f" outside of the scope of {type(strategy).__name__}."
+            "the default strategy cannot be created inside a scope. Call create_strategy outside"
+            f" the scope of {type(strategy).__name__}."
         )
     return strategy
 
@@ -86,7 +86,7 @@ def normal_name(name: object) -> str:
     match = _NAME.match(name) if isinstance(name, str) else None
     if match is None:
         raise StrategyError(
-            f"{name!r} does not name a device of this process. Names are like 'GPU:0'."
+            f"{name!r} is not the name of a device of this process. Use a name such as 'GPU:0'."
         )
     return f"{match['type'].upper()}:{int(match['index'])}"
 
@@ -117,9 +117,9 @@ def make_logical_cpus(count: int) -> None:
         there = sum(name.startswith("CPU:") for name in seen_devices())
         if there != count:
             raise StrategyError(
-                f"logical_cpus={count} comes too late: TensorFlow has started with {there}. Make"
-                " the strategy, or call tfdist_ext.testing.logical_cpus, before TensorFlow's first"
-                " operation."
+                f"logical_cpus={count} is not possible: TensorFlow has already started with"
+                f" {there}. Create the strategy, or call tfdist_ext.testing.logical_cpus, before"
+                " the first TensorFlow operation."
             ) from None
 
 
@@ -146,7 +146,7 @@ def pick_devices(strategy: str, devices: int | str | Sequence[str] | None) -> li
         names = [f"{kind}:{index}" for index in range(count)]
     if not isinstance(names, list | tuple) or not names:
         raise StrategyError(
-            f"devices of {strategy} are names or a number of devices, not {devices!r}."
+            f"devices of {strategy} must be names or a number of devices, got {devices!r}."
         )
     picked = [normal_name(name) for name in names]
     if twice := next((name for name in picked if picked.count(name) > 1), None):

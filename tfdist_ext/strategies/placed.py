@@ -83,7 +83,7 @@ class PlacedStrategy(StrategyTemplate):
         return self.placer.plan
 
     def owner(self, variable: tf.Variable) -> int:
-        """The number of the device that owns a variable; 0 for a variable that is not owned."""
+        """The index of the device that owns a variable; 0 for a variable without an owner."""
         return getattr(variable, _OWNER, 0)
 
     def create_variable(
@@ -129,7 +129,7 @@ def placed(
     placement: Iterable[Rule] | Mapping[str, str | Placement] = (),
     owned_from: int | str = "16KiB",
 ) -> PlacedStrategy:
-    """Each variable on the devices that its rule says."""
+    """Places each variable on the devices that its rule names."""
     return PlacedStrategy(devices, placement, owned_from=owned_from)
 
 

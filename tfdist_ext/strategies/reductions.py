@@ -46,7 +46,7 @@ Kind = Literal["gradient", "metric", "statistic", "assignment", "other"]
 
 @dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """The values that `reduce_values` reduces.
+    """A description of the values that `reduce_values` reduces.
 
     Attributes:
         kind: "gradient": of `variable`, on the way to an optimizer;

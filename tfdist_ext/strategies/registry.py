@@ -45,7 +45,7 @@ class Entry:
         except TypeError as error:
             unknown = next((key for key in options if key not in self.options), None)
             if unknown is None:
-                message = f"the strategy {self.name!r} cannot be made: {error}."
+                message = f"the strategy {self.name!r} cannot be created: {error}."
                 raise StrategyError(message) from None
             raise StrategyError(
                 f"the strategy {self.name!r} has no option {unknown}={shown(options[unknown])}."
@@ -54,7 +54,7 @@ class Entry:
         strategy = self.factory(**options)
         if not isinstance(strategy, tf.distribute.Strategy):
             raise StrategyError(
-                f"the factory of the strategy {self.name!r} returned {strategy!r}, which is no"
+                f"the factory of the strategy {self.name!r} returned {strategy!r}, which is not a"
                 " tf.distribute.Strategy."
             )
         return strategy
@@ -68,7 +68,7 @@ _TABLE = {
         (one_machine.mirrored, "a copy of the model on each device of this machine"),
         (several_machines.multi_worker_mirrored, "a copy on each worker of a cluster"),
         (one_machine.central_storage, "variables on one device, computing on all"),
-        (placed, "each variable on the devices that its rule says"),
+        (placed, "each variable on the devices that its rule names"),
         (several_machines.parameter_server, "variables on parameter servers, asynchronous"),
         (several_machines.tpu, "a copy on each core of a TPU"),
     )
@@ -79,7 +79,7 @@ _TABLE = {
 def register_strategy(
     name: str, factory: Callable[..., tf.distribute.Strategy], description: str
 ) -> None:
-    """Make `create_strategy(name, ...)` call `factory`.
+    """Makes `create_strategy(name, ...)` call `factory`.
 
     Args:
         name: a new name; not "auto".
@@ -97,7 +97,7 @@ def register_strategy(
             f" These names are taken: auto, {', '.join(_TABLE)}."
         )
     if not callable(factory):
-        raise StrategyError(f"the factory of the strategy {name!r} is no function: {factory!r}.")
+        raise StrategyError(f"the factory of the strategy {name!r} is not a function: {factory!r}.")
     _TABLE[name] = Entry(name, factory, description)
 
 

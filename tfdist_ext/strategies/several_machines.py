@@ -71,17 +71,17 @@ def multi_worker_mirrored(
         raise StrategyError(f"shard_optimizer must be True or False, got {shard_optimizer!r}.")
     size = None if bucket_bytes is None else parse_size(bucket_bytes, "bucket_bytes")
     if communication not in ("auto", "ring", "nccl"):
-        raise StrategyError(f"communication={communication!r} is not auto, ring or nccl.")
+        raise StrategyError(f"communication={communication!r} must be auto, ring or nccl.")
     described = describe_for("multi_worker_mirrored", cluster)
     if others := [job for job in described.jobs if job not in ("chief", "worker")]:
         raise StrategyError(
             "multi_worker_mirrored takes a chief and workers only, and"
             f" {described.source} has {' and '.join(others)} tasks. Use parameter_server for ps"
-            " tasks. Start an evaluator by itself, with a TF_CONFIG of its own or none."
+            " tasks. Start an evaluator without TF_CONFIG, or with a separate one."
         )
     if described.task is None:
         raise StrategyError(
-            f"{described.source} does not say which task this process is. Give it task_type= and"
+            f"{described.source} does not say which task this process is. Pass task_type= and"
             " task_id=, as in SimpleClusterResolver(spec, task_type='worker', task_id=0)."
         )
     implementations = tf.distribute.experimental.CommunicationImplementation
@@ -239,14 +239,14 @@ def tpu(
 
     try:
         if cluster is None and not tpu:
-            raise LookupError("neither TPU_NAME nor tpu= names one")
+            raise LookupError("neither TPU_NAME nor tpu= is set")
         resolver, spec = call_with_timeout(LOOKUP_SECONDS, look_up)
         jobs = spec.as_dict() if spec else {}
         for address in [address for tasks in jobs.values() for address in tasks]:
             if not _is_server(address):  # TensorFlow would try to connect forever
                 raise LookupError(
                     f"no TPU server answers at {address}; check that it is running and that this"
-                    " host may reach it"
+                    " host can reach it"
                 )
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)

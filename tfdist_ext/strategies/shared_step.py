@@ -170,7 +170,7 @@ class SharedStep:
                 return "replicas use a variable that is on another device"
         passed = [self._trace.graph.get_tensor_by_name(x) for each in stages for x in each.outputs]
         if any(tensor.dtype == tf.variant for tensor in passed):
-            return "a sum over replicas is between the turns of a loop and their gradients"
+            return "a sum over replicas is between a loop and its gradients"
         return None
 
     def _check_captures(self, operation: tf.Operation) -> None:
@@ -184,11 +184,13 @@ class SharedStep:
         variables = [self._handles[id(each)] for each in taken if id(each) in self._handles]
         resources = [each for each in taken if each.dtype == tf.resource]
         if len(resources) > len(variables) and not operation.type.startswith("LookupTable"):
-            raise NotSharedError(f"it uses a resource that is no known variable ({operation.type})")
+            raise NotSharedError(
+                f"the step uses a resource that is not a known variable ({operation.type})"
+            )
         for replica in range(len(self._devices)):
             if len({copies[replica % len(copies)].device for copies in variables}) > 1:
                 raise NotSharedError(
-                    f"an operation in it takes variables of several devices ({operation.type})"
+                    f"an operation in the step uses variables of several devices ({operation.type})"
                 )
 
 
@@ -297,7 +299,9 @@ def _optimized(
         except StrategyError:
             raise
         except ValueError as error:
-            raise NotSharedError(f"TensorFlow cannot optimize a part of it: {error}") from error
+            raise NotSharedError(
+                f"TensorFlow cannot optimize a part of the step: {error}"
+            ) from error
     kept = [node for node in found.node if node.name not in placeholders]
     for node in kept:
         node.device = "" if node.device == device else node.device

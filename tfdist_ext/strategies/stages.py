@@ -77,7 +77,9 @@ def cut(
                 needed[source] = min(needed.get(source, stage), stage)
     for name, number in results.items():
         if needed.get(name, number) < number:
-            raise NotSharedError(f"it needs the sum over replicas {name!r} before it is summed")
+            raise NotSharedError(
+                f"the step uses the sum over replicas {name!r} before the sum is computed"
+            )
 
     stages = _stages(by_name, stage_of, len(sync_points) + 1)
     for tensor, _ in leaving:

@@ -57,7 +57,7 @@ class StrategyTemplate(tf.distribute.Strategy):
         return tuple(copy.get() if hasattr(copy, "get") else copy for copy in copies)
 
     def owner(self, variable: tf.Variable) -> int:
-        """Hook: the number of the copy on whose device an update is computed once; 0 by default.
+        """Hook: the index of the copy whose device computes an update once; 0 by default.
 
         `tfd.distribute` calls this if replicas share variables or the subclass overrides
         `update_variable`. The gradient is reduced to that copy's device, the optimizer works there

@@ -66,7 +66,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         copied = functools.partial(super()._create_variable, next_creator)
         if spec is None:
             return copied(**kwargs)
-        of = f"{type(strategy).__name__}.create_variable, for {spec.path!r}"
+        of = f"{type(strategy).__name__}.create_variable({spec.path!r})"
         created: list[tf.Variable] = []
 
         def create(devices: Sequence[str], *, in_pieces: bool = False) -> tf.Variable:
@@ -82,7 +82,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
                 raise StrategyError(
                     f"{of}: create() must get one device for all replicas, or the devices of all"
                     f" replicas in their order, {list(strategy.devices)}, got {picked}. With"
-                    " in_pieces=True it takes the device of each piece."
+                    " in_pieces=True, pass the device of each piece."
                 )
             created.append(made)
             return made
@@ -163,7 +163,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         else:
             results = strategy.update_variable(var, copies, update)
             if not _is_list_of(len(copies), results):
-                of = f"a list of {len(copies)}, what update() returned for each copy of"
+                of = f"a list of {len(copies)} results of update(), one for each copy of"
                 raise _wrong(strategy, "update_variable", f"{of} {var.name!r}", results)
         return _tf_private.results_of_update(self, results, group)
 
@@ -216,7 +216,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         copies = strategy.experimental_local_results(variable)
         number, count = strategy.owner(variable), len(self._devices)
         if number not in range(count):
-            wanted = f"the number of a device, from 0 to {count - 1}, for {variable.name!r}"
+            wanted = f"the index of a device, from 0 to {count - 1}, for {variable.name!r}"
             raise _wrong(strategy, "owner", wanted, number)
         copy = copies[number % len(copies)]
         # One copy for all replicas comes in a wrapper that insists on its strategy.
@@ -246,12 +246,14 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         )
         results = strategy.reduce_values(op, parts, devices, what)
         if not _is_list_of(len(devices), results):
-            wanted = f"a list of {len(devices)}, a value for each of the devices it is wanted on"
+            wanted = f"a list of {len(devices)} values, one for each destination device"
             raise _wrong(strategy, "reduce_values", wanted, results)
         for result in results:
             slices = isinstance(parts[0], tf.IndexedSlices) or isinstance(result, tf.IndexedSlices)
             if not tf.is_tensor(result) or not (slices or _alike(result, parts[0])):
-                wanted = f"values like those that it gets, as {shown(parts[0])}"
+                wanted = (
+                    f"values of the shape and dtype of its arguments, such as {shown(parts[0])}"
+                )
                 raise _wrong(strategy, "reduce_values", wanted, result)
         there = [
             result if result.device == device else _tf_private.copied_to(device, result)

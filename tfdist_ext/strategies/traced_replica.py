@@ -75,16 +75,16 @@ class TracedReplica(tf.distribute.ReplicaContext):
 
     @property
     def replica_id_in_sync_group(self) -> NoReturn:
-        self.refuse("it asks for the number of its replica")
+        self.refuse("the step uses the ID of its replica")
 
     def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        self.refuse("it calls merge_call, or assigns to a variable as a replica")
+        self.refuse("the step calls merge_call, or assigns to a variable in replica context")
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> NoReturn:
-        self.refuse("it calls all_reduce of its replica context")
+        self.refuse("the step calls all_reduce of its replica context")
 
     def all_gather(self, value: Any, axis: Any, options: Any = None) -> NoReturn:
-        self.refuse("it calls all_gather of its replica context")
+        self.refuse("the step calls all_gather of its replica context")
 
     def refuse(self, why: str) -> NoReturn:
         """End the trace with a NotSharedError."""

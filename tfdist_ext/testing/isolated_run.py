@@ -88,8 +88,8 @@ def needs_of(item: pytest.Item, strategy: str | None) -> Needs:
     tasks_of(counts)
     if case is not None and case.workers not in (0, counts.get("worker")):
         raise StrategyError(
-            f"the mark of the test says {counts}, and its strategy {case.name} has"
-            f" {case.workers} workers. Remove one of them."
+            f"the mark of the test asks for {counts}, but its strategy {case.name} has"
+            f" {case.workers} workers. Remove the mark or the strategy."
         )
     return Needs(counts, cpus, timeout)
 
@@ -151,9 +151,9 @@ class Cluster:
     def _other(self, verb: str, type: str, index: int) -> Path:
         name, names = f"{type}:{index}", [str(task) for task in self.config.tasks()]
         if name not in names:
-            raise LaunchError(f"there is no task {name}; there are {', '.join(names)}.")
+            raise LaunchError(f"there is no task {name}. The tasks are {', '.join(names)}.")
         if name == str(self.task):
-            raise LaunchError(f"{name} cannot {verb} itself; another task can.")
+            raise LaunchError(f"{name} cannot {verb} itself. Call {verb} in another task.")
         return self._folder / name
 
 
@@ -207,7 +207,7 @@ def _skip_as(found: Mapping[str, list[pytest.TestReport]]) -> None:
         return
     skipped = [report for report in reports if report.skipped]
     if not skipped:
-        pytest.fail("no task has run the test: all were ended.", pytrace=False)
+        pytest.fail("no task has run the test: all tasks were killed.", pytrace=False)
     reason = skipped[0].longrepr[2] if isinstance(skipped[0].longrepr, tuple) else ""
     raise pytest.skip.Exception(reason.removeprefix("Skipped: "), _use_item_location=True)
 

@@ -72,7 +72,7 @@ def case_of(name: str) -> Case:
 
 @filter_traceback
 def strategy_matrix(*names: str) -> dict[str, Callable[[], Any]]:
-    """Name -> function that makes the strategy; without names, the default ones.
+    """Returns name -> function that creates the strategy, by default for all strategies.
 
     Args:
         names: such as "mirrored_2"; the defaults are those of the fixture `tfdist_strategy`.
@@ -85,7 +85,7 @@ def strategy_matrix(*names: str) -> dict[str, Callable[[], Any]]:
 
 @filter_traceback
 def logical_cpus(count: int) -> None:
-    """Make TensorFlow see this many CPUs in this process; before its first operation.
+    """Makes TensorFlow see this many CPUs. Call it before the first operation.
 
     Raises:
         StrategyError: TensorFlow has started with another number.

@@ -19,7 +19,7 @@ __all__: list[str] = []
 _NEEDS: pytest.StashKey[Needs] = pytest.StashKey()
 
 _MARKS = (
-    "tfdist_logical_cpus(n): TensorFlow sees n CPUs; the test gets a process of its own where"
+    "tfdist_logical_cpus(n): TensorFlow sees n CPUs; the test runs in a new process if"
     " TensorFlow has started with another number",
     "tfdist_cluster(worker=2, ps=0, chief=None, evaluator=0, timeout=60): the test runs once in"
     " each task of a cluster of processes on this machine",

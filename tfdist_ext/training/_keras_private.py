@@ -130,9 +130,12 @@ _REPLACED = {
         "marks a call of `tf.nn.compute_average_loss`, which must divide by the rows of all parts",
         f"{_OPS}.losses.util:check_per_example_loss_rank",
     ),
-    "divide_average_loss": ("the same: the division itself", f"{_OPS}.math_ops:div_no_nan"),
+    "divide_average_loss": (
+        "divides in `tf.nn.compute_average_loss`, by the rows of all parts",
+        f"{_OPS}.math_ops:div_no_nan",
+    ),
     "added_loss": (
-        "sums what a layer gives to add_loss, and a sum over a part's rows is no mean",
+        "sums the losses from add_loss; a sum over the rows of a part is not a mean",
         "keras:Model._aggregate_additional_loss",
     ),
     "clear_losses": (
@@ -164,7 +167,7 @@ _REPLACED = {
         "keras.src.backend.tensorflow.numpy:add",
     ),
     "draw": (
-        "makes all operations; those of `random_numbers.RANDOM` draw the rows of a replica's part",
+        "creates all operations; those in `random_numbers.RANDOM` draw the rows of the part",
         "tensorflow.python.framework.op_def_library:_apply_op_helper",
         "tensorflow.python.pywrap_tfe:TFE_Py_FastPathExecute",
     ),
@@ -173,11 +176,11 @@ _REPLACED = {
         "keras.src.backend.tensorflow.random:shuffle",
     ),
     "gather": (
-        "finds rows of other replicas by the numbers that a shuffle gave",
+        "finds rows of other replicas by the indices that a shuffle returned",
         "tensorflow:gather",
     ),
     "write_variable": (
-        "what a replica writes to a tf.Variable of the user's becomes the mean over all rows",
+        "averages over all rows what a replica assigns to a tf.Variable of the user",
         f"{_VARIABLES}:BaseResourceVariable._lazy_read",
         f"{_VARIABLES}:ResourceVariable.assign",
         f"{_VARIABLES}:ResourceVariable.assign_add",
@@ -189,7 +192,7 @@ _REPLACED = {
         "tensorflow.python.distribute.ps_values:AggregatingVariable._assign_func",
     ),
     "collective_key": (
-        "returns one key per size; TensorFlow uses one key for all turns of a loop",
+        "returns one key per size; TensorFlow uses one key for all iterations of a loop",
         f"{_LAUNCHER}._next_instance_key",
     ),
 }
@@ -413,7 +416,7 @@ def step_of(model: keras.Model, kind: str) -> Callable[..., Any]:
 
 def loss_ids(layer: keras.Layer) -> set[int]:
     """The ids of the losses that a layer gave to add_loss. Private: they have no public name."""
-    return NAMES.of(layer, "_loss_ids", "what layers give to add_loss")
+    return NAMES.of(layer, "_loss_ids", "losses from add_loss")
 
 
 def raw_value(variable: keras.Variable | tf.Variable) -> tf.Variable:  # None if uninitialized

@@ -259,7 +259,7 @@ def _check_batches(spec: Specs, replicas: int) -> None:
     parts = dict(named_parts(keras.utils.unpack_x_y_sample_weight(spec)))
     if not any(name.startswith("x") for name in parts):
         raise TrainingError(
-            "The first element of each batch is None. Let the data yield x, (x, y) or (x, y,"
+            "The first element of each batch is None. Batches must be x, (x, y) or (x, y,"
             " sample_weight)."
         )
     shapes = {name: part.shape for name, part in parts.items() if part.shape.rank is not None}
@@ -274,7 +274,7 @@ def _check_batches(spec: Specs, replicas: int) -> None:
         each = ", ".join(f"{name} of shape {list(shape)}" for name, shape in shapes.items())
         raise TrainingError(
             f"A batch of the dataset does not have one row for each example: it has {each}. Call"
-            f" .batch(n) on the dataset, n being the examples of a global batch. {SHARED_TENSOR}"
+            f" .batch(global_batch_size) on the dataset. {SHARED_TENSOR}"
         )
 
 

@@ -109,7 +109,7 @@ def train(
         peers.enters("callbacks")
         hooks.on_epoch_end(epoch, logs)
         peers.enters("checkpoint")
-        with peers.barrier(f"epoch {epoch + 1}, its end"):
+        with peers.barrier(f"epoch {epoch + 1}, end"):
             flags = np.array([model.stop_training, peers.stop_requested], np.int32)
             stop, stop_requested = (reduction.sum_over_workers(flags) > 0).tolist()
             progress = Progress(epoch + 1)
@@ -136,7 +136,7 @@ def end_training(
     peers.enters("callbacks")
     hooks.on_train_end(logs)
     peers.enters("checkpoint")
-    with peers.barrier("its end"):
+    with peers.barrier("end"):
         # Wait: the chief's callbacks may still write.
         stop_requested = reduction.any_worker(peers.stop_requested)
     if saved is not None:
@@ -217,7 +217,7 @@ class Loop:
                 n = tuner.next(min(filter(None, limits), default=None))
                 peers.enters("callbacks")
                 getattr(hooks, f"on_{self._kind}_batch_begin")(data.completed + done)
-                result = self._execute(data, n, tuner, f"{where}steps after {done}")
+                result = self._execute(data, n, tuner, f"{where}steps after step {done}")
                 raise_if_interrupted()
                 if result.steps == 0:
                     logs = result.logs if data.completed else logs
@@ -229,7 +229,7 @@ class Loop:
                 getattr(hooks, f"on_{self._kind}_batch_end")(data.completed + done - 1, logs)
                 stop = self._stopped or one_only
                 if by_batch:
-                    with peers.barrier(f"{where}stop after {done}?"):
+                    with peers.barrier(f"{where}stop check after step {done}"):
                         stop = self.reduction.any_worker(stop)
                 peers.enters("checkpoint")
                 status = {"epoch_ends": done == data.steps, "stopped": stop}
@@ -342,7 +342,7 @@ def predict(
             peers.enters("callbacks")
             hooks.on_predict_batch_end(done - 1, {"outputs": outputs})
             if may_stop:
-                with peers.barrier(f"stop after batch {done - 1}?"):
+                with peers.barrier(f"stop check after batch {done - 1}"):
                     stop = reduction.any_worker(bool(model.stop_predicting))
     if not collected:
         raise TrainingError(EMPTY)

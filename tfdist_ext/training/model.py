@@ -180,7 +180,7 @@ class DistributedModel(SavingMixin):
         checkpoint_every: int | None = None,
         checkpoint_async: bool = True,
     ) -> keras.callbacks.History:
-        """Train as `keras.Model.fit` does; the arguments mean what they mean there.
+        """Trains like `keras.Model.fit`, with the same arguments.
 
         `batch_size` is the size of the global batch. Arrays are shuffled in one order, the same on
         every task; a ShardedDataset has its own order. If `steps_per_execution` is 1, an execution
@@ -297,7 +297,7 @@ class DistributedModel(SavingMixin):
         boards = [each for each in hooks.callbacks if isinstance(each, WorkerTensorBoard)]
         if len(boards) > 1:  # the times of a step can only be read once
             raise TrainingError(
-                f"`fit` got {len(boards)} WorkerTensorBoard callbacks. Pass one of them."
+                f"`fit` got {len(boards)} WorkerTensorBoard callbacks. Pass only one."
             )
         loop = self._loop("train", timed=bool(boards))
         for board in boards:
@@ -331,7 +331,7 @@ class DistributedModel(SavingMixin):
         *,
         _use_cached_eval_dataset: bool = False,  # Keras's fit gives it to a model's own evaluate
     ) -> Any:
-        """Loss and metrics over all examples, as `keras.Model.evaluate` returns them.
+        """Returns the loss and metrics over all examples, like `keras.Model.evaluate`.
 
         The same numbers come back on every task. `batch_size` is that of the global batch.
         """
@@ -382,7 +382,7 @@ class DistributedModel(SavingMixin):
         class_weight: dict[int, float] | None = None,
         return_dict: bool = False,
     ) -> Any:
-        """One step on one global batch, as `keras.Model.train_on_batch` does it."""
+        """Runs one step on one global batch, like `keras.Model.train_on_batch`."""
         logs = self._on_batch("train", (x, y, sample_weight), class_weight=class_weight)
         return logs if return_dict else metrics_in_order(self._model, logs)
 
@@ -391,14 +391,14 @@ class DistributedModel(SavingMixin):
     def test_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
     ) -> Any:
-        """Loss and metrics of one global batch, as `keras.Model.test_on_batch` returns them."""
+        """Returns the loss and metrics of one global batch, like `keras.Model.test_on_batch`."""
         logs = self._on_batch("test", (x, y, sample_weight))
         return logs if return_dict else metrics_in_order(self._model, logs)
 
     @overridable
     @on_every_worker
     def predict_on_batch(self, x: Any) -> Any:
-        """The model's outputs for one global batch, as NumPy arrays, on every task."""
+        """Returns the outputs for one global batch, as NumPy arrays, on every task."""
         epochs = self._read("predict", x, batch_size=_rows(x))
         return self._predict(epochs, keras.callbacks.CallbackList())
 
@@ -478,8 +478,8 @@ class DistributedModel(SavingMixin):
             return None
         if frequency == 0 or not isinstance(frequency, int | list | tuple | set):
             raise TrainingError(
-                f"validation_freq={frequency!r} is neither a number of epochs nor a list of epochs."
-                " Epochs are counted from 1."
+                f"validation_freq must be a number of epochs, or a list of epochs from 1, got"
+                f" {frequency!r}."
             )
         arrays = keras.utils.unpack_x_y_sample_weight(data)
         batches = self._global_batches(*arrays, **sizes)
@@ -670,7 +670,9 @@ def _compiled_parts(model: keras.Model) -> tuple[object, ...]:
 CREATING = ("build", "build_from_config", "compile", "compile_from_config")
 
 # Methods of Keras's models that would do something on one replica alone -> what to do instead.
-_ONE_STEP = "It would change the first replica's copies only. Call {}, which runs on all replicas."
+_ONE_STEP = (
+    "It would change only the copies of the first replica. Call {}, which runs on all replicas."
+)
 _COMPILED = "fit(), evaluate() and predict() compile their own steps, and compile() drops them."
 _VARIABLES = "Call it on the model before distribute(), which creates variables for the strategy."
 REFUSED = {
@@ -699,7 +701,7 @@ def distribute(
     synchronize_batch_norm: bool | None = None,
     one_trace: OneTrace = "auto",
 ) -> DistributedModel:
-    """Put a Keras model on a strategy.
+    """Distributes a Keras model over the replicas of a strategy.
 
     Args:
         model_or_builder: a function without arguments that returns a model (compiled or not),
@@ -725,8 +727,8 @@ def distribute(
         raise TrainingError(f"one_trace must be 'auto', True or False, got {one_trace!r}.")
     if strategy is not None and not isinstance(strategy, tf.distribute.Strategy):
         raise TrainingError(
-            f"strategy must be a tf.distribute.Strategy, got {strategy!r}; create_strategy(name)"
-            " makes one by name."
+            f"strategy must be a tf.distribute.Strategy, got {strategy!r}. Use"
+            " create_strategy(name)."
         )
     if strategy is None:
         inside = tf.distribute.has_strategy()

@@ -45,7 +45,7 @@ def check_no_other_arguments(data: ShardedDataset, **given: Any) -> None:
     extra = [name for name, value in given.items() if value is not None]
     if extra:
         raise TrainingError(
-            f"Leave out {' and '.join(extra)}: a ShardedDataset determines them, as in"
+            f"Remove {' and '.join(extra)}: set them in the ShardedDataset, as in"
             " from_arrays((x, y, sample_weight), global_batch_size=64)."
         )
 
@@ -61,9 +61,9 @@ def _batches_of_ordered(data: OrderedDataset) -> GlobalBatches:
         epoch, examples = data.position
         if examples % data.global_batch_size:
             raise TrainingError(
-                f"The data stands after {examples} examples of an epoch, inside a global batch of"
-                f" {data.global_batch_size}. Resume with the global batch size of the earlier"
-                " training."
+                f"The position of the data is after {examples} examples of an epoch, inside a"
+                f" global batch of {data.global_batch_size}. Resume with the global batch size of"
+                " the earlier training."
             )
         return epoch * data.steps + data.steps_done
 

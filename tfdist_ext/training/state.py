@@ -108,7 +108,7 @@ def check_has_variables(model: keras.Model, call: str) -> None:
     """Raises TrainingError if the model has no variables yet."""
     if not model.built:
         raise TrainingError(
-            f"{call}() needs the variables of {model.name!r}, which has none yet. Begin the model"
+            f"{call}() needs the variables of {model.name!r}, which is not built. Start the model"
             " with keras.Input(shape), or call build(), fit() or predict() first."
         )
 

@@ -24,7 +24,7 @@ _wrapped = textwrap.TextWrapper(100).fill
 
 @dataclass(frozen=True)
 class Verification:
-    """Whether a model trains on a strategy as it does in plain Keras on one device.
+    """The result of `tfd.verify`: whether a model trains as on one device.
 
     `str` gives a table to read.
 
@@ -66,7 +66,7 @@ class Verification:
         verdict = "EQUAL: the model trains as it does on one device."
         if names := self.unequal:
             count = f"{len(names)} of {len(self.differences)}"
-            verdict = f"NOT EQUAL: {count} compared values differ, most of all {names[0]}."
+            verdict = f"NOT EQUAL: {count} compared values differ, the most in {names[0]}."
         if self.error:
             verdict = f"NOT EQUAL: {self.error}"
         causes = ["Probable cause (rules: docs/exactness.md):", *self.causes] if self.causes else []

@@ -43,7 +43,7 @@ __all__ = ["Trainings", "verify"]
 _SEED = 1337
 
 _ORDER = (
-    "The data comes in another order at each reading. Give shuffle() a seed and"
+    "The data has a different order each time it is read. Pass shuffle() a seed and"
     " reshuffle_each_iteration=False, or use tfd.data.from_arrays."
 )
 _RANDOM = (
@@ -52,7 +52,7 @@ _RANDOM = (
     " keras.random.SeedGenerator."
 )
 _BATCH_NORM = (
-    "BatchNormalization normalizes the rows of each replica by themselves (rule 5). Pass"
+    "BatchNormalization normalizes the rows of each replica separately (rule 5). Pass"
     " synchronize_batch_norm=True to tfd.distribute to normalize over the global batch."
 )
 _SUM = (
@@ -60,12 +60,12 @@ _SUM = (
     " Return one loss per row, or take tf.reduce_mean over the rows."
 )
 _RATIO = (
-    "The loss is a ratio of two sums over rows, as a masked mean is. Each replica divides its own"
+    "The loss is a ratio of two sums over rows, such as a masked mean. Each replica divides its own"
     " sums (rule 2). Call tfd.all_rows on the losses and the mask first, or return one loss per"
     " row with a sample weight."
 )
 _PAIRS = (
-    "The loss compares rows with each other, as in-batch negatives do. Each replica sees only its"
+    "The loss compares rows with each other, such as in-batch negatives. Each replica sees only its"
     " own rows (rule 7). Call tfd.all_rows on the features before they are compared."
 )
 _VARIABLE = (
@@ -73,14 +73,14 @@ _VARIABLE = (
     " value from tfd.all_rows, so that all replicas write the same, or count in a Keras metric."
 )
 _METRIC = (
-    "The metric {} is not made of sums over rows: it averages a number of each batch (rule 4)."
+    "The metric {} is not made of sums over rows: it averages one number per batch (rule 4)."
     " Add up numerator and denominator in two variables, and divide in result()."
 )
 _COPIES = (
     "The replicas' copies of {} are different, because an update is not the same on all replicas."
-    " It may draw random numbers outside of TensorFlow, or use the number of its replica."
+    " It may draw random numbers outside of TensorFlow, or use the ID of the replica."
 )
-_UNKNOWN = "No experiment found the cause. Read what the rules do not cover, in docs/exactness.md."
+_UNKNOWN = 'No experiment found the cause. See "What the rules do not cover" in docs/exactness.md.'
 
 
 @filter_traceback
@@ -264,7 +264,7 @@ class Trainings:
         check_counts(batch_size=self._fit.get("batch_size"), steps=steps)
         self.batches = self._read(data, steps)
         if not self.batches:
-            raise TrainingError("The data of verify has no batch.")
+            raise TrainingError("The data passed to verify is empty: it has no batch.")
         self.order_changes = False
         self.unequal_copies: set[str] = set()
         if not isinstance(data, Iterator):  # it can be read once

@@ -80,7 +80,7 @@ def test_a_host_name_that_is_not_known_and_a_port_in_use() -> None:
         jobs = {"worker": (*jobs["worker"], "no-such-host.invalid:2222")}
         (found,) = outcomes([info("worker:0", jobs)], wait=1.0)
         assert found == (
-            "no answer from worker:1 (no-such-host.invalid:2222, whose name is not known)"
+            "no answer from worker:1 (no-such-host.invalid:2222, whose host is unknown)"
         )
         address = jobs["worker"][0]
         with socket.create_server(("", int(address.rpartition(":")[2]))):
@@ -94,7 +94,9 @@ def test_all_tasks_name_the_one_that_differs(swapped: bool) -> None:
         first, second, third = jobs["worker"]
         if swapped:  # worker:1 listens where worker:2 should
             infos = [info("worker:0", jobs), info("worker:1", {"worker": (first, third, second)})]
-            error = f"worker:1 was started with another cluster (worker:1 at {third}, not {second})"
+            error = (
+                f"worker:1 was started with a different cluster (worker:1 at {third}, not {second})"
+            )
         else:
             others = info("worker:1", jobs, keras="3.14.0"), info("worker:2", jobs)
             infos = [info("worker:0", jobs), *others]
@@ -106,9 +108,9 @@ def test_all_tasks_name_the_one_that_differs(swapped: bool) -> None:
     ("other", "error"),
     [
         (info("worker:1", {"worker": ("a:1", "b:2", "d:4")}),
-         "worker:1 was started with another cluster (worker:2 at d:4, not c:3)"),
+         "worker:1 was started with a different cluster (worker:2 at d:4, not c:3)"),
         (info("worker:1", {"worker": ("a:1", "b:2")}),
-         "worker:1 was started with another cluster (worker:2 at nothing, not c:3)"),
+         "worker:1 was started with a different cluster (worker:2 at nothing, not c:3)"),
         (info("worker:1", {"worker": ("a:1", "b:2", "c:3")}, gpus=2),
          "worker:1 has 2 GPU devices, and worker:0 has 0: collectives would hang"),
     ],
@@ -161,8 +163,10 @@ def test_late_tasks_are_named_on_stderr(
     monkeypatch.setattr(liveness, "FIRST_AFTER", 0.1)
     with cluster(worker=3) as jobs:
         outcomes([info("worker:1", jobs)], wait=0.5)
-        says = r"worker:1: waiting for worker:0 \(127.0.0.1:\d+\) for 0 s. Is it started"
+        says = r"worker:1: waiting for worker:0 \(127.0.0.1:\d+\) for 0 s. Check that it is started"
         assert re.match(says, capsys.readouterr().err)
         outcomes([info("worker:0", jobs), info("worker:1", jobs)], wait=1.0)
-        says = r"worker:1: waiting for worker:2 \(127.0.0.1:\d+\) for \d s. Is it started"
+        says = (
+            r"worker:1: waiting for worker:2 \(127.0.0.1:\d+\) for \d s. Check that it is started"
+        )
         assert re.search(says, capsys.readouterr().err)

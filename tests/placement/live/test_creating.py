@@ -50,7 +50,7 @@ def test_variables_without_a_plan_go_where_the_fewest_bytes_are(result: dict[str
 
 def test_a_plan_for_another_model_or_cluster(result: dict[str, Any]) -> None:
     other_model, other_cluster = result["refused"]
-    assert "the plan is for other variables than the model's" in other_model
+    assert "the plan does not match the variables of the model" in other_model
     assert "changed: 'users/embeddings' from float32[1001, 13] to float32[1001, 5]" in other_model
-    assert "for 2 ps tasks, and the cluster has 3 ps tasks" in other_cluster
+    assert "for 2 ps tasks, but the cluster has 3 ps tasks" in other_cluster
     assert result["variables of the refused"] == 0

@@ -115,7 +115,7 @@ def computes_with_values() -> keras.Model:
     ("builder", "optimizer", "parts"),
     [
         (unbuilt, None, ["has no variables, because", "keras.Input"]),
-        (computes_with_values, None, ["failed while its variables had no values", "finished"]),
+        (computes_with_values, None, ["called with variables without values", "built model"]),
         (lambda: 3, None, ["builds the model returned 3, not a keras.Model"]),
         (recommender, "adan", ["got 'adan'"]),
     ],

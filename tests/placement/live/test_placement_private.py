@@ -85,7 +85,7 @@ def test_a_variable_of_shared_pieces() -> None:
     )
     with tf.GradientTape() as tape:
         total = tf.reduce_sum(variable)
-    with pytest.raises(AttributeError, match="'layer/both' has no gradient of its own"):
+    with pytest.raises(AttributeError, match="'layer/both' has no single gradient"):
         tape.gradient(total, variable)
 
 

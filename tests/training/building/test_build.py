@@ -107,7 +107,9 @@ def test_a_step_that_cannot_be_tried_is_named() -> None:
         def train_step(self, data: Any) -> dict[str, Any]:
             raise KeyError("of its own")
 
-    with pytest.raises(tfd.TrainingError, match=r"Fails has layers without.*its train_step.*own"):
+    with pytest.raises(
+        tfd.TrainingError, match=r"Fails has layers that are not built.*a train_step.*own"
+    ):
         tfd.distribute(lambda: gan(False, Fails), mirrored()).fit(X, verbose=0)
 
 

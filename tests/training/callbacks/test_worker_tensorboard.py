@@ -93,7 +93,7 @@ def test_xla_is_off_with_one_warning(tmp_path: Path) -> None:
     x, y = (value[:24] for value in data())
     options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
     board = tfd.WorkerTensorBoard(tmp_path)
-    with pytest.warns(UserWarning, match="jit_compile=True is off: XLA cannot note") as told:
+    with pytest.warns(UserWarning, match="jit_compile=True is off: XLA cannot record") as told:
         model.fit(x, y, callbacks=[board], **options)
     assert len(told) == 1
     assert told[0].filename == __file__
@@ -106,7 +106,7 @@ def test_xla_is_off_with_one_warning(tmp_path: Path) -> None:
 def test_who_is_slow() -> None:
     names = ["chief:0", "worker:0", "worker:1"]
     assert slow_workers(names, np.array([12.0, 41.0, 12.5]), 5.0) == [
-        "worker:0 is slow: 41 ms a step of its own, the others 12.2 ms"
+        "worker:0 is slow: 41 ms of work per step; other workers need 12.2 ms"
     ]
     assert slow_workers(names, np.array([12.0, 14.0, 12.5]), 5.0) == []
     assert slow_workers(["worker:0"], np.array([12.0]), 0.1) == []
@@ -122,6 +122,6 @@ def test_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         tfd.WorkerTensorBoard(tmp_path)
     model = tfd.distribute(build, strategy_of("mirrored"))
     board = keras.callbacks.TensorBoard(tmp_path / "keras")
-    with pytest.raises(tfd.TrainingError, match=r"bring: install tensorboard\.$"):
+    with pytest.raises(tfd.TrainingError, match=r"not installed\. Install tensorboard\.$"):
         model.fit(*data(), verbose=0, callbacks=[board])
     assert not (tmp_path / "keras").exists()

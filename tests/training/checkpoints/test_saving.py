@@ -110,7 +110,7 @@ def test_another_model_is_refused_and_left_alone(build: Any, words: str, tmp_pat
 
 def test_a_path_or_a_model_that_cannot_be_saved(tmp_path: Path) -> None:
     model = tfd.distribute(dense(4, 1), mirrored())
-    with pytest.raises(tfd.TrainingError, match="is a folder, and a checkpoint is a file"):
+    with pytest.raises(tfd.TrainingError, match="is a folder, but a checkpoint is a file"):
         model.save_checkpoint(tmp_path)
     model.save_checkpoint(tmp_path / "made" / "with it" / "one")
 

@@ -56,7 +56,7 @@ def test_what_workers_cannot_read_the_coordinator_hands_out(result: dict[str, An
         assert (here["steps"], here["applied"]) == (31, 31)
         assert here["labels"] == pytest.approx([LABELS], rel=1e-6)
     assert result["place"] == [1, 0]
-    assert "made outside of the function" in result["why here"]
+    assert "created outside the function" in result["why here"]
 
 
 def test_ordered_data_is_gone_on_with_in_the_middle_of_an_epoch(result: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ def test_a_killed_worker_costs_no_example(tmp_path: Path) -> None:
         cluster.wait_for("chief:0", "OWN DATA 0")
         time.sleep(0.3)  # it is somewhere in its data
         cluster.signal("worker:0", signal.SIGKILL)
-        cluster.wait_for("chief:0", "worker 0 has not answered for 1 s")
+        cluster.wait_for("chief:0", "no answer from worker 0 for 1 s")
         cluster.wait_for("chief:0", "OWN DATA 1")
         cluster.start("worker:0")
         time.sleep(8.0)  # TensorFlow may hang if both workers are away at once

@@ -37,7 +37,7 @@ def test_an_answer_counts_if_it_follows_those_that_are_counted() -> None:
 def test_the_coordinator_reads_the_rest_of_an_absent_worker() -> None:
     data = pass_of(3)
     data.count([answer(0, 5, 5), answer(1, 8, 8, True), answer(2, 6, 6)])
-    with pytest.warns(UserWarning, match="worker 0, 2 has not answered for 10 s"):
+    with pytest.warns(UserWarning, match="no answer from worker 0, 2 for 10 s"):
         data.read_rest()
     assert not data.unfinished
     rows = [int(batch[0]) for ((_, _, batch),) in data.rest]

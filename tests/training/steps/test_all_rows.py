@@ -222,7 +222,7 @@ def trained_with(gathered: Callable[[Any], Any]) -> None:
         (
             lambda x: tf.cond(tf.reduce_sum(x) < 9, lambda: tfd.all_rows(x), lambda: x),
             tfd.TrainingError,
-            "inside a tf.function, a cond or a loop of the step's own.*tfd.all_rows",
+            "inside a tf.function, a cond or a loop within the step.*tfd.all_rows",
         ),
     ],
 )

@@ -176,12 +176,14 @@ def test_a_step_that_asks_for_its_number_has_a_trace_for_each_replica() -> None:
 
     assert tfd.explain(tfd.distribute(build, mirrored(3))).steps == ()
     CALLS.clear()
-    with pytest.warns(UserWarning, match="jit_compile=True is off: it asks for the number") as told:
+    with pytest.warns(
+        UserWarning, match="jit_compile=True is off: the step uses the ID of"
+    ) as told:
         _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), **FIT)
     assert len(told) == 1
     assert len(set(CALLS)) >= 3
     ours.evaluate(X, Y, verbose=0)
-    why = "it asks for the number of its replica"
+    why = "the step uses the ID of its replica"
     explained = tfd.explain(ours)
     assert explained.steps == (
         f"train: a trace for each of 3 replicas: {why}",
@@ -224,7 +226,7 @@ def test_xla_compiles_what_replicas_do_between_sums() -> None:
     ("strategy", "between", "why"),
     [
         ("central_storage", [layers.Flatten], "replicas use a variable that is on another device"),
-        ("mirrored", [lstm, statistics], "a sum over replicas is between the turns of a loop"),
+        ("mirrored", [lstm, statistics], "a sum over replicas is between a loop and its gradients"),
     ],
 )
 def test_xla_is_off_where_it_cannot_compile_the_step(strategy: str, between: Any, why: str) -> None:
@@ -242,7 +244,7 @@ def test_an_operation_takes_variables_of_several_devices() -> None:
     build = of_layers(lambda: layers.Reshape((4, 1)), lambda: layers.LSTM(3), optimizer="sgd")
     _, ours = assert_trains_as_keras(build, X, Y, strategy=strategy, **FIT)
     (explained,) = tfd.explain(ours).steps
-    assert "an operation in it takes variables of several devices" in explained
+    assert "an operation in the step uses variables of several devices" in explained
 
 
 class Checked(layers.Layer):

@@ -47,7 +47,7 @@ def task_counts(env: Mapping[str, str], where: str) -> dict[str, int]:
         known = job in JOB_NAMES and job not in counts
         digits = count.isascii() and count.isdigit() and len(count) <= 7
         if not known or not digits or not 1 <= int(count) <= MAX_INDEX:
-            what = f"{TASKS} must be job=number of tasks, each of {', '.join(JOB_NAMES)} once"
+            what = f"{TASKS} must list job=number, each of {', '.join(JOB_NAMES)} at most once"
             raise refuse(where, what, env[TASKS], SET_TASKS)
         counts[job] = int(count)
     return counts
@@ -69,7 +69,7 @@ def ranked_cluster(
         return cluster_at(env, {"worker": hosts}, Task("worker", rank), source, port_base)
     counts = task_counts(env, source)
     if sum(counts.values()) != len(hosts):
-        what = f"{TASKS} must have as many tasks as were started, {len(hosts)}"
+        what = f"{TASKS} must add up to {len(hosts)}, the number of tasks started"
         raise refuse(source, what, env[TASKS], SET_TASKS)
     tasks = [Task(job, index) for job, count in counts.items() for index in range(count)]
     mine = tasks[rank]

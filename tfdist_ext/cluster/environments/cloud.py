@@ -27,15 +27,15 @@ from tfdist_ext.messages import refuse
 _INDEX = "JOB_COMPLETION_INDEX"
 _SET_SIZE = (
     "Set it in the container's env to spec.completions of the Job;"
-    f" pods that work alone unset {_INDEX}."
+    f" to train each pod by itself, unset {_INDEX}."
 )
 _SET_SERVICE = (
     "Set it in the container's env to the headless Service, the subdomain of the pod template."
 )
 _SET_JOB = "Set TFDIST_JOB_NAME in the container's env to metadata.name of the Job."
 _SET_ROLE = (
-    f"Call each replicatedJob after its job of {TASKS}, with replicas: 1; where HOSTNAME is"
-    " another (hostNetwork), set TFDIST_JOB_NAME to <jobset>-<job>-0."
+    f"Name each replicatedJob after its job in {TASKS}, with replicas: 1; if HOSTNAME differs"
+    " (hostNetwork), set TFDIST_JOB_NAME to <jobset>-<job>-0."
 )
 _AS_SET = 'SageMaker sets it: SM_HOSTS=["algo-1","algo-2"], SM_CURRENT_HOST=algo-1.'
 
@@ -67,7 +67,7 @@ def _jobset(env: Mapping[str, str], index: int) -> ClusterDescription:
     child = _job_name(env, index, where)
     jobset, _, job = child.removesuffix("-0").rpartition("-")
     if not child.endswith("-0") or job not in sizes or not jobset:
-        what = f"the name of the pod must be <jobset>-<job>-0-{index}, of a job of {TASKS}"
+        what = f"the name of the pod must be <jobset>-<job>-0-{index}, for a job in {TASKS}"
         raise refuse(where, what, f"{child}-{index}", _SET_ROLE)
     if index >= sizes[job]:
         what = f"{_INDEX} must be below the number of {job} tasks in {TASKS}, {sizes[job]}"
@@ -104,7 +104,7 @@ def sagemaker(env: Mapping[str, str]) -> ClusterDescription | str:
         raise refuse(where, "SM_HOSTS must be a JSON list of host names", text, _AS_SET)
     current = required(env, "SM_CURRENT_HOST", where, _AS_SET)
     if len(set(hosts)) < len(hosts):
-        raise refuse(where, "SM_HOSTS must have each host once", text, "List each host once.")
+        raise refuse(where, "SM_HOSTS must not repeat a host", text, "List each host once.")
     if current not in hosts:
         raise refuse(where, "SM_CURRENT_HOST must be one of SM_HOSTS", current, _AS_SET)
     if len(hosts) == 1:

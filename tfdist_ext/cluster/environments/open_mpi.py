@@ -17,8 +17,10 @@ _RANK = "OMPI_COMM_WORLD_RANK"
 _SIZE = "OMPI_COMM_WORLD_SIZE"
 _LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 _LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_SIZE"
-_BY_MPIRUN = f"mpirun sets it: start the processes with mpirun, or unset {_RANK} to train alone."
-_SET_HOSTS = 'Pass the hosts on: mpirun --host n1:2,n2:2 -x TFDIST_HOSTS="n1:2,n2:2".'
+_BY_MPIRUN = (
+    f"mpirun sets it: start all processes with mpirun, or unset {_RANK} to train in one process."
+)
+_SET_HOSTS = 'Pass the hosts to all ranks: mpirun --host n1:2,n2:2 -x TFDIST_HOSTS="n1:2,n2:2".'
 _IN_ORDER = "List the host of each rank, in rank order, or start with mpirun --map-by slot."
 _ENTRY = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]:\s]+)(?::([0-9]{1,7}))?")
 
@@ -52,13 +54,13 @@ def _hosts(env: Mapping[str, str], total: int, where: str) -> list[str]:
     for entry in text.split(","):
         match = _ENTRY.fullmatch(entry.strip())
         if match is None or match[2] == "0":
-            what = f"TFDIST_HOSTS must have no entry like {shown(entry)}"
+            what = f"TFDIST_HOSTS has the invalid entry {shown(entry)}"
             raise refuse(where, what, text, 'Write host or host:slots, as in "n1:2,n2:2".')
         slots.append((match[1], int(match[2] or 1)))
     count = sum(number_of for _, number_of in slots)
     if count != total:
-        what = f"TFDIST_HOSTS must have {total} slots, as {_SIZE} says, not {count}"
-        advice = "The number after a host is its ranks, not a port (TFDIST_PORT_BASE is the port)."
+        what = f"TFDIST_HOSTS has {count} slots, but {_SIZE} is {total}"
+        advice = "Write the number of ranks after each host, not a port (set TFDIST_PORT_BASE)."
         raise refuse(where, what, text, advice)
     return [host for host, number_of in slots for _ in range(number_of)]
 
@@ -67,5 +69,5 @@ def _check_place(env: Mapping[str, str], hosts: list[str], rank: int, where: str
     expected = {_LOCAL_RANK: local_ids(hosts)[rank], _LOCAL_SIZE: hosts.count(hosts[rank])}
     for name, value in expected.items():
         if env.get(name) and number(env, name, where, _BY_MPIRUN) != value:
-            what = f"{name} must be {value}, as TFDIST_HOSTS has it for rank {rank}"
+            what = f"{name} must be {value} for rank {rank}, according to TFDIST_HOSTS"
             raise refuse(where, what, env[name], _IN_ORDER)

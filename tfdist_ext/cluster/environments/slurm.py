@@ -15,7 +15,7 @@ from tfdist_ext.cluster.environments import ALONE, number, ranked_cluster, requi
 from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.messages import refuse, shown
 
-_BY_SRUN = "srun sets it: start the tasks with srun, or unset SLURM_PROCID to train alone."
+_BY_SRUN = "srun sets it: start all tasks with srun, or unset SLURM_PROCID to train in one process."
 # One job's ports start in one of 200 slots of 50 ports from 20000, so that jobs and steps that
 # share a node seldom meet. All below the range from which Linux hands out ports by itself.
 _FIRST_PORT, _SLOTS, SLOT_SIZE = 20000, 200, 50
@@ -58,14 +58,14 @@ def _check_totals(
 ) -> None:
     if len(hosts) != len(counts):
         names = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
-        what = f"{names[0]} must have a host for each count of {names[1]}"
+        what = f"{names[0]} must have one host for each count in {names[1]}"
         raise refuse(
             where, what, tuple(env[name] for name in names), "Leave both as srun set them."
         )
     total = sum(counts)
     if rank >= total:
-        what = f"SLURM_PROCID must be below {total}, the tasks of the step"
-        advice = "Start all tasks in one srun step, not a heterogeneous one."
+        what = f"SLURM_PROCID must be below {total}, the number of tasks in the step"
+        advice = "Start all tasks in one srun step that is not heterogeneous."
         raise refuse(where, what, rank, advice)
 
 

@@ -52,6 +52,6 @@ class WaitReports:
         waited = time.monotonic() - self._began
         if self.due(waited):
             log_line(
-                f"{me}: waiting for {names} for {waited:.0f} s. Is it started, is its address right"
-                f" in {source} on every task, can this host reach it?"
+                f"{me}: waiting for {names} for {waited:.0f} s. Check that it is started, that its"
+                f" address in {source} is right on every task, and that this host can reach it."
             )

@@ -119,8 +119,8 @@ def preflight(info: TaskInfo, *, wait: float, source: str) -> Endpoint:
         endpoint = Endpoint(tasks[info.task], answer)
     except OSError as error:
         raise PreflightError(
-            f"the port of {info.task} ({tasks[info.task]}) is in use by another process, which must"
-            " end, or the task needs another port"
+            f"the port of {info.task} ({tasks[info.task]}) is in use by another process: end that"
+            " process, or give the task another port"
         ) from error
     try:
         deadline = time.monotonic() + wait
@@ -186,7 +186,7 @@ class _Leader:
                 return ABSENT  # its report is on its way
             if state == READY and found.get("key") != self._keys[task]:
                 at = self._tasks[task]
-                self._errors[f"another process than {task} answers at its address {at}"] = None
+                self._errors[f"a process other than {task} answers at its address {at}"] = None
         return READY if state == STARTED else state
 
     def _give_result(self) -> None:
@@ -246,7 +246,7 @@ def differences(leader: TaskInfo, other: TaskInfo) -> list[str]:
     for task in {**here, **there}:
         if here.get(task) != there.get(task):
             differs = f"{task} at {there.get(task, 'nothing')}, not {here.get(task, 'nothing')}"
-            found.append(f"{other.task} was started with another cluster ({differs})")
+            found.append(f"{other.task} was started with a different cluster ({differs})")
             break
     for name, version in leader.versions.items():
         theirs = other.versions.get(name, "none")

@@ -234,7 +234,7 @@ class Servers:
         if silent := self.end(result):
             log_line(
                 f"{self._me}: {', '.join(silent)} did not answer within {_TAKE[result]:.0f} s at"
-                " the end of this process, and may be left behind: frozen, or busy."
+                " the end of this process, and may still be running (frozen or busy)."
             )
             exit_within(_END)  # TensorFlow may wait for them without a limit
 
@@ -253,8 +253,8 @@ def result_of_coordinator(cluster: ClusterDescription, endpoint: Endpoint) -> st
     address = cluster.addresses[me]
     if driver is None:
         log_line(
-            f"{me}: serving at {address}. {cluster.source} names no chief: this server does not"
-            " notice the end of a coordinator. End it yourself."
+            f"{me}: serving at {address}. {cluster.source} names no chief, so this server does not"
+            " notice when the coordinator ends. End this server yourself."
         )
         while True:
             time.sleep(_LOOK_EVERY)
@@ -278,7 +278,7 @@ def result_of_coordinator(cluster: ClusterDescription, endpoint: Endpoint) -> st
             coordinator.state = ALIVE
         coordinator.look()
     if coordinator.failure:
-        log_line(f"{me}: {coordinator.failure} It coordinates this job, which ends.")
+        log_line(f"{me}: {coordinator.failure} It is the coordinator, so the job ends.")
         exit_within(_END)
     else:
         log_line(f"{me}: the coordinator, {coordinator}, is gone without a message: it crashed")

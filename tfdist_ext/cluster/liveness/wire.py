@@ -30,7 +30,7 @@ SILENT = "silent"  # something accepts connections, or drops them, and does not 
 OTHER = "another program"
 
 WHY = {
-    UNRESOLVED: ", whose name is not known",
+    UNRESOLVED: ", whose host is unknown",
     OTHER: ", where another program answers",
     SILENT: ", which does not answer: is its process frozen?",
 }

@@ -195,9 +195,9 @@ def partitioned_variable_class() -> Any:
         def handle(self) -> Any:
             # TensorFlow asks with hasattr, so the error must be an AttributeError.
             raise AttributeError(
-                f"{self.path!r} has no gradient of its own, because it is cut into"
+                f"{self.path!r} has no single gradient, because it is cut into"
                 f" {len(self._variables)} pieces. Train with tfdist_ext.distribute(build, strategy)"
-                " instead of Keras's fit. In a custom training loop, take the gradients of its"
+                " instead of Keras's fit. In a custom training loop, take the gradients of the"
                 " pieces, variable.variables."
             )
 

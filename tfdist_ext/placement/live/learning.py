@@ -50,7 +50,7 @@ def plan_placement(
     optimizer: str | keras.optimizers.Optimizer | None = None,
     budget: int | str | None = None,
 ) -> PlacementPlan:
-    """Where each variable of a model would live, before any of them exists.
+    """Plans where each variable of a model would live, without allocating any.
 
     A function that builds the model is called once with variables that have a shape and no values:
     a model of 200 GB is planned on a laptop. Keras's names and random numbers stay as they were.
@@ -75,7 +75,9 @@ def plan_placement(
     if workers is None:
         return plan(specs, ps, devices=devices, rules=rules, budget=budget)
     if rules or ps is not None or devices is not None:
-        raise PlacementError("A plan for workers takes neither rules nor ps= nor devices=.")
+        raise PlacementError(
+            "workers= cannot be combined with rules, ps= or devices=. Remove them."
+        )
     whole = {v.path for v in model.trainable_variables if not rows_can_be_owned(v, optimizer)}
     return plan_owners(specs, workers, is_cut=lambda spec: spec.path not in whole, budget=budget)
 
@@ -102,7 +104,7 @@ def _learn(
             model, finished = _built(model_or_builder), False
         if not model.variables:
             raise PlacementError(
-                f"the model {model.name!r} has no variables, because it is not built. Begin it with"
+                f"the model {model.name!r} has no variables, because it is not built. Start it with"
                 " keras.Input(shape), or call model.build(shape) in the function."
             )
         chosen = getattr(model, "optimizer", None) if optimizer is None else optimizer
@@ -154,8 +156,8 @@ def _built(builder: Callable[[], keras.Model]) -> keras.Model:
         model = builder()
     except (ValueError, TypeError, tf.errors.OpError) as error:
         raise PlacementError(
-            f"the function that builds the model failed while its variables had no values yet:"
-            f" {error} If it computes with them, plan for the finished model instead."
+            f"the function that builds the model failed, called with variables without values:"
+            f" {error} If it computes with values, pass the built model instead."
         ) from error
     if not isinstance(model, keras.Model):
         raise PlacementError(

@@ -28,7 +28,7 @@ RUN_MODES = ("eager", "tf.function around", "tf.function within")
 
 
 def run(strategy: tf.distribute.Strategy, step: Callable[..., Any], mode: str, *args: Any) -> Any:
-    """Call `strategy.run` in one of the RUN_MODES: eagerly, in a tf.function, or of one."""
+    """Calls `strategy.run` eagerly, inside a tf.function, or with a tf.function."""
     if mode == "eager":
         return strategy.run(step, args=args)
     if mode == "tf.function around":
@@ -130,14 +130,14 @@ class StrategyCase:
         name = f"{type(self).__name__}.strategy"
         made = self.strategy()
         if not isinstance(made, tf.distribute.Strategy):
-            raise StrategyError(f"{name} returned {made!r}, which is no tf.distribute.Strategy.")
+            raise StrategyError(f"{name} returned {made!r}, which is not a tf.distribute.Strategy.")
         # TensorFlow's own strategies silently use the first CPU for devices that do not exist.
         seen, devices = seen_devices(), made.extended.worker_devices
         missing = [name for each in devices if (name := each.rpartition("device:")[2]) not in seen]
         if missing:
             cpus = [int(device[4:]) + 1 for device in missing if device.startswith("CPU:")]
             raise StrategyError(
-                f"the strategy of {name} is on {', '.join(missing)}, and this process has"
+                f"the strategy of {name} uses {', '.join(missing)}, but this process has only"
                 f" {', '.join(seen)}."
                 + (f" Call tfdist_ext.testing.logical_cpus({max(cpus)}) first." if cpus else "")
             )
@@ -145,21 +145,25 @@ class StrategyCase:
 
 
 class ReplicaChecks(StrategyCase):
-    """On N replicas, the number r = 1 to N on each: sums of it tell who took part.
+    """Checks in which replica r of N computes with the number r, from 1 to N.
 
     Each row of a dataset is a number of its own, so that a lost or doubled row is seen.
     """
 
     def test_scope(self) -> None:
-        """`scope()` gives the strategy, in cross-replica context, and is left again."""
+        """`scope()` returns the strategy, enters cross-replica context, and can be left."""
         strategy = self.under_test()
         with strategy.scope() as entered:
-            expect_equal("what scope() gives", entered, strategy)
+            expect_equal("the value of scope()", entered, strategy)
             expect_equal("get_strategy() in scope()", tf.distribute.get_strategy(), strategy)
-            expect_equal("a cross-replica context", tf.distribute.in_cross_replica_context(), True)
+            expect_equal(
+                "in_cross_replica_context()", tf.distribute.in_cross_replica_context(), True
+            )
             with strategy.scope() as again:
-                expect_equal("what a scope() within gives", again, strategy)
-            expect_equal("get_strategy() after it", tf.distribute.get_strategy(), strategy)
+                expect_equal("the value of a nested scope()", again, strategy)
+            expect_equal(
+                "get_strategy() after a nested scope()", tf.distribute.get_strategy(), strategy
+            )
         expect_equal("has_strategy() after scope()", tf.distribute.has_strategy(), False)
 
     def test_run(self) -> None:
@@ -181,7 +185,7 @@ class ReplicaChecks(StrategyCase):
         self.expect_values("run with kwargs", result, [3 * r for r in each])
 
     def test_all_reduce(self) -> None:
-        """SUM and MEAN over all replicas, on each of them; of structures, too."""
+        """`all_reduce` gives every replica the SUM or MEAN, also of structures."""
         count = self.replicas()
         right = {"mean": (count + 1) / 2, **_probe_sums(count)}
 
@@ -213,7 +217,7 @@ class ReplicaChecks(StrategyCase):
         self.expect_values("the sum of 2 on each replica", result, [2 * count] * count)
 
     def test_all_gather(self) -> None:
-        """Rows of all replicas in their order, on each of them; of unequal length, too."""
+        """`all_gather` gives every replica the rows of all, also of unequal lengths."""
 
         def step() -> Any:
             return tf.distribute.get_replica_context().all_gather(_uneven_rows(), axis=0)
@@ -222,7 +226,7 @@ class ReplicaChecks(StrategyCase):
         self.expect_run("all_gather", step, [right] * self.replicas())
 
     def test_merge_call(self) -> None:
-        """`merge_call` sees the values of all replicas at once, and answers all of them."""
+        """`merge_call` gets the values of all replicas, and returns a result to each."""
 
         def largest(strategy: Any, value: Any, times: float) -> Any:
             if not tf.distribute.in_cross_replica_context():
@@ -256,7 +260,7 @@ class ReplicaChecks(StrategyCase):
                 expect_equal(f"reduce of {kind}{where}", value.numpy().tolist(), right[kind])
 
     def test_reduce_along_an_axis(self) -> None:
-        """Along an axis every row counts the same, on whichever replica it is."""
+        """Along an axis, every row has the same weight on every replica."""
         strategy, count = self.under_test(), self.replicas()
         even = strategy.run(lambda: tf.fill([2, 2], replica_number()))
         total, squares = sum(self.numbers()), sum(r * r for r in self.numbers())
@@ -289,20 +293,22 @@ class ReplicaChecks(StrategyCase):
             lambda own: tf.constant(10.0 * own.replica_id_in_sync_group + own.num_replicas_in_sync)
         )
         right = [11.0 * number + count + 1 for number in range(count)]
-        self.expect_run("values given to run", lambda x: x + replica_number(), right, made)
+        self.expect_run("values passed to run", lambda x: x + replica_number(), right, made)
 
     def test_distribute_dataset(self) -> None:
-        """The parts of the replicas, in their order, are the global batch; the last is short."""
+        """The parts of the replicas join to the global batch, also to a smaller last one."""
         strategy, size = self.under_test(), 2 * self.replicas()
         rows = tf.data.Dataset.range(2 * size - 1).batch(size)
         distributed = strategy.experimental_distribute_dataset(rows)
         parts = [local_values(strategy, batch) for batch in distributed]
         joined = [list(chain(*batch)) for batch in parts]
         expect_equal("rows of each batch", joined, [[*range(size)], [*range(size, 2 * size - 1)]])
-        expect_equal("how many each replica has", [len(p) for p in parts[0]], [2] * self.replicas())
+        expect_equal(
+            "number of rows per replica", [len(p) for p in parts[0]], [2] * self.replicas()
+        )
 
     def test_datasets_from_a_function(self) -> None:
-        """`distribute_datasets_from_function`: the context gives the shard, each row comes once."""
+        """With `distribute_datasets_from_function`, each row is read once."""
         strategy, count = self.under_test(), self.replicas()
 
         def pipeline(context: tf.distribute.InputContext) -> tf.data.Dataset:

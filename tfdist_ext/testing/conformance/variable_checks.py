@@ -23,7 +23,7 @@ MATRIX = [[1.0, 2.0], [3.0, 4.0]]  # what steps write, and checkpoints hold
 
 
 class VariableChecks(StrategyCase):
-    """Every replica must see what was written, by whatever code."""
+    """Checks that every replica reads the values that were written."""
 
     def seen(self, variable: Any) -> list[Any]:
         """The value that each replica reads; [minimum, maximum] of a large one."""
@@ -47,22 +47,22 @@ class VariableChecks(StrategyCase):
         ]
 
     def counter(self) -> tf.Variable:
-        """As optimizers count their steps: in int64, all replicas alike, from 5 on."""
+        """Returns an int64 counter that starts at 5, like the step counter of an optimizer."""
         five = tf.constant(5, tf.int64)
         return self.variable(five, "ONLY_FIRST_REPLICA", trainable=False)
 
     def _metric(self) -> tf.Variable:
-        """As the totals of metrics: each replica adds to its own, and reading sums them."""
+        """Returns a variable like the total of a metric: reading sums the replicas' values."""
         on_read = tf.VariableSynchronization.ON_READ
         return self.variable(0.0, "SUM", synchronization=on_read, trainable=False)
 
     def test_variables_are_made_in_scope(self) -> None:
-        """A variable made in the scope belongs to the strategy, and no other."""
+        """Only a variable created in the scope belongs to the strategy."""
         strategy = self.under_test()
         mine, other = self.variable([1.0, 2.0]), tf.Variable(1.0)
         made_here = strategy.extended.variable_created_in_scope
-        expect_equal("variable_created_in_scope of its own", made_here(mine), True)
-        expect_equal("variable_created_in_scope of another", made_here(other), False)
+        expect_equal("variable_created_in_scope, inside", made_here(mine), True)
+        expect_equal("variable_created_in_scope, outside", made_here(other), False)
         self.expect_everywhere("the initial value", mine, [1.0, 2.0])
 
     def test_variables_begin_equal(self) -> None:
@@ -73,7 +73,7 @@ class VariableChecks(StrategyCase):
         self.expect_everywhere("a random initial value of 1 MiB", large, self.seen(large)[0])
 
     def test_variables_made_late(self) -> None:
-        """Made in a step, or at the first trace of a tf.function: one for all replicas."""
+        """A variable created in a step or in a tf.function exists once for all replicas."""
         made: list[Any] = []
 
         @tf.function
@@ -91,11 +91,11 @@ class VariableChecks(StrategyCase):
         self.expect_everywhere("a variable made in a tf.function", made.pop(), [3.0, 3.0])
         right = [5 * r for r in self.numbers()]
         self.expect_values("run with a variable", self.under_test().run(step), right)
-        expect_equal("different variables", len({id(variable) for variable in made}), 1)
+        expect_equal("number of variables", len({id(variable) for variable in made}), 1)
         self.expect_everywhere("a variable made in replicas", made[0], 5.0)
 
     def test_assignments_in_replicas(self) -> None:
-        """Each replica assigns its own r: all see the sum, the mean or the first."""
+        """Replica r assigns r: every replica reads the sum, the mean or the first value."""
         count, total = self.replicas(), sum(self.numbers())
         sums = {"SUM": total, "MEAN": total / count, "ONLY_FIRST_REPLICA": 1.0}
         for aggregation, value in sums.items():
@@ -118,7 +118,7 @@ class VariableChecks(StrategyCase):
             self.expect_everywhere(f"an int64 counter, 1 added in replicas, {mode}", steps, 6)
 
     def test_assignments_outside_of_replicas(self) -> None:
-        """In Python, in the scope and out of it, each copy is written."""
+        """Assignments in Python, inside and outside the scope, write every copy."""
         mine = self.variable([1.0, 2.0])
         mine.assign([3.0, 4.0])
         mine.assign_sub([1.0, 1.0])
@@ -134,17 +134,17 @@ class VariableChecks(StrategyCase):
         self.expect_everywhere("an int64 counter, 2 added outside of replicas", steps, 7)
 
     def test_metric_variables(self) -> None:
-        """Synchronized on read, as in metrics: what replicas added is summed when it is read."""
+        """Reading a variable that is synchronized on read sums what the replicas added."""
         strategy, total, counter = self.under_test(), sum(self.numbers()), self._metric()
         run(strategy, lambda: counter.assign_add(replica_number()), "tf.function around")
-        expect_equal("the sum of what replicas added", float(counter.numpy()), total)
+        expect_equal("the sum over replicas", float(counter.numpy()), total)
         run(strategy, lambda: counter.assign_add(replica_number()), "eager")
-        expect_equal("the sum of both times", float(counter.numpy()), 2 * total)
+        expect_equal("the sum after a second step", float(counter.numpy()), 2 * total)
         counter.assign(0.0)
         expect_equal("the sum after assign(0)", float(counter.numpy()), 0.0)
 
     def test_update(self) -> None:
-        """`extended.update` applies a function to every copy, on which all replicas agree."""
+        """`extended.update` applies a function to every copy, with equal results."""
         strategy, total = self.under_test(), sum(self.numbers())
         mine, other = self.variable(1.0), self.variable(10.0)
 
@@ -167,7 +167,7 @@ class VariableChecks(StrategyCase):
         self.expect_everywhere("update of 1 MiB", large, [1 + total] * 2)
 
     def test_update_in_replicas(self) -> None:
-        """In a step: with what is the same on all replicas, as optimizers do."""
+        """`extended.update` in a step, with values that are equal on all replicas."""
         strategy, total = self.under_test(), sum(self.numbers())
         for mode in RUN_MODES[:2]:
             mine = self.variable(1.0)
@@ -180,18 +180,18 @@ class VariableChecks(StrategyCase):
             self.expect_everywhere(f"update in replicas, {mode}", mine, 1 + total)
 
     def test_colocate_vars_with(self) -> None:
-        """A variable made beside another lies on devices of that one, as optimizers' slots do."""
+        """A variable colocated with another variable, such as a slot, is on its devices."""
         strategy = self.under_test()
         mine = self.variable([1.0, 2.0])
         with strategy.scope(), strategy.extended.colocate_vars_with(mine):
             slot = tf.Variable(tf.zeros_like(mine))
         local = strategy.experimental_local_results
         other = {copy.device for copy in local(slot)} - {copy.device for copy in local(mine)}
-        expect_equal("devices of the slot alone", other, set())
+        expect_equal("devices of the slot, without the variable", other, set())
         self.expect_everywhere("the slot", slot, [0.0, 0.0])
 
     def test_checkpoint(self) -> None:
-        """`tf.train.Checkpoint`: saved for a program without a strategy, and restored from one."""
+        """A `tf.train.Checkpoint` is compatible with programs without a strategy."""
         total, module, plain = sum(self.numbers()), self._written_module(), tf.Module()
         plain.matrix, plain.total = tf.Variable(tf.zeros([2, 2])), tf.Variable(0.0)
         plain.counter = tf.Variable(0.0)
@@ -199,7 +199,7 @@ class VariableChecks(StrategyCase):
             path = tf.train.Checkpoint(module).save(f"{folder}/of_the_strategy")
             tf.train.Checkpoint(plain).restore(path).expect_partial()
             saved = [plain.matrix.numpy().tolist(), float(plain.total), float(plain.counter)]
-            expect_equal("what the checkpoint holds", saved, [MATRIX, total, total])
+            expect_equal("values in the checkpoint", saved, [MATRIX, total, total])
             plain.matrix.assign([[5.0, 6.0], [7.0, 8.0]])
             plain.total.assign(9.0)
             path = tf.train.Checkpoint(plain).save(f"{folder}/of_none")
@@ -209,7 +209,7 @@ class VariableChecks(StrategyCase):
         expect_equal("a metric's sum restored", float(module.counter.numpy()), total)
 
     def test_checkpoint_before_the_variables(self) -> None:
-        """Restored first, as Keras and tf.Module may do: variables are made with its values."""
+        """Variables created after a checkpoint was restored get its values."""
         with tempfile.TemporaryDirectory() as folder:
             path = tf.train.Checkpoint(self._written_module()).save(f"{folder}/checkpoint")
             later = tf.Module()
@@ -219,7 +219,7 @@ class VariableChecks(StrategyCase):
         self.expect_everywhere("a matrix made later", later.matrix, MATRIX)
 
     def test_saved_model(self) -> None:
-        """`tf.saved_model.save` writes the values once; what is loaded knows no strategy."""
+        """`tf.saved_model.save` writes the values once, and loading needs no strategy."""
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of TensorFlow and Keras
             tf.saved_model.save(self._written_module(), folder)

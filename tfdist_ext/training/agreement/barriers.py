@@ -61,14 +61,14 @@ _LOOKS = {"gone": 3, "silent": 9}
 _PREFIX = "tfdist_ext/"
 _STATUS = {
     "gone": "is gone: nothing listens at its address {} (it ended, crashed or was killed, or its"
-    " machine is down: see its log), or it was restarted and the others were not",
+    " machine is down: see its log), or it restarted without the other tasks",
     "silent": "does not answer at its address {}: it is stopped (SIGSTOP), or its machine is down"
     " or cannot be reached",
 }
-_THREAD_ENDED = "the thread that trained there has ended"
-_DOES = {"callbacks": "its callbacks", "checkpoint": "a checkpoint"}
+_THREAD_ENDED = "its training thread has ended"
+_DOES = {"callbacks": "callbacks", "checkpoint": "writing a checkpoint"}
 SAME_CALLS = (
-    "Call fit, evaluate, predict, save and the like on every worker, not on one alone. All workers"
+    "Call fit, evaluate, predict, save and the like on every worker, not only on one. All workers"
     " compute, and the chief writes the files of save and export."
 )
 
@@ -96,7 +96,7 @@ class Position:
 
     Attributes:
         number: the number of the barrier that the task is in, or was in last.
-        place: the public calls and what the barrier is for, as "fit (epoch 1, its end)"; between
+        place: the public calls and what the barrier is for, as "fit (epoch 1, end)"; between
             two barriers also what the task does there.
         inside: whether the task is in the barrier, and not between two barriers.
         since: seconds since 1970; 0 if the task has not published a position.
@@ -283,7 +283,7 @@ class PeerMonitor(TaskStatus):
             left = _THREAD_ENDED
         if position.inside:
             return replace(position, left=left, batches=int(self._batches_read()))
-        doing = _DOES.get(self.phase, "its own code")
+        doing = _DOES.get(self.phase, "user code")
         place = f"{doing}, inside {position.place}" if position.place else doing
         return replace(position, left=left, place=place)
 
@@ -305,7 +305,7 @@ class PeerMonitor(TaskStatus):
             if not (other.inside and other.number == position.number)
         ]
         if late:
-            more = f" and {len(late) - 5} others" if len(late) > 5 else ""
+            more = f" and {len(late) - 5} more" if len(late) > 5 else ""
             names = f"{'; '.join(late[:5])}{more}"
             log_line(f"{self._me}: waiting in {position.place} for {waited:.0f} s for {names}")
 

@@ -34,8 +34,8 @@ _RANDOM = re.compile("Random|Multinomial|StatefulUniform|StatefulStandardNormal|
 # Names of what no augmentation changes: the number of rows, and one integer or text for each row.
 _BATCH_SIZE, _LABELS = "batch size", "class labels "
 SAME_ARGUMENTS = (
-    "Give every worker the same data and the same arguments, as one device would get. Each takes"
-    " its own part of every global batch."
+    "Pass the same data and arguments on every worker, as for one device. Each worker takes its"
+    " part of every global batch."
 )
 SAME_MODEL = (
     "All workers train one model together. Build and compile the same model on every worker, from"

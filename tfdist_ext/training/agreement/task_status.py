@@ -94,8 +94,8 @@ class TaskStatus:
         if waited < limit:
             return ""
         return (
-            f"{waited:.0f} s in {phase} (the longest before took {longest:.1f} s; more than"
-            f" {limit:.0f} s are no progress: see --stall-timeout)"
+            f"{waited:.0f} s in {phase} (longest before: {longest:.1f} s, limit: {limit:.0f} s,"
+            " see --stall-timeout)"
         )
 
     def reads_batches(self, count: Callable[[], int]) -> None:
@@ -174,7 +174,7 @@ def single_task(
             servers.end(STALLED)
         show_stacks()
         text = f"{me or 'this process'} has stalled: {why}"
-        end_to_be_restarted(f"{text}; it waits for {waits_for}" if waits_for else text)
+        end_to_be_restarted(f"{text}; waiting for {waits_for}" if waits_for else text)
 
     if status.timeout < math.inf:
         threading.Thread(target=watch, daemon=True, name="tfdist-stalls").start()
@@ -183,7 +183,7 @@ def single_task(
 
 def end_to_be_restarted(text: str) -> None:
     """End this process at once; a process that has stalled answers to nothing else."""
-    log_line(f"tfdist: {text}. The job ends, to be started again.")
+    log_line(f"tfdist: {text}. The job ends so that it can be restarted.")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(RESTART)

@@ -325,10 +325,10 @@ def _build_from_step(model: keras.Model, kind: str, batch: Structure) -> None:
         inner = [layer for layer in _keras_private.flat_layers(model) if layer is not model]
         if missing := [layer.name for layer in inner if not layer.built]:
             raise TrainingError(
-                f"{type(model).__name__} has layers without variables yet ({', '.join(missing)}),"
-                f" and its {kind}_step, tried on a batch of {batch!r} to make them, fails:"
+                f"{type(model).__name__} has layers that are not built ({', '.join(missing)}), and"
+                f" building them by a {kind}_step with a batch of {batch!r} failed:"
                 f" {textwrap.shorten(str(error), 200)} Build the layers in the function given to"
-                " distribute(): begin models with keras.Input(shape), or call build(shape)."
+                " distribute(): start models with keras.Input(shape), or call build(shape)."
             ) from error
     for optimizer, variables in applied.values():
         if not optimizer.built:

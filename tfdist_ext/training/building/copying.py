@@ -105,7 +105,7 @@ def _description(argument: Any) -> str:
 
 
 def _unknown_argument(model: keras.Model, name: str) -> TrainingError:
-    return _cannot_be_copied(model, f"the argument {name!r} of its own compile() is not known.")
+    return _cannot_be_copied(model, f"the argument {name!r} of its compile() is unknown.")
 
 
 def _copy_optimizer_state(
@@ -129,8 +129,8 @@ def _copy_optimizer_state(
     ):
         raise _cannot_be_copied(
             old,
-            "it must be built for weights of the model, and compile_from_config() must make one"
-            " like it that is not built.",
+            "it must be built for weights of the model, and compile_from_config() must create the"
+            " same optimizer without building it.",
         )
     for variable, value in zip(new.variables, old.variables, strict=True):
         variable.assign(value.numpy())
@@ -140,8 +140,8 @@ def _cannot_be_copied(thing: _Configured, reason: str) -> TrainingError:
     """Returns the error for an object that Keras cannot create again from its config."""
     return TrainingError(
         f"{type(thing).__name__} cannot be copied: {reason} Pass a function that builds and"
-        " compiles the model: distribute(build, strategy). Or give the class what Keras needs to"
-        " load it: get_config(), and for its own compile() get_compile_config() and"
+        " compiles the model: distribute(build, strategy). Or add the methods that Keras needs to"
+        " load it: get_config(), and for a custom compile() get_compile_config() and"
         " compile_from_config()."
     )
 
@@ -191,7 +191,7 @@ def _layer_again(layer: keras.Layer | keras.Operation) -> keras.Layer | keras.Op
         if unknown := sorted(named - {"self", *_OF_KERAS}):
             raise NotImplementedError(
                 f"{type(layer).__name__} has no get_config(), so the value of its argument"
-                f" {unknown[0]!r} is not known."
+                f" {unknown[0]!r} is unknown."
             )
     if inspect.Parameter.VAR_KEYWORD not in kinds:
         config = {k: v for k, v in config.items() if k in parameters or k not in _OF_KERAS}
@@ -228,7 +228,7 @@ def copy_state(model: keras.Model, copy: keras.Model) -> None:
         TrainingError: the copy has other weights.
     """
     if [weight.shape for weight in copy.weights] != [weight.shape for weight in model.weights]:
-        raise _cannot_be_copied(model, "the copy has weights of other shapes.")
+        raise _cannot_be_copied(model, "the copy has weights of different shapes.")
     for old, new in _paired_layers(model, copy):
         new.trainable = old.trainable  # parents come first: they set their children's too
         for name, value in vars(old).items():

@@ -123,8 +123,8 @@ def has_backup(callbacks: Callbacks, checkpoint_dir: str | Path | None) -> bool:
     found = any(isinstance(each, keras.callbacks.BackupAndRestore) for each in given)
     if found and checkpoint_dir is not None:
         raise TrainingError(
-            "Both checkpoint_dir and the callback BackupAndRestore would restore the model: give"
-            " one of them."
+            "Both checkpoint_dir and the callback BackupAndRestore would restore the model. Pass"
+            " only one of them."
         )
     return found
 
@@ -186,7 +186,7 @@ def refusing_compile(model: keras.Model, method: str) -> contextlib.AbstractCont
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise TrainingError(
-            f"compile() was called while {method}() is running, whose steps are already compiled."
+            f"compile() was called while {method}() is running with steps already compiled."
             f" Call compile() before or after {method}(). A callback can assign settings of the"
             " optimizer instead, for example model.optimizer.learning_rate = 0.001."
         )
@@ -272,8 +272,8 @@ def _stored(value: Any, arrays: CallbackState, name: str) -> Any:
     array = np.array(value)  # a copy: the callback may change its own
     if array.dtype == object or array.dtype.kind in "USMm":
         raise TrainingError(
-            f"The state of {name} must hold numbers, texts, arrays of numbers, and lists and dicts"
-            f" of them by texts, got {shown(value)}."
+            f"The state of {name} must hold numbers, strings, arrays of numbers, and lists and"
+            f" dicts of them with string keys, got {shown(value)}."
         )
     if not array.shape and array.dtype.kind in "biuf":
         return array.item()

@@ -21,7 +21,7 @@ _SLOW = 0.2  # of a step that the others wait for a worker: then the worker is n
 
 @filter_traceback
 class WorkerTensorBoard(keras.callbacks.Callback):
-    """Writes what each worker does in a `fit` of `tfd.distribute`; pass it on every worker.
+    """Writes each worker's step times for TensorBoard. Pass it on every worker.
 
     Each worker writes to its own folder, `log_dir/worker-0` and so on, and one TensorBoard shows
     them as runs:
@@ -77,8 +77,8 @@ class WorkerTensorBoard(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         if self._timer is None:
             raise TrainingError(
-                "WorkerTensorBoard records times inside the steps, which Keras's own fit() cannot"
-                " do. Use the fit() of tfdist_ext.distribute(model, strategy)."
+                "WorkerTensorBoard needs times inside the steps, which Keras's fit() does not"
+                " record. Use the fit() of tfdist_ext.distribute(model, strategy)."
             )
         self._timer.read()  # drops the steps of an interrupted epoch
 
@@ -119,7 +119,7 @@ def slow_workers(names: list[str], own_ms: np.ndarray, most_ms: float) -> list[s
         others = float(np.median(np.delete(own_ms, number)))
         if own_ms[number] - others > most_ms:
             lines.append(
-                f"{name} is slow: {own_ms[number]:.3g} ms a step of its own, the others"
+                f"{name} is slow: {own_ms[number]:.3g} ms of work per step; other workers need"
                 f" {others:.3g} ms"
             )
     return lines
@@ -129,6 +129,6 @@ def check_tensorboard(callback: keras.callbacks.Callback) -> None:
     """Raises the error that TensorFlow would raise after an epoch, without naming the callback."""
     if importlib.util.find_spec("tensorboard") is None:
         raise TrainingError(
-            f"{type(callback).__name__} needs the package tensorboard, which TensorFlow does not"
-            " bring: install tensorboard."
+            f"{type(callback).__name__} needs the package tensorboard, which is not installed."
+            " Install tensorboard."
         )

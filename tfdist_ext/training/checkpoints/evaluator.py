@@ -119,7 +119,7 @@ def _restored(
         elif done:
             return
         elif gone:
-            log_line(f"{me}: {leader} is gone, and {folder} does not say that the training is done")
+            log_line(f"{me}: {leader} is gone before the training in {folder} was complete")
             raise RoleEnded(RESTART)
         else:
             time.sleep(_LOOK_EVERY)

@@ -131,7 +131,7 @@ class CheckpointManager:
                 f"The checkpoint is in the middle of an epoch, at {progress}. To resume there, use"
                 f" the same data with the same batch_size ({progress.batch_size or None}, got"
                 f" {batch_size or None}) and shuffle ({progress.seed != 0}, got {now.seed != 0}) to"
-                " the end of the epoch, or another checkpoint_dir."
+                " the end of the epoch, or use another checkpoint_dir."
             )
         progress = replace(progress, batch_size=batch_size, seed=now.seed)
         self._progress = self._unannounced = progress
@@ -169,9 +169,9 @@ class CheckpointManager:
         )
         if self._every is not None and not self._resumes_inside:
             raise TrainingError(
-                "checkpoint_every needs data that knows its position in an epoch: arrays,"
+                "checkpoint_every needs data that can resume inside an epoch: arrays,"
                 " tfd.data.from_arrays((x, y), global_batch_size=64, seed=0) or from_tfrecords, or"
-                " from_dataset_fn where the function takes the epoch."
+                " from_dataset_fn with a function that takes the epoch."
             )
         return data.batch_size or 0 if known is None else 0
 
@@ -203,7 +203,7 @@ class CheckpointManager:
         if not is_whole:
             return
         hooks = [getattr(each, "on_checkpoint_end", None) for each in self._callbacks]
-        with self._reduction.peers.barrier(f"epoch {progress.epoch}, its checkpoint"):
+        with self._reduction.peers.barrier(f"epoch {progress.epoch}, checkpoint"):
             has_hooks = self._reduction.any_worker(any(hooks))  # one may be on the chief only
         if not has_hooks:
             return
@@ -279,7 +279,7 @@ class CheckpointManager:
         elif self._reduction.is_chief:
             warn(
                 f"the loss of epoch {epoch + 1} is {logs['loss']}: no checkpoint is written,"
-                f" and those in {self._folder.path} stay."
+                f" and the checkpoints in {self._folder.path} stay."
             )
         return self._progress
 

@@ -72,7 +72,7 @@ class SavingMixin:
 
     @on_every_worker
     def save(self, filepath: str | Path, overwrite: bool = True, **kwargs: Any) -> None:
-        """Writes the model as `keras.Model.save` does; plain Keras loads it.
+        """Writes the model like `keras.Model.save`. Plain Keras can load it.
 
         Call it on every task: the chief writes, and all wait until the file is there.
         """
@@ -82,7 +82,7 @@ class SavingMixin:
 
     @on_every_worker
     def export(self, filepath: str | Path, **kwargs: Any) -> None:
-        """Writes a SavedModel as `keras.Model.export` does; `tf.saved_model.load` loads it.
+        """Writes a SavedModel like `keras.Model.export`, for `tf.saved_model.load`.
 
         Call it on every task: the chief writes, and all wait until it is there. The chief needs
         memory for a copy of the model.
@@ -113,7 +113,7 @@ class SavingMixin:
         def write() -> None:
             if tf.io.gfile.isdir(path):
                 raise TrainingError(
-                    f"{path} is a folder, and a checkpoint is a file. Add a file name."
+                    f"{path} is a folder, but a checkpoint is a file. Add a file name."
                 )
             report = functools.partial(self._reduction.peers.enters, "checkpoint")
             content = encode_checkpoint(self._progress, arrays_of(self._model, {}), report)
@@ -124,7 +124,7 @@ class SavingMixin:
 
     @on_every_worker
     def restore_checkpoint(self, path: str | os.PathLike[str]) -> Progress:
-        """Restores the state in a file of `save_checkpoint`, whatever strategy saved it.
+        """Restores the state from a file of `save_checkpoint`, saved by any strategy.
 
         Call it on every task: the chief reads, and sends what it has read to the others. A model
         that is not compiled takes the weights only.
@@ -144,7 +144,7 @@ class SavingMixin:
 
     @on_every_worker
     def load_weights(self, filepath: str | Path, *args: Any, **kwargs: Any) -> None:
-        """Loads weights as `keras.Model.load_weights` does; only the chief needs the file.
+        """Loads weights like `keras.Model.load_weights`. Only the chief needs the file.
 
         Call it on every task: the chief reads, and sends what it has read to the others.
         """

@@ -61,7 +61,7 @@ class ParameterServerEngine:
         if not why:
             return WorkerBatches(self._calls, data)
         warn(
-            f"the workers cannot read this data for themselves: {why}. This process reads all"
+            f"the workers cannot read this data themselves: {why}. This process reads all"
             " of the data and sends the batches."
         )
         return None
@@ -91,9 +91,9 @@ class ParameterServerEngine:
         """
         if timed:
             raise TrainingError(
-                "WorkerTensorBoard compares workers whose steps wait for each other. Under"
-                f" {type(self._strategy).__name__} they do not, and only the coordinator runs"
-                " callbacks. Use keras.callbacks.TensorBoard."
+                "WorkerTensorBoard needs synchronous training. Under"
+                f" {type(self._strategy).__name__} workers do not wait for each other, and only the"
+                " coordinator runs callbacks. Use keras.callbacks.TensorBoard."
             )
         for name in ("jit_compile", "run_eagerly"):
             if getattr(model, name):

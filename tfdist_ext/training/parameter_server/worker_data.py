@@ -134,8 +134,8 @@ class ShardIterators:
         """Let the coordinator read what is left of the unfinished shards."""
         absent = sorted(self.unfinished)
         warn(
-            f"worker {', '.join(map(str, absent))} has not answered for {PATIENCE:.0f} s, and the"
-            " other workers are done with their data: this process reads the rest of its data."
+            f"no answer from worker {', '.join(map(str, absent))} for {PATIENCE:.0f} s, and the"
+            " other workers have read their data: this process reads the remaining data."
         )
         with tf.device("CPU:0"):
             shards = self.batches.shards()
@@ -155,7 +155,7 @@ def why_not_remote(data: FunctionDataset, workers: int) -> str:
         autograph=False,
     ).get_concrete_function()
     if any(tensor.dtype == tf.variant for tensor in traced.captured_inputs):
-        return "its data set is made outside of the function; make it inside"
+        return "its dataset is created outside the function; create it inside"
     if operations_in(traced.graph.as_graph_def()) & PY_FUNCTIONS:
-        return "it calls Python (from_generator, py_function, numpy_function)"
+        return "its dataset calls Python (from_generator, py_function, numpy_function)"
     return ""

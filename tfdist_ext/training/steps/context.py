@@ -83,10 +83,10 @@ class ReplicaSums:
         """Raise TrainingError in a graph inside the step's graph, where replicas cannot wait."""
         if current_graph() is not self.graph:
             raise TrainingError(
-                "A sum over replicas is inside a tf.function, a cond or a loop of the step's own:"
-                " an optimizer's apply, a masked loss, a synchronized BatchNormalization or"
-                " tfd.all_rows. Call it in the body of train_step or call. The step is compiled as"
-                " a whole already."
+                "A sum over replicas is inside a tf.function, a cond or a loop within the step. It"
+                " comes from an optimizer's apply, a masked loss, a synchronized BatchNormalization"
+                " or tfd.all_rows. Call it in the body of train_step or call, which is compiled as"
+                " a whole."
             )
 
     def synchronize(self, function: Callable[[_Values], _Result], values: _Values) -> _Result:
@@ -410,7 +410,7 @@ def running_step(context: StepContext | None) -> Iterator[None]:
 
 @filter_traceback
 def all_rows(x: Any) -> Any:
-    """The rows of all replicas, in the order of the global batch.
+    """Returns the rows of all replicas, in the order of the global batch.
 
     For what looks at more than one row at a time: losses over in-batch negatives (SimCLR, CLIP,
     retrieval), statistics over the batch (Barlow Twins), queues of features (MoCo, NNCLR). Use it
@@ -485,7 +485,7 @@ def _totals(context: StepContext, values: Sequence[tf.Tensor]) -> list[tf.Tensor
 
 _NOT_THE_ROWS = (
     "tfd.all_rows(x): axis 0 of x must hold the rows of this replica's part of the batch, one entry"
-    " for each row. Call tfd.all_rows before rows are dropped, repeated or put together:"
+    " for each row. Call tfd.all_rows before rows are dropped, repeated or concatenated:"
     " tf.concat([tfd.all_rows(a), tfd.all_rows(b)], axis=0)."
 )
 
@@ -501,8 +501,8 @@ def _dense(value: Any) -> tf.Tensor:
             return value
         what = f"a tensor of shape {value.shape} and {value.dtype.name}"
     raise TrainingError(
-        "tfd.all_rows must get dense tensors of numbers or booleans, whose axis 0 is the batch, got"
-        f" {what}. RaggedTensor.to_tensor and tf.sparse.to_dense make dense ones."
+        "tfd.all_rows needs dense tensors of numbers or booleans, whose axis 0 is the batch, got"
+        f" {what}. Convert it with RaggedTensor.to_tensor or tf.sparse.to_dense."
     )
 
 

@@ -195,7 +195,7 @@ def check_activity_regularizers(model: keras.Model) -> None:
                 f"The activity_regularizer of layer {layer.name!r} is not supported on several"
                 f" replicas with Keras {keras.__version__}, which adds the sum over the examples of"
                 " a replica. Install Keras 3.14 or newer, or call add_loss with one number per"
-                " example in a layer of your own."
+                " example in a custom layer."
             )
 
 
@@ -543,8 +543,8 @@ def _upstream(context: StepContext, targets: list[tf.Tensor], given: Structure) 
         if context.rows_in(target) == "unclear":
             raise TrainingError(
                 f"The gradient of a loss of shape {target.shape} is not supported in an eager step:"
-                " the loss may have several numbers for each row of this replica. Sum it up first:"
-                " with tf.reduce_sum(loss, axis=...) to one number per row, or with"
+                " the loss may have several numbers for each row of this replica. Sum the loss"
+                " first, with tf.reduce_sum(loss, axis=...) to one number per row, or with"
                 " tf.reduce_sum(loss) if it has no rows."
             )
     upstream = list(map(tf.ones_like, targets)) if given is None else tf.nest.flatten(given)

@@ -55,8 +55,8 @@ def _blocks_of_rows(context: StepContext, shape: tf.Tensor, known: tf.TensorShap
         return 0
     if context.graph is not None and known[0] == context.batch_size and known[0] > 1:
         raise TrainingError(
-            f"A step draws random numbers of shape {known}, which begins with the batch size as a"
-            " number, but a replica has fewer rows. Write keras.ops.shape(x)[0] in place of"
+            f"A step draws random numbers of shape {known}, whose first dimension is the batch size"
+            " as a number, but a replica has fewer rows. Write keras.ops.shape(x)[0] in place of"
             f" {known[0]}. If the numbers do not belong to rows, draw them with a first dimension"
             " of 1, and reshape them."
         )
@@ -210,7 +210,7 @@ _STATEFUL = ("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "Trunc
 def _refuse_to_draw(draw: Original, whole: tf.Tensor, **named: Any) -> NoReturn:
     raise TrainingError(
         "An optimizer draws random numbers with tf.random, which are not the same on all replicas."
-        " Draw them with keras.random and a keras.random.SeedGenerator that the optimizer keeps."
+        " Use keras.random with a keras.random.SeedGenerator that is an attribute of the optimizer."
     )
 
 

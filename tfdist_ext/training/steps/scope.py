@@ -282,8 +282,8 @@ class StepOutputs:
             return {}
         if not isinstance(returned, dict):
             raise TrainingError(
-                f"{type(self._model).__name__}'s own step returns {returned!r}. Return a dict of"
-                " names and values."
+                f"The custom step of {type(self._model).__name__} returns {returned!r}. Return a"
+                " dict of names and values."
             )
         self._updated |= scope.updated
         logs, known = _flat(returned), scope.final_results()
@@ -297,9 +297,9 @@ class StepOutputs:
             dtype = value.dtype
             if warns and not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
                 raise TrainingError(
-                    f"{type(self._model).__name__}'s own step returns {dtype.name} values as"
-                    f" {name!r}. Several replicas can only sum up numbers: return a number, or the"
-                    " result() of a metric."
+                    f"The custom step of {type(self._model).__name__} returns {dtype.name} values"
+                    f" as {name!r}. Only numbers can be summed over replicas: return a number, or"
+                    " the result() of a metric."
                 )
         if warns and not tf.executing_eagerly():
             self._warn_of([n for n, value in others.items() if follows_from(value, before)])
@@ -312,8 +312,8 @@ class StepOutputs:
             warn(
                 f"{type(self._model).__name__}.{self._kind}_step returns"
                 f" {', '.join(map(repr, new))}, computed from a metric. Only a metric's result() is"
-                " logged over all examples; any other number is the mean over the replicas of what"
-                " each computed from its own rows. Return the result() of a metric that computes"
+                " computed over all examples. Any other number is the mean of the numbers that the"
+                " replicas compute from their rows. Return the result() of a metric that computes"
                 " this value from its own state."
             )
 
@@ -437,8 +437,8 @@ def _rows_written(
     return TrainingError(
         f"What a step assigns to {name!r} must be the same on all {context.replicas} replicas, but"
         f" {how!r} writes rows of this replica's part of the batch, or a number that depends on"
-        " them. Use the rows of all replicas: rows = tfd.all_rows(rows), and so for indices and"
-        " counts. A keras.metrics.Metric counts over all replicas."
+        " them. Use the rows of all replicas: rows = tfd.all_rows(rows). Do the same for indices"
+        " and counts. A keras.metrics.Metric counts over all replicas."
     )
 
 
@@ -447,10 +447,10 @@ def shared_by_replicas(variable: tf.Variable, replicas: int) -> TrainingError:
     return TrainingError(
         f"The variable {variable.name!r} of shape {variable.shape} is assigned in a step, and the"
         f" {replicas} replicas of this process share one copy of it, or its aggregation is SUM, or"
-        " the strategy has an update_variable of its own."
+        " the strategy overrides update_variable."
         " Create it with self.add_weight(..., trainable=False) in a layer or model, and assign it"
-        " in the body of train_step or call, not in a tf.function, a cond or a loop. What is"
-        " assigned there is averaged over all rows. For sums, use a keras.metrics.Metric."
+        " in the body of train_step or call, not in a tf.function, a cond or a loop. The assigned"
+        " value is averaged over all rows. For sums, use a keras.metrics.Metric."
     )
 
 
@@ -497,8 +497,7 @@ def metric_in_inner_graph(variable: keras.Variable) -> TrainingError:
     """Returns the error for a metric variable that an inner graph writes."""
     return TrainingError(
         f"The metric variable {variable.path!r} is updated inside a tf.function, a cond or a loop"
-        " of train_step's own. Update it in the body of train_step, which is compiled as a whole"
-        " already."
+        " within train_step. Update it in the body of train_step, which is compiled as a whole."
     )
 
 

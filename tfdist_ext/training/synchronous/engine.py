@@ -307,7 +307,7 @@ class SynchronousEngine:
     ) -> SynchronousProgram:
         """The compiled "train" or "test" steps; with a timer if `timed`."""
         if timed and model.jit_compile and not model.run_eagerly:
-            warn("jit_compile=True is off: XLA cannot note the times of a WorkerTensorBoard.")
+            warn("jit_compile=True is off: XLA cannot record the times for WorkerTensorBoard.")
         return SynchronousProgram(self._step(model, kind, StepTimer() if timed else None))
 
     def make_predictor(self, model: keras.Model) -> Predictor:

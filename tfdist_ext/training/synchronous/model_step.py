@@ -238,7 +238,7 @@ class ModelStep:
         Where replicas call functions, TensorFlow reports an error in one of them as a cancellation
         of the others. So the steps run again, on the next batches, with a trace for each replica.
         """
-        self._why_trace_each = "it has failed"
+        self._why_trace_each = "the step with one trace failed"
         with contextlib.suppress(tf.errors.OutOfRangeError):
             tf.function(function.python_function, autograph=False)(*args)
         return TrainingError(

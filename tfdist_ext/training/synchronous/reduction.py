@@ -71,7 +71,7 @@ class SynchronousReduction(Reduction):
             PeerError: a worker is gone, or is somewhere else.
         """
         with self.peers.call(name):
-            with self.peers.barrier("its beginning"):
+            with self.peers.barrier("start"):
                 if self.multi_worker:
                     check_equal_across_workers(self, {"the call": name}, SAME_CALLS)
             yield
