@@ -186,7 +186,7 @@ def from_source(
     if missing:
         raise DataError(
             f"{shown(source)} is not a source of examples: it has no {', '.join(missing)}. See"
-            ' "A source of your own" in docs/data.md.'
+            ' "Custom sources" in docs/data.md.'
         )
     return OrderedDataset(source, global_batch_size=global_batch_size, seed=seed)
 
