@@ -1,10 +1,10 @@
-"""How long `fit` waits for a checkpoint, in the background and not, over a plain copy.
+"""Measures how long `fit` waits for a checkpoint that is written in the background or not.
 
     .venv/bin/python benchmarks/checkpoints.py --megabytes 1000 --rounds 5
 
-A round is a fit with checkpoint_async, one without, and one without checkpoints, of a model with so
-much state. Between the epochs of each, as many bytes as the state has are copied from one array to
-another one that is kept.
+Each round calls `fit` three times on a model with `--megabytes` of state: with
+`checkpoint_async=True`, with `checkpoint_async=False`, and without checkpoints. Between the epochs,
+the program copies an array of the same size, to compare the checkpoint with a plain copy.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Examples a second of shuffled records beside a plain tf.data pipeline, in one run, as ratios.
+"""Compares the speed of shuffled records with a plain tf.data pipeline, in one run.
 
     .venv/bin/python benchmarks/data_speed.py [--rounds 2] [--markdown docs/performance.md]
 
-Every round runs every contestant once, each in a process of its own, so that a slow minute of the
-machine hits all of them. Compared are medians over the rounds. A round takes about two minutes;
-`--times 5` has five times as many records.
+Each round runs each method once, in a separate process, so that a slow minute of the machine
+affects all of them. The tables show medians over the rounds. A round takes about two minutes.
+`--times 5` reads five times as many records.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SMALL_BUFFER = 1000
 
 # Bytes of a record -> (records, records of a batch).
 SIZES = {84: (150_000, 256), 1000: (100_000, 256), 10_000: (30_000, 128), 100_000: (5_000, 32)}
-KINDS = {"one": "parsed one by one", "batch": "parsed by the batch"}
+KINDS = {"one": "parsed one by one", "batch": "parsed in batches"}
 
 Figures = dict[str, float]  # what a process printed: made, first, after, whole, memory
 
@@ -113,7 +113,7 @@ def tables(
         for _, name, _ in contestants(1)
     }
     said = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in made.items())
-    lines += ["", f"Making the data set, once and before the epoch: {said}."]
+    lines += ["", f"Creating the dataset, once before the epoch: {said}."]
     return "\n".join(lines + closing_line(rounds))
 
 

@@ -1,10 +1,10 @@
-"""What it costs that each replica draws its rows of one device's dropout mask.
+"""Measures the cost of exact dropout, where each replica draws its rows of the mask.
 
     .venv/bin/python benchmarks/dropout.py [--rounds 21] [--markdown docs/performance.md]
 
-A small transformer on logical CPUs, in one process in which the contestants take turns, so that a
-slow moment of the machine hits both. Compared are medians over the rounds, with the smallest and
-the largest.
+A small transformer trains on logical CPUs, in turns with the exact mask and with one mask for all
+replicas. Both run in one process, so that a slow moment of the machine affects both. The table
+shows the median, the smallest and the largest figure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--markdown", type=Path, help="also write the table into this page")
     arguments = parser.parse_args()
-    lines = ["", "| mirrored on | masks | ms a step | of one mask |", "|---|---|---|---|"]
+    columns = "mirrored on | masks | ms per step | relative to one mask"
+    lines = ["", f"| {columns} |", "|---|---|---|---|"]
     for replicas in (2, 4):
         rounds = measured_in_turn(PROGRAM, replicas, STEPS, arguments.rounds)
         first = next(iter(rounds[0]))

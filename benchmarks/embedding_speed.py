@@ -1,10 +1,10 @@
-"""Steps a second of an embedding on parameter servers, beside what a user would pick instead.
+"""Compares the speed of an embedding on parameter servers with the alternatives.
 
     .venv/bin/python benchmarks/embedding_speed.py [--rounds 3] [--markdown docs/performance.md]
 
-Embedding(rows, 32) and Dense(1), sgd, batches of 256, two workers and two parameter servers: five
-processes on this machine. Every round runs every contestant once, so that a slow minute of the
-machine hits all of them. Compared are medians over the rounds.
+The model is Embedding(rows, 32) and Dense(1), with SGD and batches of 256. It trains on a chief,
+two workers and two parameter servers, all on this machine. Each round runs each method once, so
+that a slow minute of the machine affects all of them. The table shows medians over the rounds.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Seconds to the first step, by replicas, beside a training loop by hand, in one run.
+"""Compares the time to the first step of `fit` with a hand-written training loop.
 
     .venv/bin/python benchmarks/first_step.py [--rounds 3] [--replicas 1 4 8 16] [--models MLP ...]
         [--markdown docs/performance.md]
     .venv/bin/python benchmarks/first_step.py --processes 2 [--markdown docs/choosing.md]
 
-Every round runs every contestant once, each in a process of its own, so that a slow minute of the
-machine hits all of them. Compared are medians over the rounds, with the smallest and the largest.
+Each round runs each method once, in a separate process, so that a slow minute of the machine
+affects all of them. The tables show the median, the smallest and the largest figure. The second
+command compares one process for all devices with one process for each device.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MARKERS = ("<!-- first_step begin -->", "<!-- first_step end -->")
 MODELS = ("MLP 64-256-10", "4-layer transformer, d=128", "ResNet50")
 ROWS = 32  # of a global batch
 PROCESSES = "a process for each device"
-BY_HAND = 4  # replicas of the loop by hand: more take minutes
+BY_HAND = 4  # replicas of the hand-written loop; more replicas take minutes
 
 # First step in seconds, and megabytes of all processes.
 Measured = tuple[float, float]
@@ -41,7 +42,8 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, help="also write the table into this page")
     arguments = parser.parse_args()
     models = [name for name in MODELS if name.startswith(tuple(arguments.models))]
-    contestants = [("fit", replicas) for replicas in arguments.replicas] + [("by hand", BY_HAND)]
+    contestants = [("fit", replicas) for replicas in arguments.replicas]
+    contestants.append(("hand-written loop", BY_HAND))
     if arguments.processes:
         contestants = [("fit", 1)]
         for count in arguments.processes:
@@ -53,7 +55,8 @@ def main() -> int:
                 measured = measure(how, model, replicas)
                 found.setdefault((model, how, replicas), []).append(measured)
                 print(f"round {turn + 1}: {model}, {how}, {replicas}: {measured}", flush=True)
-    lines = ["", "| first step | replicas | seconds | of one device | MB | of one device |"]
+    relative = "relative to one device"
+    lines = ["", f"| first step | replicas | seconds | {relative} | MB | {relative} |"]
     lines.append("|---|---|---|---|---|---|")
     for model in models:
         alone = found[model, *contestants[0]]

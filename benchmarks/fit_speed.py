@@ -1,10 +1,10 @@
-"""Steps a second of fit beside what a user would pick instead, in one run, as ratios.
+"""Compares the steps per second of `fit` with the alternatives, in one run.
 
     .venv/bin/python benchmarks/fit_speed.py [--rounds 3] [--markdown docs/performance.md]
 
-Every round runs every contestant once, each in processes of its own, so that a slow minute of the
-machine hits all of them. Compared are medians over the rounds. tf_keras gets a virtual environment
-of its own (.venv-tf_keras), because it takes the place of Keras.
+Each round runs each method once, in separate processes, so that a slow minute of the machine
+affects all of them. The tables show medians over the rounds. tf_keras replaces Keras, so it is
+installed in a separate virtual environment (.venv-tf_keras).
 """
 
 from __future__ import annotations

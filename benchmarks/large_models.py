@@ -1,14 +1,15 @@
-"""Large dense models on several workers: fit beside what a user would pick instead.
+"""Compares `fit` of large dense models on several workers with the alternatives.
 
     .venv/bin/python benchmarks/large_models.py [--rounds 3] [--markdown docs/performance.md]
     .venv/bin/python benchmarks/large_models.py --traffic [--markdown docs/performance.md]
 
-Every round runs each way once, in processes of its own. Compared are medians over the rounds, with
-the smallest and the largest; a ratio is the median of those of the rounds. A step of fit that does
-not overlap takes as long as the sum of the gradients and a step without sums together.
+Each round runs each method once, in separate processes. The tables show the median, the smallest
+and the largest figure, and the median of the ratios of all rounds. If a step of `fit` did not
+overlap computation with communication, it would take as long as the sum of the gradients plus a
+step without sums.
 
-With --traffic each worker is in a network namespace of its own, and the bytes that it sends are
-counted on the namespace's interface. Speed is not measured there.
+With --traffic, each worker runs in its own network namespace, and the program counts the bytes that
+the worker sends. It does not measure speed.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from report import closing_line, put_into
 
 PROGRAM = Path(__file__).resolve().parent / "programs" / "large_models.py"
 MARKERS = ("<!-- large_models begin -->", "<!-- large_models end -->")
-WAYS = ("fit", "sharded", "one pack", "by hand", "tf_keras", "collectives", "alone")
+HAND = "hand-written loop"
+WAYS = ("fit", "sharded", "one pack", HAND, "tf_keras", "collectives", "alone")
 TRAFFIC_MARKERS = ("<!-- traffic begin -->", "<!-- traffic end -->")
 TITLES = {
     "sharded": "fit, `shard_optimizer=True`",
     "one pack": "fit, `bucket_bytes=0`",
-    "collectives": "the sum of the gradients alone",
+    "collectives": "only the sum of the gradients",
     "alone": "a step without sums",
 }
 MEASURED = re.compile(
@@ -79,8 +81,8 @@ def main() -> int:
 def traffic(arguments: argparse.Namespace) -> int:
     lines = [
         "",
-        "| workers, model | optimizer on a worker, MB | of one worker's | sent in a step, MB |"
-        " of fit |",
+        "| workers, model | optimizer on one worker, MB | relative to `fit` | sent in a step, MB |"
+        " relative to `fit` |",
         "|---|---|---|---|---|",
     ]
     for workers in arguments.workers:
@@ -138,11 +140,11 @@ def measure(
 
 
 def table_of(title: str, rounds: list[dict[str, Measured]], ways: list[str]) -> list[str]:
-    lines = ["", f"| {title} | steps/s | of by hand | MB |", "|---|---|---|---|"]
+    lines = ["", f"| {title} | steps/s | relative to hand-written loop | MB |", "|---|---|---|---|"]
     for way in ways:
         speeds = [each[way].speed for each in rounds]
         spread = f"{statistics.median(speeds):.2f} ({min(speeds):.2f} to {max(speeds):.2f})"
-        of_hand = [each[way].speed / each["by hand"].speed for each in rounds if "by hand" in each]
+        of_hand = [each[way].speed / each[HAND].speed for each in rounds if HAND in each]
         ratio = f"{statistics.median(of_hand):.2f} x" if of_hand else ""
         megabytes = statistics.median(each[way].peak for each in rounds)
         lines.append(f"| {TITLES.get(way, way)} | {spread} | {ratio} | {megabytes:.0f} |")
@@ -150,7 +152,7 @@ def table_of(title: str, rounds: list[dict[str, Measured]], ways: list[str]) -> 
         parts = [1 / each["collectives"].speed + 1 / each["alone"].speed for each in rounds]
         times = [1 / each["fit"].speed / part for each, part in zip(rounds, parts, strict=True)]
         lines.append(
-            f"| time of fit, of the last two together | {statistics.median(times):.2f} x | | |"
+            f"| time of fit / time of the two rows above | {statistics.median(times):.2f} x | | |"
         )
     return lines
 

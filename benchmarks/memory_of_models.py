@@ -1,9 +1,9 @@
-"""Memory that models keep after they were made, trained and deleted, in plain Keras and here.
+"""Measures the memory that models leave behind, with plain Keras and tfdist_ext.
 
     .venv/bin/python benchmarks/memory_of_models.py
 
-Small models one after another in one process, each trained for an epoch; the figure is how much the
-process grew for each after the first five.
+One process creates, trains and deletes small models one after another, each for one epoch. The
+figure is the growth of the process per model, after the first five models.
 """
 
 from __future__ import annotations

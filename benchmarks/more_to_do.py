@@ -1,12 +1,13 @@
-"""What more metrics, weights of samples or classes, and validation cost a step of fit.
+"""Measures what metrics, sample weights, class weights and validation cost a step.
 
     .venv/bin/python benchmarks/more_to_do.py [--rounds 24] [--markdown docs/performance.md]
 
-It trains a small MLP, with steps of less than a millisecond on one device, and a transformer.
-Keras's own fit trains the MLP, too. Each process trains one model in one way. In it
-the contestants take turns, each time with a new model, so that a slow moment of the machine hits
-all of them. Compared are medians over the rounds, with the smallest and the largest. Validation
-counts by the training steps beside it. It takes a quarter of an hour.
+The program trains a small MLP, whose steps take less than a millisecond on one device, and a
+transformer. Keras's own `fit` trains the MLP, too. Each process trains one model under one
+strategy. The trainings with and without the additional work take turns in it, each with a new
+model, so that a slow moment of the machine affects all of them. The tables show the median, the
+smallest and the largest figure. The time of validation is divided by the number of training steps.
+The program takes a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main() -> int:
     lines = []
     for title, (contest, share) in CONTESTS.items():
         rounds = measured_in_turn(PROGRAM, *contest, max(1, round(share * arguments.rounds)))
-        lines += ["", f"| {title} | ms a step | of plain |", "|---|---|---|"]
+        lines += ["", f"| {title} | ms per step | relative to plain |", "|---|---|---|"]
         for what in rounds[0]:
             times = [each[what] for each in rounds]
             ratio = statistics.median(each[what] / each["plain"] for each in rounds)

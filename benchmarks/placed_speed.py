@@ -1,13 +1,14 @@
-"""Steps a second and bytes of PlacedStrategy beside what a user would pick instead.
+"""Compares the speed and memory of PlacedStrategy with the alternatives.
 
     .venv/bin/python benchmarks/placed_speed.py [--rounds 3] [--markdown docs/performance.md]
     .venv/bin/python benchmarks/placed_speed.py --sizes [--markdown docs/placement.md]
 
-Four logical CPUs, Adam. An MLP of 7.3M parameters, batches of 32, its kernels owned; and an
-Embedding of 1M x 32 on CPU:0 with a dense part mirrored, batches of 256. Every round runs every
-contestant once, each in a process of its own, so that a slow minute of the machine hits all of
-them. Compared are medians over the rounds. With --sizes: PlacedStrategy and MirroredStrategy, with
-MLPs of several sizes on several numbers of devices.
+The models train on four logical CPUs with Adam. The first is an MLP of 7.3M parameters, with
+batches of 32, whose kernels have owners. The second is an Embedding of 1M x 32 on CPU:0 with a
+mirrored dense part, and batches of 256. Each round runs each method once, in a separate process, so
+that a slow minute of the machine affects all of them. The tables show medians over the rounds.
+--sizes compares PlacedStrategy with MirroredStrategy, for MLPs of several sizes on several numbers
+of devices.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def by_size(rounds: int, markdown: Path | None) -> int:
                     speed = measure("mlp", *CONTESTANTS[name][:2], steps, width, devices).speed
                     found.setdefault((size, devices, name), []).append(speed)
                     print(f"round {turn + 1}: {size}M, {devices}: {name}: {speed}", flush=True)
-    lines = ["", f"| MLP, devices | {OURS}, steps/s | of Keras fit | of tfdist_ext fit, mirrored |"]
+    columns = f"{OURS}, steps/s | relative to Keras fit | relative to tfdist_ext fit, mirrored"
+    lines = ["", f"| MLP, devices | {columns} |"]
     lines.append("|---|---|---|---|")
     for size, *_ in SIZES:
         for devices in DEVICES:

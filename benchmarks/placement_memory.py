@@ -1,9 +1,10 @@
-"""Memory of the coordinator while an embedding is created on parameter servers, beside TensorFlow.
+"""Compares the coordinator's peak memory for a large embedding with plain TensorFlow.
 
     .venv/bin/python benchmarks/placement_memory.py
 
-A table of 3 GiB in four pieces; then it is saved, and restored as one piece on one server. Figures
-are the peaks of the coordinator's process above what it held before.
+The program creates a table of 3 GiB in four shards on parameter servers, saves it, and restores it
+as one shard on one server. The figures are the peak memory of the coordinator's process minus its
+memory before.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What the pytest plugin costs a session that does not use it: the time of its import.
+"""Measures the time to import the pytest plugin in a session that does not use it.
 
     .venv/bin/python benchmarks/plugin_import.py [--rounds 21] [--markdown docs/testing.md]
 
-Each round is a process that has imported pytest and then imports the plugin as pytest does, with
-`tfdist_ext` and all else that the import brings. Byte code is compiled before the first round, as
-pip compiles that of an installed package. A median of 10 ms or more is a failure.
+In each round, a process imports pytest and then the plugin, as pytest does, with all modules that
+the plugin imports. Byte code is compiled before the first round, as pip does at installation. A
+median of 10 ms or more is a failure.
 """
 
 from __future__ import annotations

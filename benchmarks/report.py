@@ -1,4 +1,4 @@
-"""What a benchmark's program measured, what the benchmark prints, and where in docs it goes."""
+"""Reads the figures of a benchmark's program, formats them and writes them into a page."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""What a pytest test with two processes costs beside its body: by the plugin, and by hand.
+"""Measures the overhead of a pytest test with two processes, with and without the plugin.
 
     .venv/bin/python benchmarks/second_test.py [--tests 5] [--markdown docs/testing.md]
 
-In one run of pytest, tests with the plugin and tests that start both processes by `subprocess` take
-turns. A test's cost is its time less that of its body (making the strategy, one sum) in the process
-that came last: the other waits for it. The run takes about a minute.
+In one run of pytest, tests with the plugin and tests that start both processes with `subprocess`
+take turns. The overhead of a test is its time minus the time of its body (creating the strategy,
+one sum) in the process that arrived last, because the other process waits for it. The run takes
+about a minute.
 """
 
 from __future__ import annotations

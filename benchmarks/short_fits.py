@@ -1,10 +1,11 @@
-"""Short trainings: fit with all that begins and ends it, beside a loop by hand, in one run.
+"""Compares short trainings, with their start and end: `fit` and a hand-written loop.
 
     .venv/bin/python benchmarks/short_fits.py [--rounds 3] [--markdown docs/performance.md]
 
-Every round runs every contestant once, each in processes of its own, so that a slow minute of the
-machine hits all of them. Compared are medians over the rounds, with the smallest and the largest.
-A loop by hand keeps its iterator from one training to the next, and reads two metrics after each.
+Each round runs each method once, in separate processes, so that a slow minute of the machine
+affects all of them. The tables show the median, the smallest and the largest figure. The
+hand-written loop keeps its iterator from one training to the next, and reads two metrics after each
+training.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MARKERS = ("<!-- short_fits begin -->", "<!-- short_fits end -->")
 MLP, TRANSFORMER = "MLP 64-256-10", "4-layer transformer, d=128"
 RESNET, EMBEDDING = "ResNet50", "Embedding of 100,000 x 32"
 FIT, PLACED, XLA = ("fit", "plain"), ("fit", "PlacedStrategy"), ("fit", "jit_compile")
-HAND = "by hand", "plain"
+HAND = "hand-written loop", "plain"
 
 # title -> (workers; 0: a process without a cluster, model, rows of a global batch, steps of a
 # training, trainings, contestants; the others are compared with the last one).
@@ -60,7 +61,7 @@ def main() -> int:
                 print(f"round {turn + 1}: {title}: {how}, {extra}: {speed:.1f}", flush=True)
     lines = []
     for title, (*_, contestants) in settings.items():
-        lines += ["", f"| {title} | steps/s | of by hand |", "|---|---|---|"]
+        lines += ["", f"| {title} | steps/s | relative to hand-written loop |", "|---|---|---|"]
         last = statistics.median(found[title, *contestants[-1]])
         for how, extra in contestants:
             speeds = found[title, how, extra]

@@ -1,16 +1,16 @@
-"""Short trainings on two workers: fit beside a loop by hand, in turn in the same processes.
+"""Compares short trainings on two workers: `fit` and a hand-written loop.
 
     .venv/bin/python benchmarks/two_workers.py [--rounds 21] [--markdown docs/performance.md]
     .venv/bin/python benchmarks/two_workers.py --apart --rounds 3 --markdown docs/performance.md
 
-With --apart each has a pair of processes of its own, a new one each round, as a user would start
-them: fit under what create_strategy makes, the loop under TensorFlow's own strategy. Without it
-both train in one pair, and change places each round: what differs from process to process on a
-busy machine is more than what the code of one and of the other differs by.
+Without --apart, both methods train in turns in the same pair of processes. Their order changes each
+round. On a busy machine, two processes differ more than the two methods do. With --apart, each
+method runs in a new pair of processes each round, as a user would start it: `fit` under
+`create_strategy()`, and the loop under TensorFlow's own strategy.
 
-Compared are medians over the rounds, with the smallest and the largest; the ratio is the median of
-those of the rounds. "Steps alone" is what the long training takes longer than the short one,
-without what begins and ends them.
+The tables show the median, the smallest and the largest figure, and the median of the ratios of all
+rounds. "Only steps" divides the additional steps of the long training by its additional time, which
+leaves out the start and end of both trainings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from report import closing_line, put_into
 PROGRAM = Path(__file__).resolve().parent / "programs" / "two_workers.py"
 MARKERS = ("<!-- two_workers begin -->", "<!-- two_workers end -->")
 MARKERS_APART = ("<!-- two_workers_apart begin -->", "<!-- two_workers_apart end -->")
-CONTESTANTS = ("fit", "by hand")
+HAND = "hand-written loop"
+CONTESTANTS = ("fit", HAND)
 MLP, TRANSFORMER = "MLP 64-256-10", "4-layer transformer, d=128"
 TABLES = "26 tables of 1,000 x 16"
 # model, rows of a global batch, steps of a short and of a long training
@@ -41,9 +42,9 @@ def main() -> int:
     parser.add_argument("--apart", action="store_true", help="a pair of processes for each")
     arguments = parser.parse_args()
     measured = measure_apart if arguments.apart else measure
-    lines = ["", "| 2 workers | fit, steps/s | by hand, steps/s | of by hand |"]
-    lines.append("|---|---|---|---|")
-    # By hand, many tables take 20 s to trace in each new pair of processes.
+    columns = f"fit, steps/s | {HAND}, steps/s | relative to {HAND}"
+    lines = ["", f"| 2 workers | {columns} |", "|---|---|---|---|"]
+    # The hand-written loop takes 20 s to trace many tables in each new pair of processes.
     for model, rows, short, long in SETTINGS[:2] if arguments.apart else SETTINGS:
         rounds = measured(model, rows, arguments.rounds, short, long)
         for steps in (short, long):
@@ -53,7 +54,7 @@ def main() -> int:
             {w: (long - short) / (t - each[str(short)][w]) for w, t in each[str(long)].items()}
             for each in rounds
         ]
-        lines.append(line_of(f"{model}, steps alone", alone))
+        lines.append(line_of(f"{model}, only steps", alone))
         print("\n".join(lines[-3:]), flush=True)
     text = "\n".join(lines + closing_line(arguments.rounds))
     print(text)
@@ -64,7 +65,7 @@ def main() -> int:
 
 def line_of(title: str, rounds: list[dict[str, float]]) -> str:
     """A line of the table, of the steps/s of each contestant in each round."""
-    ratio = statistics.median(each["fit"] / each["by hand"] for each in rounds)
+    ratio = statistics.median(each["fit"] / each[HAND] for each in rounds)
     cells = []
     for what in CONTESTANTS:
         speeds = [each[what] for each in rounds]

@@ -36,20 +36,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     targets.add_argument("--ps", type=int, metavar="N", help="number of parameter servers")
     workers = "number of workers that share the optimizer's slots (shard_optimizer=True)"
     targets.add_argument("--workers", type=int, metavar="N", help=workers)
-    add(
-        "--optimizer",
-        metavar="NAME",
-        help="optimizer whose slots to count (default: that of the model)",
-    )
-    add("--budget", metavar="SIZE", help="maximum size per task, such as 8GiB")
-    rule = "'task 0', 'sharded(4)' or 'balanced' for paths that match; may be repeated"
+    add("--optimizer", metavar="NAME", help="count this optimizer's slots (default: the model's)")
+    add("--budget", metavar="SIZE", help="maximum size of the variables on each task, as 8GiB")
+    rule = "'task 0', 'sharded(4)' or 'balanced' for variables whose path matches; may be repeated"
     add("--rule", action="append", default=[], metavar="PATTERN=PLACEMENT", help=rule)
-    add("--picture", type=Path, metavar="FILE", help="draw the plan, .svg or .png")
+    add("--picture", type=Path, metavar="FILE", help="draw the plan into this .svg or .png file")
     add("--json", type=Path, metavar="FILE", help="write the plan for create_strategy(placement=)")
     add(
         "--compare",
         action="store_true",
-        help="with --ps: also show bytes per device with other strategies",
+        help="with --ps: also print the bytes per device of other strategies",
     )
     devices = "with --compare: number of replicas on one machine (default 1)"
     add("--devices", type=int, default=1, metavar="N", help=devices)

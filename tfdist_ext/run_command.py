@@ -59,43 +59,43 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     number = functools.partial(tasks.add_argument, type=int, metavar="N")
     switch = functools.partial(tasks.add_argument, action="store_true")
     number("--workers", help="number of workers (default 1)")
-    switch("--process-per-device", help="one worker per GPU; each worker sees only its GPU")
+    switch("--process-per-device", help="one worker per GPU; each worker sees only its own GPU")
     chief = "a chief in addition to the workers (default: only with --ps, which needs a chief)"
     tasks.add_argument("--chief", action=argparse.BooleanOptionalAction, help=chief)
     number("--ps", default=0, help="number of parameter servers")
-    switch("--evaluator", help="an evaluator")
+    switch("--evaluator", help="an evaluator, which evaluates each new checkpoint")
     run = parser.add_argument_group("run")
     seconds = functools.partial(run.add_argument, type=seconds_of, metavar="SECONDS")
-    run.add_argument("--log-dir", type=Path, metavar="DIR", help="keep one log file per task here")
-    to_kill = "time from SIGTERM to SIGKILL in a preemption (default 30; after Ctrl-C: 5)"
+    run.add_argument("--log-dir", type=Path, metavar="DIR", help="write one log file per task here")
+    to_kill = "time from SIGTERM to SIGKILL in a preemption (default 30; at most 5 for Ctrl-C)"
     seconds("--grace", default=30.0, help=to_kill)
     run.add_argument(
         "--preemption-signal",
         choices=["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGXCPU"],
         default="SIGTERM",
         metavar="SIGNAL",
-        help="a signal that, like SIGTERM, asks the training to save and end (SIGUSR1 on Slurm)",
+        help="another signal that asks the training to save and end (SIGUSR1 on Slurm)",
     )
     seconds(
         "--stall-timeout",
-        help="end a task whose training makes no progress for this time (default 60; longer while"
-        " it compiles, in callbacks, and if steps take long; 0: never)",
+        help="end a task whose training makes no progress for this time (default 60; longer during"
+        " compilation, in callbacks and for slow steps; 0: never)",
     )
     to_end = "with --ps: time for the other tasks to end after the chief (default 5)"
     seconds("--linger", default=5.0, help=to_end)
     seconds("--timeout", help="end the run after this time, with exit status 124")
     run.add_argument(
-        "--dry-run", action="store_true", help="print one shell command per task; start nothing"
+        "--dry-run", action="store_true", help="print one shell command per task and start nothing"
     )
     restarts = parser.add_argument_group("restarts")
     number = functools.partial(restarts.add_argument, type=int, metavar="N")
     number(
         "--max-restarts",
         default=0,
-        help="maximum number of restarts after a task failed (default 0);"
+        help="restart the cluster up to N times after a failure (default 0);"
         " fit(checkpoint_dir=...) resumes from its newest checkpoint",
     )
-    number("--min-workers", help="continue with at least N workers if one fails repeatedly")
+    number("--min-workers", help="leave out a worker that fails repeatedly, but keep at least N")
 
 
 def run(options: argparse.Namespace, command: list[str]) -> int:

@@ -30,26 +30,20 @@ examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `tfdist verify`."""
     add = parser.add_argument
-    add(
-        "builder",
-        metavar="module:builder",
-        help="function that returns the model, such as train.py:build",
-    )
+    builder = "function that returns a compiled model, as train.py:build"
+    add("builder", metavar="module:builder", help=builder)
     add("--data", required=True, metavar="module:function", help="function that returns the data")
-    add(
-        "--strategy",
-        metavar="NAME",
-        help="strategy (default mirrored; with --workers: multi_worker_mirrored)",
-    )
+    strategy = "default mirrored, or multi_worker_mirrored with --workers"
+    add("--strategy", metavar="NAME", help=strategy)
     where = parser.add_mutually_exclusive_group()
     devices = "number of replicas, on logical CPUs (default 2)"
     where.add_argument("--devices", type=int, default=2, metavar="N", help=devices)
-    where.add_argument(
-        "--workers", type=int, metavar="N", help="number of workers, on this machine"
-    )
-    add("--batch-size", type=int, default=32, metavar="N", help="global batch size, for arrays")
-    add("--steps", type=int, default=3, metavar="N", help="number of global batches to train on")
-    synchronize = "normalize over the global batch, as tfd.distribute(synchronize_batch_norm=True)"
+    where.add_argument("--workers", type=int, metavar="N", help="number of workers on this machine")
+    batch_size = "global batch size for arrays (default 32)"
+    add("--batch-size", type=int, default=32, metavar="N", help=batch_size)
+    steps = "number of global batches to train on (default 3)"
+    add("--steps", type=int, default=3, metavar="N", help=steps)
+    synchronize = "normalize over the global batch: tfd.distribute(synchronize_batch_norm=True)"
     add("--synchronize-batch-norm", action="store_true", default=None, help=synchronize)
     add("--tolerance", type=float, default=1e-5, help="largest relative difference (default 1e-5)")
 

@@ -1,8 +1,7 @@
-"""One epoch of records in a shuffled order, read by one contestant; or the files of it, written.
+"""Reads one epoch of shuffled records with one method, or writes the record files.
 
-Arguments: "write", or a contestant, "tfdist_ext" or a number of records in the buffer of a plain
-tf.data pipeline; then "one" or "batch", for what parse takes; folder, bytes of a record, records,
-records of a batch.
+Arguments: "write", "tfdist_ext", or the buffer size of a plain tf.data pipeline; "one" or "batch",
+for what `parse` takes; folder, bytes of a record, records, records of a batch.
 """
 
 import os

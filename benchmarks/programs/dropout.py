@@ -1,8 +1,8 @@
-"""Trainings of a small transformer with dropout, in turn; ms a step of each.
+"""Trains a small transformer with two kinds of dropout, in turns; prints ms per step.
 
-Once each replica draws its rows of the global batch's masks, as `fit` does it, and once all
-replicas draw one mask for their parts, by operations that `fit` does not know.
-Arguments: replicas, steps of a training, and trainings of each.
+In the first kind, each replica draws its rows of the global batch's mask, as `fit` does. In the
+second, all replicas draw one mask for their parts, with operations that `fit` does not replace.
+Arguments: replicas, steps of a training, and trainings of each kind.
 """
 
 import json

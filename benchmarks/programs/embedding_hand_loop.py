@@ -1,4 +1,4 @@
-"""A loop by hand on ClusterCoordinator, with tf.nn.embedding_lookup, one step a call."""
+"""A hand-written loop on ClusterCoordinator with tf.nn.embedding_lookup, one step per call."""
 
 import embedding_work as work
 import tensorflow as tf

@@ -1,7 +1,7 @@
-"""The work of the embedding benchmark: look up one row of a table for each example, and a Dense.
+"""The model of the embedding benchmark: one row of a table per example, and a Dense.
 
-Every program runs as all tasks of a parameter server cluster. Arguments: rows of the table, steps
-of an epoch, epochs.
+Each program runs as all tasks of a parameter server cluster. Arguments: rows of the table, steps of
+an epoch, epochs.
 """
 
 import sys

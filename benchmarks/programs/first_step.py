@@ -1,7 +1,7 @@
 """Seconds to the end of the first step, and megabytes of the process.
 
-Arguments: "fit", "by hand" or "a process for each device", the name of a model, replicas, rows of a
-global batch.
+Arguments: "fit", "hand-written loop" or "a process for each device", the name of a model, replicas,
+rows of a global batch.
 """
 
 import resource
@@ -52,6 +52,6 @@ def by_hand():
     return time.monotonic() - begin
 
 
-first = by_hand() if how == "by hand" else by_fit()
+first = by_hand() if how == "hand-written loop" else by_fit()
 megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 print(f"first {first:.3f} megabytes {megabytes:.0f}")

@@ -1,4 +1,4 @@
-"""A training loop by hand, on the work of all contestants. Argument: the strategy."""
+"""Trains the model of work.py with a hand-written loop. Argument: the strategy."""
 
 import sys
 

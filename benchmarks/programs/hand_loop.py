@@ -1,6 +1,6 @@
-"""A training loop by hand, as an expert writes it: the iterator inside the graph.
+"""A hand-written training loop, as an expert writes it: the iterator is in the graph.
 
-Metrics are kept, and shown when a training ends, as fit does.
+The loop updates metrics and reads them at the end of a training, as `fit` does.
 """
 
 import keras

@@ -1,16 +1,17 @@
-"""One way to train a large model on a worker of a cluster; prints speed, memory and traffic.
+"""Trains a large model on a worker with one method; prints speed, memory and traffic.
 
-Arguments: the model, the optimizer, the way, rows of a global batch, steps. The ways:
+Arguments: the model, the optimizer, the method, rows of a global batch, steps. The methods:
 
     fit          under create_strategy()
     sharded      the same with shard_optimizer=True
     one pack     fit with bucket_bytes=0: TensorFlow makes one tensor of all gradients
-    by hand      a loop in the graph, under TensorFlow's own strategy
-    tf_keras     its fit, under TensorFlow's own strategy
-    collectives  the sum of the gradients alone
-    alone        fit of each worker by itself, on its part of the rows
+    hand-written loop
+                 a loop in the graph, under TensorFlow's own strategy
+    tf_keras     fit of tf_keras, under TensorFlow's own strategy
+    collectives  only the sum of the gradients
+    alone        each worker trains a separate model with fit, on its part of the rows
 
-This file imports no Keras before it knows which one, and TensorFlow only after the strategy.
+The file imports Keras or tf_keras when the method is known, and TensorFlow after the strategy.
 """
 
 import json
@@ -105,7 +106,7 @@ x = random.random((rows * steps, *shape), "float32")
 y = random.integers(0, 10, len(x)).astype("int32")
 if way == "collectives":
     train = sums_of_gradients()
-elif way == "by hand":
+elif way == "hand-written loop":
     import hand_loop
 
     train = hand_loop.hand_loop(strategy, compiled, x, y, rows)

@@ -1,8 +1,8 @@
-"""Trainings of a model with more to do in a step, and without, in turn; ms a step of each.
+"""Trains a model with and without more work per step, in turns; prints ms per step.
 
 Arguments: the model's name, replicas (0: by Keras's own fit), rows of a global batch, steps of a
-training, and rounds. Each training has a new model: two traces of one step differ in speed by some
-percent.
+training, and rounds. Each training has a new model, because two traces of one step differ in speed
+by some percent.
 """
 
 import json
@@ -20,7 +20,7 @@ KERAS_OPTIONS = {} if replicas else {"steps_per_execution": 64}
 x, y = first_models.batch(NAME, rows * steps)
 MORE = {
     "plain": {},
-    "three metrics more": {},
+    "three more metrics": {},
     "sample weights": {"sample_weight": (y + 1.0) / 10},
     "class weights": {"class_weight": {number: (number + 1.0) / 10 for number in range(10)}},
     "validation": {"validation_data": (x[: 4 * rows], y[: 4 * rows])},
@@ -44,7 +44,7 @@ def ms_a_step(what):
     def compiled():
         model = first_models.compiled(NAME)
         metrics = ["accuracy"]
-        if what == "three metrics more":
+        if what == "three more metrics":
             metrics += [keras.metrics.SparseTopKCategoricalAccuracy(k=k) for k in (2, 3, 5)]
         model.compile(model.optimizer, model.loss, metrics=metrics, **KERAS_OPTIONS)
         return model

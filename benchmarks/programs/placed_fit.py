@@ -1,8 +1,8 @@
-"""One contestant of placed_speed.py: a model, a strategy, and who trains.
+"""Trains one model under one strategy for placed_speed.py.
 
 Arguments: mlp or embedding; placed, mirrored, central_storage or one_device; tfdist_ext or keras
-(its own fit); steps to time. Of mlp also, where they are not 956 and 4: the width of its layers,
-and how many devices.
+(its own fit); steps to time. For mlp also optional: the width of its layers (956) and the number of
+devices (4).
 """
 
 import sys

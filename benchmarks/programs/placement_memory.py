@@ -1,5 +1,6 @@
-"""Peak memory of the coordinator while a large embedding is created on parameter servers, is saved
-in a checkpoint, and comes back under another plan.
+"""Measures the coordinator's peak memory while it creates, saves and restores an embedding.
+
+The embedding is on parameter servers, and is restored under another plan.
 
 Arguments: "tfdist_ext" or "tensorflow", and rows of 64 float32 numbers.
 """

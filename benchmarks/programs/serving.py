@@ -1,4 +1,4 @@
-"""What the tasks beside a coordinator do, the same for every contestant."""
+"""Runs the worker and ps tasks of a cluster, in the same way for all methods."""
 
 import json
 import os

@@ -1,7 +1,7 @@
-"""Short trainings of one model, one after another; each counts with its beginning and its end.
+"""Runs short trainings of one model; their times include start and end.
 
-Arguments: "fit" or "by hand", the strategy, the name of a model, rows of a global batch, steps of a
-training, and what it is done with: "plain", "jit_compile" or "PlacedStrategy".
+Arguments: "fit" or "hand-written loop", the strategy, the name of a model, rows of a global batch,
+steps of a training, and "plain", "jit_compile" or "PlacedStrategy".
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Tests with two processes that sum over both: with the plugin, and by hand. See second_test.py."""
+"""Tests that sum over two processes, with and without the plugin. See second_test.py."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 from tfdist_ext.launch.plan import local_plan
 
-TESTS = int(os.environ.get("TESTS", "5"))  # by hand there are fewer: each takes so long
+TESTS = int(os.environ.get("TESTS", "5"))  # fewer without the plugin: each takes seconds
 MEASURED = Path(os.environ.get("MEASURED", os.devnull))
 
 

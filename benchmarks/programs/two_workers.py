@@ -1,8 +1,8 @@
-"""Trainings by fit and by a loop by hand, in turn in the same worker; seconds of each, by round.
+"""Trains with `fit` and with a hand-written loop, in turns, and prints the seconds.
 
-Arguments: the name of a model, the contestants with commas between them ("fit,by hand"), rows of a
+Arguments: the name of a model, the methods separated by commas ("fit,hand-written loop"), rows of a
 global batch, rounds, steps of a short and of a long training. The result is a line of JSON: a list
-of rounds, each {steps: {contestant: seconds}}.
+of rounds, each {steps: {method: seconds}}.
 """
 
 import json
@@ -30,8 +30,9 @@ def compiled():
 
 
 trainings = {}
-if "by hand" in contestants:
-    trainings["by hand"] = hand_loop.hand_loop(strategy, compiled, *data[lengths[-1]], rows)
+if "hand-written loop" in contestants:
+    loop = hand_loop.hand_loop(strategy, compiled, *data[lengths[-1]], rows)
+    trainings["hand-written loop"] = loop
 if "fit" in contestants:
     model = tfd.distribute(compiled, strategy)
     trainings["fit"] = lambda steps: model.fit(*data[steps], batch_size=rows, verbose=0)

@@ -1,4 +1,4 @@
-"""The work that every contestant does: a small MLP on scikit-learn's handwritten digits."""
+"""The model and data of all methods: a small MLP on scikit-learn's handwritten digits."""
 
 import os
 import time

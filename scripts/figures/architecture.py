@@ -1,10 +1,10 @@
-"""Write into docs/architecture.md its rooms, the path of a fit, and the replaced functions.
+"""Writes the packages, the path of a fit and the replaced functions into architecture.md.
 
     .venv/bin/python scripts/figures/architecture.py [--check]
 
-The path of a fit is recorded while one runs: the modules of `training/` whose functions are called,
-in the order of their first call. With --check nothing is written, and a page that would change is a
-failure.
+The program runs a `fit` and records the modules of `training/` whose functions are called, in the
+order of their first call. With --check, the program writes nothing and fails if the page would
+change.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Writes into docs/command_line.md the options of each command.
+"""Writes the options of each command into docs/command_line.md.
 
     .venv/bin/python scripts/figures/command_line.py [--check]
 
-With --check nothing is written, and a page that would change is a failure.
+With --check, the program writes nothing and fails if the page would change.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Write into docs/training.md what a DistributedModel does for each public name of keras.Model.
+"""Writes the support of each public name of keras.Model into docs/training.md.
 
     .venv/bin/python scripts/figures/keras_model.py [--check]
 
-With --check nothing is written, and a page that would change is a failure.
+With --check, the program writes nothing and fails if the page would change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs the trainings of `scripts/figures/loss_curves`, and puts them side by side."""
+"""Runs the trainings of `scripts/figures/loss_curves`, and compares them."""
 
 import json
 import os

@@ -1,7 +1,7 @@
-"""What each worker of `scripts/figures/loss_curves` runs: any training script, but for the killing.
+"""The training script of `scripts/figures/loss_curves`, with code that kills a worker.
 
 Arguments: pattern of the record files, folder for checkpoints, step at which the last worker dies
-(0: none), file for what this worker has to report.
+(0: never), and the file for this worker's report.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""How even models lie on parameter servers: the figures of scripts/figures/placement_report."""
+"""Figures of scripts/figures/placement_report: how evenly servers share the variables."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Variables of known models, written down: path, shape and what the optimizer adds to them.
+"""The variables of known models: path, shape and optimizer slots.
 
 Shapes are those of keras.applications (scripts/figures/placement_report learns them from the models
-themselves), of BERT-large, and of DLRM on the 26 categories of the Criteo Kaggle data. For
-scripts/figures/placement_report and tests/placement.
+themselves), of BERT-large, and of DLRM on the 26 categories of the Criteo Kaggle data.
+scripts/figures/placement_report and tests/placement use them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs the trainings of `scripts/figures/restarts`, and lays one over the other."""
+"""Runs the trainings of `scripts/figures/restarts`, and compares them."""
 
 import itertools
 import json

@@ -1,6 +1,6 @@
-"""What each worker of `scripts/figures/restarts` runs: any training script, but for the killing.
+"""The training script of `scripts/figures/restarts`, with code that kills a worker.
 
-Arguments: folder, and whether the last worker is to die in the first two starts ("yes", "no").
+Arguments: folder, and whether the last worker dies in the first two runs ("yes", "no").
 """
 
 import json
