@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import tomllib
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -413,6 +414,19 @@ def test_the_listed_messages_are_those_of_the_package() -> None:
     for message in messages:
         pattern = re.compile(".*".join(map(re.escape, message.split("..."))), re.S)
         assert any(pattern.search(text) for text in texts), f"no error has the words {message!r}"
+
+
+def test_every_error_shows_where_it_is_explained() -> None:
+    kinds = [tfd.TfDistError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        page, _, anchor = kind.help_page.partition("#")
+        titles = re.findall(r"^## (.*)$", (ROOT / page).read_text(encoding="utf-8"), re.M)
+        anchors = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
+        assert anchor in ["", *anchors], kind
+        shown = traceback.format_exception_only(kind("what is wrong"))
+        assert shown[-1] == f"Help: {kind.help_page}\n"
+    assert len(kinds) > 8
 
 
 def names_in_package() -> set[str]:

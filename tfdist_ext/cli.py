@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(words)
     except TfDistError as error:
-        print(f"tfdist: error: {error}", file=sys.stderr)
+        print("\n".join([f"tfdist: error: {error}", *error.__notes__]), file=sys.stderr)
         return _USAGE_ERROR
     except KeyboardInterrupt:  # before anything was started; later it is an event of the run
         return _INTERRUPTED

@@ -15,6 +15,8 @@ A message says what is wrong, the value, and what to do.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 __all__ = [
     "ClusterConfigError",
     "DataError",
@@ -29,15 +31,29 @@ __all__ = [
 
 
 class TfDistError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose.
+
+    Attributes:
+        help_page: the place in the documentation that lists the messages. Tracebacks show it.
+    """
+
+    help_page: ClassVar[str] = "docs/error_messages.md"
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.add_note(f"Help: {self.help_page}")
 
 
 class ClusterConfigError(TfDistError, ValueError):
     """The description of a cluster is invalid; the message names the key and the value."""
 
+    help_page = "docs/error_messages.md#the-cluster"
+
 
 class PlacementError(TfDistError, ValueError):
     """A rule, a budget, a variable or a plan is invalid, or variables do not fit."""
+
+    help_page = "docs/error_messages.md#placement-your-own-strategy-launching"
 
 
 class StrategyError(TfDistError, ValueError):
@@ -47,11 +63,14 @@ class StrategyError(TfDistError, ValueError):
         missing: the tasks that did not come in time; "" if this was not the cause.
     """
 
+    help_page = "docs/error_messages.md#the-cluster"
     missing: str = ""
 
 
 class TrainingError(TfDistError, ValueError):
     """A model, a dataset or a call cannot be distributed as it is."""
+
+    help_page = "docs/error_messages.md#models-and-steps"
 
 
 class PeerError(TrainingError):
@@ -65,6 +84,7 @@ class PeerError(TrainingError):
             tasks make different calls.
     """
 
+    help_page = "docs/error_messages.md#another-task"
     task: str = ""
     permanent: bool = False
 
@@ -72,9 +92,13 @@ class PeerError(TrainingError):
 class DataError(TfDistError, ValueError):
     """Examples cannot be read, sharded or resumed; the message names the file or field."""
 
+    help_page = "docs/error_messages.md#data"
+
 
 class LaunchError(TfDistError, RuntimeError):
     """The processes of a cluster could not be planned or started."""
+
+    help_page = "docs/error_messages.md#placement-your-own-strategy-launching"
 
 
 class TaskError(LaunchError):
