@@ -53,7 +53,7 @@ class ClusterConfigError(TfDistError, ValueError):
 class PlacementError(TfDistError, ValueError):
     """A rule, a budget, a variable or a plan is invalid, or variables do not fit."""
 
-    help_page = "docs/error_messages.md#placement-your-own-strategy-launching"
+    help_page = "docs/error_messages.md#placement-custom-strategies-and-launching"
 
 
 class StrategyError(TfDistError, ValueError):
@@ -84,7 +84,7 @@ class PeerError(TrainingError):
             tasks make different calls.
     """
 
-    help_page = "docs/error_messages.md#another-task"
+    help_page = "docs/error_messages.md#failed-and-stalled-tasks"
     task: str = ""
     permanent: bool = False
 
@@ -98,7 +98,7 @@ class DataError(TfDistError, ValueError):
 class LaunchError(TfDistError, RuntimeError):
     """The processes of a cluster could not be planned or started."""
 
-    help_page = "docs/error_messages.md#placement-your-own-strategy-launching"
+    help_page = "docs/error_messages.md#placement-custom-strategies-and-launching"
 
 
 class TaskError(LaunchError):

@@ -41,7 +41,7 @@ def table() -> str:
         if name in REFUSED:
             how, what = "refused", REFUSED[name]
         elif name in CREATING:
-            how, what = "works", "What it creates is created for the strategy."
+            how, what = "works", "Creates objects for the strategy."
         elif own := getattr(DistributedModel, name, None):
             how, what = "works", (own.__doc__ or "").split("\n\n")[0]
         else:
