@@ -47,7 +47,7 @@ def test_what_flags_say(
     ("argument", "message"),
     [
         ("--strategy=mirored", r'Did you mean "mirrored".*name = .mirored. from flags'),
-        ("--devices=", r"not \[\].*devices = \[\] from flags"),
+        ("--devices=", r"got \[\].*devices = \[\] from flags"),
         (
             "--communication=ring",
             "no option communication='ring'.*communication = 'ring' from flags",

@@ -98,7 +98,7 @@ def test_a_damaged_record(files: list[str], place: int) -> None:
     with pytest.raises(DataError, match=rf"{where}.* use on_error=\"skip\""):
         records_of(files).read(np.array([1, 37]))
     records = records_of(files, on_error="skip")
-    with pytest.warns(UserWarning, match=where + r".* skipped so far: 1"):
+    with pytest.warns(UserWarning, match=where + r".*skipped so far: 1"):
         found = records.read(np.array([38, 37, 36]))
     assert found.tolist() == [PAYLOADS[38], PAYLOADS[36]]
     assert records.read(np.array([37])).tolist() == []  # without another warning

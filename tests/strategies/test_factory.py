@@ -71,7 +71,11 @@ def test_the_real_object_of_tensorflow(
             {"cluster": "a:1"},
             ["cluster='a:1' is neither a ClusterConfig nor"],
         ),
-        ("multi_worker_mirrored", {"communication": "mpi"}, ["communication='mpi' is not"]),
+        (
+            "multi_worker_mirrored",
+            {"communication": "mpi"},
+            ["communication='mpi' must be auto, ring or nccl"],
+        ),
         ("auto", {"wait": 0}, ["wait must be a number of seconds above 0, got 0"]),
         ("auto", {"alone": "yes"}, ["alone must be True or False, got 'yes'"]),
         ("mirrored", {"cluster": _cluster(TWO_WORKERS, ("worker", 0))}, ["has no option cluster="]),

@@ -61,7 +61,7 @@ def test_a_resolver_that_describes_no_cluster() -> None:
     ("resolver", "message"),
     [
         (_simple(TWO), "does not say which task this process is"),
-        (_simple({"worker": ["h:1", "h:1"]}, task_type="worker", task_id=0), "address of"),
+        (_simple({"worker": ["h:1", "h:1"]}, task_type="worker", task_id=0), "the same address"),
     ],
 )
 def test_what_would_hang_is_refused(resolver: Any, message: str) -> None:

@@ -63,7 +63,7 @@ class Entry:
 _TABLE = {
     factory.__name__: Entry(factory.__name__, factory, description)
     for factory, description in (
-        (one_machine.default, "no distribution: TensorFlow's default, one device"),
+        (one_machine.default, "no distribution: TensorFlow's default on one device"),
         (one_machine.one_device, "everything on one named device"),
         (one_machine.mirrored, "a copy of the model on each device of this machine"),
         (several_machines.multi_worker_mirrored, "a copy on each worker of a cluster"),

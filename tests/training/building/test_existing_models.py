@@ -319,7 +319,7 @@ def test_a_compile_of_its_own_comes_along(kind, settings) -> None:
 
 def test_a_compile_that_cannot_be_repeated_names_the_argument() -> None:
     model = two(Transforming, loss_of=keras.losses.MeanSquaredError(), scale=4.0)
-    with pytest.raises(tfd.TfDistError, match=r"'scale' of its own.*get_compile_config"):
+    with pytest.raises(tfd.TfDistError, match=r"'scale' of its compile.*get_compile_config"):
         tfd.distribute(model, mirrored())
 
 
