@@ -34,7 +34,7 @@ class TfDistError(Exception):
     """Base of every error this package raises on purpose.
 
     Attributes:
-        help_page: the place in the documentation that lists the messages. Tracebacks show it.
+        help_page: the section of the documentation that lists the messages; tracebacks end with it.
     """
 
     help_page: ClassVar[str] = "docs/error_messages.md"

@@ -122,12 +122,13 @@ def test_dry_run_prints_lines_a_shell_can_run(capsys, tmp_path):
         (["run", "--workers", "99999", "--", "true"], "ask for fewer tasks"),
     ],
 )  # fmt: skip
-def test_errors_are_one_sentence(capsys, words, said):
+def test_errors_are_one_line_and_a_link(capsys, words, said):
     status, out, err = run_main(capsys, *words)
     assert (status, out) == (2, "")
-    assert err.startswith("tfdist: error: ")
-    assert err.count("\n") == 1
-    assert said in err
+    line, link = err.splitlines()
+    assert line.startswith("tfdist: error: ")
+    assert said in line
+    assert link.startswith("Help: docs/error_messages.md#")
 
 
 def test_help_and_version(capsys):

@@ -66,11 +66,11 @@ _TABLE = {
         (one_machine.default, "no distribution: TensorFlow's default on one device"),
         (one_machine.one_device, "everything on one named device"),
         (one_machine.mirrored, "a copy of the model on each device of this machine"),
-        (several_machines.multi_worker_mirrored, "a copy on each worker of a cluster"),
-        (one_machine.central_storage, "variables on one device, computing on all"),
-        (placed, "each variable on the devices that its rule names"),
+        (several_machines.multi_worker_mirrored, "a copy of the model on each worker of a cluster"),
+        (one_machine.central_storage, "variables on one device, computation on all devices"),
+        (placed, "each variable on the devices that a rule names"),
         (several_machines.parameter_server, "variables on parameter servers, asynchronous"),
-        (several_machines.tpu, "a copy on each core of a TPU"),
+        (several_machines.tpu, "a copy of the model on each core of a TPU"),
     )
 }
 
