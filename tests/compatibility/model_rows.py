@@ -186,12 +186,12 @@ TEXTS: dict[str, dict[str, Any]] = {
 }
 
 
-FLOAT32 = {"Mixtral", "T5"}  # they mix precisions in themselves
+FLOAT32 = {"Mixtral", "T5"}  # their layers mix precisions
 REASONS = {
-    "Mixtral": "the loss that balances its experts is a product of means over the batch, and here"
-    " over each part",
-    "XLNet": "KerasHub reshapes (rows, words) to (words, rows), where it would have to transpose:"
-    " the model mixes the rows of a batch, and so those of a part",
+    "Mixtral": "the loss that balances the experts multiplies means over the batch; each replica"
+    " computes the means of its own rows",
+    "XLNet": "KerasHub reshapes (rows, words) to (words, rows) instead of transposing, so the"
+    " model mixes rows; each replica mixes only its own rows",
 }
 
 
