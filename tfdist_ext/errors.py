@@ -47,13 +47,13 @@ class TfDistError(Exception):
 class ClusterConfigError(TfDistError, ValueError):
     """The description of a cluster is invalid; the message names the key and the value."""
 
-    help_page = "docs/error_messages.md#the-cluster"
+    help_page = "docs/error_messages.md#clusters-and-strategies"
 
 
 class PlacementError(TfDistError, ValueError):
     """A rule, a budget, a variable or a plan is invalid, or variables do not fit."""
 
-    help_page = "docs/error_messages.md#placement-custom-strategies-and-launching"
+    help_page = "docs/error_messages.md#placement-and-launching"
 
 
 class StrategyError(TfDistError, ValueError):
@@ -63,7 +63,7 @@ class StrategyError(TfDistError, ValueError):
         missing: the tasks that did not come in time; "" if this was not the cause.
     """
 
-    help_page = "docs/error_messages.md#the-cluster"
+    help_page = "docs/error_messages.md#clusters-and-strategies"
     missing: str = ""
 
 
@@ -98,7 +98,7 @@ class DataError(TfDistError, ValueError):
 class LaunchError(TfDistError, RuntimeError):
     """The processes of a cluster could not be planned or started."""
 
-    help_page = "docs/error_messages.md#placement-custom-strategies-and-launching"
+    help_page = "docs/error_messages.md#placement-and-launching"
 
 
 class TaskError(LaunchError):

@@ -67,7 +67,8 @@ def test_a_run_that_is_preempted_at_once_does_not_start_again_without_end() -> N
 def test_a_worker_that_fails_again_and_again_is_left_out() -> None:
     rules = policy(5, min_workers=2)
     past = [end(KILLED, 1), end(KILLED, 1)]
-    why = "restart 2 of 5; worker 1 has failed 2 times in a row and is left out: 2 workers"
+    left_out = "worker 1 has failed 2 times in a row and is left out"
+    why = f"restart 2 of 5; {left_out}: 2 workers, numbered from 0"
     assert next_attempt(rules, past) == ((0, 2), why)
     # No fewer than asked for.
     past.append(end(KILLED, 2, (0, 2)))
@@ -166,7 +167,8 @@ def test_it_goes_on_without_a_worker_that_always_fails(tfdist) -> None:
     assert workers == [{"3"}, {"3"}, {"2"}]
     assert said(err) == [
         "tfdist: restart 1 of 3",
-        "tfdist: restart 2 of 3; worker 1 has failed 2 times in a row and is left out: 2 workers",
+        "tfdist: restart 2 of 3; worker 1 has failed 2 times in a row and is left out:"
+        " 2 workers, numbered from 0",
     ]
 
 
@@ -212,5 +214,6 @@ def test_a_worker_beside_parameter_servers_starts_again_alone(tfdist) -> None:
     assert out.count("worker 1 started") == 2
     assert said(err) == [
         "tfdist: worker:1 failed (exit status 137); the other workers do its work; restart 1 of 5",
-        "tfdist: restart 2 of 5; worker 1 has failed 2 times in a row and is left out: 1 workers",
+        "tfdist: restart 2 of 5; worker 1 has failed 2 times in a row and is left out:"
+        " 1 worker, numbered from 0",
     ]

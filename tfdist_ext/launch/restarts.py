@@ -104,7 +104,8 @@ def next_attempt(
     if repeats and last.failed is not None and len(workers) > policy.min_workers:
         workers = tuple(worker for worker in workers if worker != last.failed)
         times = f"has failed {_IN_A_ROW} times in a row"
-        why += f"; worker {last.failed} {times} and is left out: {len(workers)} workers"
+        left = f"{len(workers)} worker{'s' * (len(workers) > 1)}"
+        why += f"; worker {last.failed} {times} and is left out: {left}, numbered from 0"
     return workers, why
 
 

@@ -179,7 +179,9 @@ def _within_budget(made: PlacementPlan) -> PlacementPlan:
     if made.devices is not None:
         advice = "Or use rules that put less on a device, or an optimizer with fewer slots."
     else:
-        advice = f"With this budget, at least {-(-total // max(budget, 1))} ps tasks are needed."
+        advice = (
+            f"For {size_text(budget)} each, use at least {-(-total // max(budget, 1))} ps tasks."
+        )
     raise PlacementError(
         f"the variables and their slots ({size_text(total)}) do not fit into {size_text(budget)}"
         f" each: {'; '.join(over[:3])}{f'; and {len(over) - 3} more' * (len(over) > 3)}. The"

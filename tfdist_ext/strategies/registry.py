@@ -47,9 +47,11 @@ class Entry:
             if unknown is None:
                 message = f"the strategy {self.name!r} cannot be created: {error}."
                 raise StrategyError(message) from None
+            others = [entry.name for entry in _TABLE.values() if unknown in entry.options]
+            advice = f"{' and '.join(others)} has it." if others else nearest(unknown, self.options)
             raise StrategyError(
                 f"the strategy {self.name!r} has no option {unknown}={shown(options[unknown])}."
-                f" {nearest(unknown, [*self.options, 'name'])}"
+                f" {advice}"
             ) from None
         strategy = self.factory(**options)
         if not isinstance(strategy, tf.distribute.Strategy):
