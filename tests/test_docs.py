@@ -408,7 +408,7 @@ def texts_of_the_package() -> set[str]:
 def test_the_listed_messages_are_those_of_the_package() -> None:
     page = (ROOT / "docs" / "error_messages.md").read_text(encoding="utf-8")
     texts = texts_of_the_package()
-    rows = re.findall(r"^\| (`.*?) \| ", page.partition("## The cluster")[2], re.M)
+    rows = re.findall(r"^\| (`.*?) \| ", page.partition("## Clusters and strategies")[2], re.M)
     messages = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
     assert len(messages) > 40
     for message in messages:
@@ -425,7 +425,7 @@ def test_every_error_shows_where_it_is_explained() -> None:
         anchors = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
         assert anchor in ["", *anchors], kind
         shown = traceback.format_exception_only(kind("what is wrong"))
-        assert shown[-1] == f"Help: {kind.help_page}\n"
+        assert shown[-1] == f"Help: {kind.help_page} in the repository of tfdist_ext\n"
     assert len(kinds) > 8
 
 

@@ -41,7 +41,7 @@ class TfDistError(Exception):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        self.add_note(f"Help: {self.help_page}")
+        self.add_note(f"Help: {self.help_page} in the repository of tfdist_ext")
 
 
 class ClusterConfigError(TfDistError, ValueError):
@@ -69,8 +69,6 @@ class StrategyError(TfDistError, ValueError):
 
 class TrainingError(TfDistError, ValueError):
     """A model, a dataset or a call cannot be distributed as it is."""
-
-    help_page = "docs/error_messages.md#models-and-steps"
 
 
 class PeerError(TrainingError):

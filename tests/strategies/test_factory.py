@@ -56,7 +56,11 @@ def test_the_real_object_of_tensorflow(
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("auto", {"owned_from": 3}, ["'mirrored' has no option owned_from=3", "one of: devices"]),
+        (
+            "auto",
+            {"owned_from": 3},
+            ["'mirrored' has no option owned_from=3", "It is an option of placed."],
+        ),
         ("one_device", {"devices": 2}, ["one_device takes one device, not CPU:0, CPU:1"]),
         ("mirrored", {"device": 2}, ["has no option device=2", 'Did you mean "devices"?']),
         (

@@ -48,7 +48,9 @@ class Entry:
                 message = f"the strategy {self.name!r} cannot be created: {error}."
                 raise StrategyError(message) from None
             others = [entry.name for entry in _TABLE.values() if unknown in entry.options]
-            advice = f"{' and '.join(others)} has it." if others else nearest(unknown, self.options)
+            advice = nearest(unknown, [*self.options, "name"])
+            if others:
+                advice = f"It is an option of {' and '.join(others)}."
             raise StrategyError(
                 f"the strategy {self.name!r} has no option {unknown}={shown(options[unknown])}."
                 f" {advice}"
