@@ -111,7 +111,7 @@ def test_the_smallest_budget_is_true(
     with pytest.raises(PlacementError, match="do not fit") as error:
         plan(specs, tasks, rules=rules, budget=smallest - 1)
     assert f"smallest budget that fits is {smallest} bytes" in str(error.value)
-    assert f"at least {needed} ps tasks are needed" in str(error.value)
+    assert f"use at least {needed} ps tasks" in str(error.value)
 
 
 @QUICK

@@ -48,12 +48,12 @@ class Entry:
                 message = f"the strategy {self.name!r} cannot be created: {error}."
                 raise StrategyError(message) from None
             others = [entry.name for entry in _TABLE.values() if unknown in entry.options]
-            advice = nearest(unknown, [*self.options, "name"])
-            if others:
-                advice = f"It is an option of {' and '.join(others)}."
+            advice = [f"It is an option of {', '.join(others)}."] if others else []
+            if self.options or not others:
+                advice.append(nearest(unknown, [*self.options, "name"]))
             raise StrategyError(
                 f"the strategy {self.name!r} has no option {unknown}={shown(options[unknown])}."
-                f" {advice}"
+                f" {' '.join(advice)}"
             ) from None
         strategy = self.factory(**options)
         if not isinstance(strategy, tf.distribute.Strategy):
