@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/dropout.py [--rounds 21] [--markdown docs/performance.md]
 
-A small transformer trains on logical CPUs, in turns with the exact mask and with one mask for all
-replicas. Both run in one process, so that a slow moment of the machine affects both. The table
+A small transformer trains on logical CPUs, alternately with the exact mask and with one mask for
+all replicas. Both run in one process, so that a slow moment of the machine affects both. The table
 shows the median, the smallest and the largest figure.
 """
 

@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/two_workers.py [--rounds 21] [--markdown docs/performance.md]
     .venv/bin/python benchmarks/two_workers.py --apart --rounds 3 --markdown docs/performance.md
 
-Without --apart, both methods train in turns in the same pair of processes. Their order changes each
-round. On a busy machine, two processes differ more than the two methods do. With --apart, each
+Without --apart, both methods train alternately in the same pair of processes. Their order changes
+each round. On a busy machine, two processes differ more than the two methods do. With --apart, each
 method runs in a new pair of processes each round, as a user would start it: `fit` under
 `create_strategy()`, and the loop under TensorFlow's own strategy.
 

@@ -71,6 +71,6 @@ def test_the_feature_names_the_package(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    message = rf"needs {package}, which is not installed\. Install {package}\."
+    message = rf"needs {package}, which is not installed\. Install {package}\.\nHelp: "
     with pytest.raises(tfd.TfDistError, match=message):
         call(tmp_path)

@@ -1,4 +1,4 @@
-"""Trains a small transformer with two kinds of dropout, in turns; prints ms per step.
+"""Trains a small transformer with two kinds of dropout, alternately; prints ms per step.
 
 In the first kind, each replica draws its rows of the global batch's mask, as `fit` does. In the
 second, all replicas draw one mask for their parts, with operations that `fit` does not replace.

@@ -1,4 +1,4 @@
-"""Trains a model with and without more work per step, in turns; prints ms per step.
+"""Trains a model with and without more work per step, alternately; prints ms per step.
 
 Arguments: the model's name, replicas (0: by Keras's own fit), rows of a global batch, steps of a
 training, and rounds. Each training has a new model, because two traces of one step differ in speed

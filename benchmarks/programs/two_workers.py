@@ -1,4 +1,4 @@
-"""Trains with `fit` and with a hand-written loop, in turns, and prints the seconds.
+"""Trains with `fit` and with a hand-written loop, alternately, and prints the seconds.
 
 Arguments: the name of a model, the methods separated by commas ("fit,hand-written loop"), rows of a
 global batch, rounds, steps of a short and of a long training. The result is a line of JSON: a list

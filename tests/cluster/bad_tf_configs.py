@@ -100,8 +100,8 @@ BAD_TF_CONFIGS = (
     Bad("a scheme", _workers("grpc://a:1"), "has a scheme", "'grpc://a:1'"),
     Bad("a host with a slash", _workers("a/b:1"), "name with invalid characters", "'a/b:1'"),
     Bad("IPv6 without brackets", _workers("::1:2222"), "IPv6 host in brackets", "'::1:2222'"),
-    Bad("IPv6 that is none", _workers("[::g]:1"), "not a valid IPv6", "'[::g]:1'"),
-    Bad("IPv4 that is none", _workers("10.0.0.256:1"), "not a valid IPv4", "'10.0.0.256:1'"),
+    Bad("an invalid IPv6 address", _workers("[::g]:1"), "not a valid IPv6", "'[::g]:1'"),
+    Bad("an invalid IPv4 address", _workers("10.0.0.256:1"), "not a valid IPv4", "'10.0.0.256:1'"),
     Bad(
         "one address twice, which hangs TensorFlow",
         _workers("a:1", "b:1", "a:1"),

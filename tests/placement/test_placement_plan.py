@@ -137,6 +137,6 @@ def test_a_picture_without_matplotlib_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(PlacementError, match=r"Install matplotlib\."):
+    with pytest.raises(PlacementError, match=r"Install matplotlib\.\nHelp: "):
         plan([VariableSpec("a", (4, 4))], 2).save_picture(tmp_path / "plan.svg")
     assert not (tmp_path / "plan.svg").exists()

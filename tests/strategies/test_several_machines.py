@@ -158,7 +158,7 @@ def test_the_wait_for_a_missing_peer_can_be_limited(
     assert missing in error
     waits = next(line for line in done.stderr.splitlines() if ": waiting for " in line)
     assert waits.startswith(f"{me}: waiting for {missing} (127.0.0.1:")
-    assert "its address in TF_CONFIG is right on every task" in waits
+    assert "Check that it is started, that its address in TF_CONFIG is right on every task" in waits
 
 
 def test_rules_of_a_settings_file_are_checked_before_the_wait(tmp_path: Path) -> None:

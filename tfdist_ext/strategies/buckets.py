@@ -17,6 +17,7 @@ from tfdist_ext.strategies._tf_private import Value
 __all__ = [
     "ALIGNED",
     "Piece",
+    "aligned",
     "buckets_of",
     "cut_values",
     "dense_bytes",
@@ -37,6 +38,11 @@ class Piece(NamedTuple):
     stop: int
 
 
+def aligned(length: int) -> int:
+    """Rounds a number of elements up to a multiple of `ALIGNED`."""
+    return length + -length % ALIGNED
+
+
 def buckets_of(sizes: Sequence[int], largest: int) -> list[list[Piece]]:
     """Cuts and packs values into buckets.
 
@@ -52,8 +58,7 @@ def buckets_of(sizes: Sequence[int], largest: int) -> list[list[Piece]]:
         size = sizes[value]
         if size > largest:
             count = -(-size // largest)
-            even = -(-size // count)
-            step = min(even + -even % ALIGNED, largest)
+            step = min(aligned(-(-size // count)), largest)
             starts = range(0, size, step)
             found += [[Piece(value, start, min(start + step, size))] for start in starts]
             continue

@@ -20,18 +20,18 @@ import tensorflow as tf
 from tfdist_ext.strategies.buckets import (
     ALIGNED,
     Piece,
+    aligned,
     cut_values,
     joined,
     joined_values,
     pieces_in,
 )
-from tfdist_ext.strategies.reductions import bucket_bytes_of
+from tfdist_ext.strategies.reductions import BYTES_PER_WORKER, bucket_bytes_of
 
 __all__ = ["OwnedSums", "Owners", "owned_buckets", "owned_sums_of"]
 
 _OWNED_SUMS = "_tfdist_ext_owned_sums"  # an attribute of a strategy
 _GROUP_KEY = 770_001  # of collectives; TensorFlow counts its own from 1
-_BYTES_PER_WORKER = 4 << 20
 
 # Of one value: (owner, first element, element after the last), which cover the value in order.
 Owners: TypeAlias = Sequence[tuple[int, int, int]]
@@ -55,7 +55,7 @@ def owned_buckets(owners: Sequence[Owners], workers: int, largest: int) -> list[
             streams[worker].append(Piece(value, start, stop))
     longest = max(sum(piece.stop - piece.start for piece in stream) for stream in streams)
     count = max(1, -(-longest * workers // largest))
-    length = _aligned(-(-longest // count) + ALIGNED)  # each cut leaves fewer than ALIGNED free
+    length = aligned(-(-longest // count) + ALIGNED)  # each cut leaves fewer than ALIGNED free
     found: dict[int, Bucket] = {}
     for worker, stream in enumerate(streams):
         number = filled = 0
@@ -121,7 +121,7 @@ class OwnedSums:
         cut = cut_values(parts, [piece for each in buckets for piece in each[self.worker]])
         found: dict[Piece, tf.Tensor] = {}
         for bucket in buckets:
-            length = _aligned(_length(bucket))
+            length = aligned(_length(bucket))
             dtype = parts[next(piece.value for pieces in bucket for piece in pieces)].dtype
             mine = _padded([cut[piece] for piece in bucket[self.worker]], length, dtype)
             vectors = tf.split(self._all_gather(mine), [length] * self.workers)
@@ -136,7 +136,7 @@ class OwnedSums:
 
     def _buckets(self, values: Sequence[tf.Tensor], owners: Sequence[Owners]) -> list[Bucket]:
         """The buckets of the values of each dtype."""
-        size = bucket_bytes_of(self._strategy) or _BYTES_PER_WORKER * self.workers
+        size = bucket_bytes_of(self._strategy) or BYTES_PER_WORKER * self.workers
         found: list[Bucket] = []
         for dtype in dict.fromkeys(value.dtype for value in values):
             mine = [
@@ -167,10 +167,6 @@ class OwnedSums:
 def owned_sums_of(strategy: tf.distribute.Strategy) -> OwnedSums | None:
     """The sums for owners of a strategy with `shard_optimizer=True`; else None."""
     return getattr(strategy, _OWNED_SUMS, None)
-
-
-def _aligned(length: int) -> int:
-    return length + -length % ALIGNED
 
 
 def _length(bucket: Bucket) -> int:

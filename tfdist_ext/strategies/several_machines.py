@@ -37,13 +37,12 @@ from tfdist_ext.strategies.cluster_tasks import (
 from tfdist_ext.strategies.one_machine import seen_devices
 from tfdist_ext.strategies.owned_sums import OwnedSums
 from tfdist_ext.strategies.placed import PlacedParameterServers
-from tfdist_ext.strategies.reductions import set_bucket_bytes
+from tfdist_ext.strategies.reductions import BYTES_PER_WORKER, set_bucket_bytes
 
 __all__ = ["multi_worker_mirrored", "parameter_server", "tpu"]
 
 LOOKUP_SECONDS = 30.0  # for Google Cloud's metadata server and TPU API
 REACH_SECONDS = 10.0  # for a TPU to answer
-_BYTES_PER_WORKER = 4 << 20  # a collective cuts a bucket into a part for each worker
 _STARTED_WITHIN = 10.0  # seconds for servers to start after the preflight
 
 
@@ -101,7 +100,7 @@ def multi_worker_mirrored(
     if shard_optimizer and strategy.num_replicas_in_sync > 1:
         _shard_optimizer(strategy, described)
     on_cpus = all("CPU" in device for device in strategy.extended.worker_devices)
-    usual = _BYTES_PER_WORKER * strategy.num_replicas_in_sync if on_cpus else 0
+    usual = BYTES_PER_WORKER * strategy.num_replicas_in_sync if on_cpus else 0
     set_bucket_bytes(strategy, usual if size is None else size)
     return strategy
 

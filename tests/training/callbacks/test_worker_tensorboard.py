@@ -122,6 +122,6 @@ def test_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         tfd.WorkerTensorBoard(tmp_path)
     model = tfd.distribute(build, strategy_of("mirrored"))
     board = keras.callbacks.TensorBoard(tmp_path / "keras")
-    with pytest.raises(tfd.TrainingError, match=r"not installed\. Install tensorboard\."):
+    with pytest.raises(tfd.TrainingError, match=r"not installed\. Install tensorboard\.\nHelp: "):
         model.fit(*data(), verbose=0, callbacks=[board])
     assert not (tmp_path / "keras").exists()
