@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -164,6 +166,21 @@ def _shared_classifier() -> Any:
 def weights_of(model: Any) -> list[np.ndarray]:
     model = getattr(model, "keras_model", model)
     return [variable.numpy() for variable in model.weights]
+
+
+def copy_of_folder(folder: Path, copy: Path) -> None:
+    """Copies a checkpoint folder while a background thread may write to it.
+
+    The thread renames a file when it is complete. If a file vanishes between the listing and its
+    copy, the copy starts again, so that the result is the folder at one moment.
+    """
+    for _ in range(20):
+        try:
+            shutil.copytree(folder, copy)
+            return
+        except shutil.Error:
+            shutil.rmtree(copy)
+    raise RuntimeError(f"{folder} changed during each of 20 attempts to copy it.")
 
 
 def steps_taken(model: Any) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ import keras
 import ml_dtypes
 import numpy as np
 import pytest
-from training_cases import X, Y, assert_same_weights, mirrored
+from training_cases import X, Y, assert_same_weights, copy_of_folder, mirrored
 
 import tfdist_ext as tfd
 from tfdist_ext.training.callbacks.in_cluster import callback_state, restore_callbacks
@@ -54,7 +53,7 @@ def trained(folder: Path, copies: Path | None = None) -> tuple[Any, keras.callba
 
     def look(epoch: int, logs: Any) -> None:
         if copies is not None and epoch:
-            shutil.copytree(folder, copies / str(epoch))
+            copy_of_folder(folder, copies / str(epoch))
 
     rate = keras.callbacks.ReduceLROnPlateau("loss", factor=0.3, patience=1, min_delta=0.02)
     best = keras.callbacks.ModelCheckpoint(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import random
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from training_cases import (
     X,
     Y,
     assert_same_weights,
+    copy_of_folder,
     mirrored,
     of_unknown_length,
     steps_taken,
@@ -72,7 +72,7 @@ def as_left_by_a_kill(folder: Path, copy: Path) -> keras.callbacks.Callback:
 
     def look(epoch: int, logs: Any) -> None:
         if epoch == 2:
-            shutil.copytree(folder, copy)
+            copy_of_folder(folder, copy)
 
     return keras.callbacks.LambdaCallback(on_epoch_begin=look)
 
@@ -209,7 +209,7 @@ def test_a_job_that_is_killed_while_it_writes_goes_on(
     def encode_and_copy(progress: Progress, *rest: Any) -> Iterator[Any]:
         for number, block in enumerate(encode(progress, *rest)):
             if (progress.epoch, number) == (3, 4):  # in the middle of the file
-                shutil.copytree(folder, killed)
+                copy_of_folder(folder, killed)
             yield block
 
     with monkeypatch.context() as patch:
