@@ -164,6 +164,17 @@ result["saved"] = difference([rows], [plain.predict(x, verbose=0)])
 result["evaluate"] = difference(
     plain.evaluate(x, y, verbose=0), model.evaluate(x, y, batch_size=16, verbose=0)
 )
+
+
+def of_shard(shard):
+    data = tf.data.Dataset.from_tensor_slices((x, y))
+    return data.shard(shard.count, shard.index).batch(16)
+
+
+result["read by the worker"] = difference(
+    model.evaluate(x, y, batch_size=16, verbose=0),
+    model.evaluate(tfd.data.from_dataset_fn(of_shard), verbose=0),
+)
 embedding = model.keras_model.layers[1].embeddings
 result["pieces"] = len(getattr(embedding.value, "variables", [embedding]))
 

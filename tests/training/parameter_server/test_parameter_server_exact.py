@@ -45,5 +45,9 @@ def test_saved_model_is_plain_keras(result: dict[str, Any]) -> None:
     assert result["evaluate"] < TOLERANCE
 
 
+def test_the_only_worker_reads_its_data(result: dict[str, Any]) -> None:
+    assert result["read by the worker"] < TOLERANCE
+
+
 def test_rows_are_gathered_on_the_servers(result: dict[str, Any]) -> None:
     assert result["gathers"] >= result["pieces"]

@@ -82,8 +82,12 @@ class WorkerBatches(GlobalBatches):
         """
         worker = tf.distribute.coordinator.experimental_get_current_worker_index()
         shard = tf.identity(worker)
-        variants = tf.stack([tf.data.experimental.to_variant(each) for each in self.shards()])
-        batches = tf.data.experimental.from_variant(variants[shard], self.batch_spec)
+        shards = self.shards()
+        if len(shards) == 1:  # TensorFlow cannot stack one variant
+            batches = shards[0]
+        else:
+            variants = tf.stack([tf.data.experimental.to_variant(each) for each in shards])
+            batches = tf.data.experimental.from_variant(variants[shard], self.batch_spec)
         found = batches.map(takes_elements(batches, tf.experimental.Optional.from_value))
         end = tf.data.Dataset.from_tensors(tf.experimental.Optional.empty(self.batch_spec)).repeat()
         elements = found.concatenate(end).enumerate()
