@@ -17,7 +17,7 @@ def build():
             keras.layers.Dense(1),
         ]
     )
-    model.compile("sgd", "mse")
+    model.compile(work.OPTIMIZER, "mse")
     return model
 
 

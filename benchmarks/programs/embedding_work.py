@@ -1,22 +1,55 @@
 """The model of the embedding benchmark: one row of a table per example, and a Dense.
 
 Each program runs as all tasks of a parameter server cluster. Arguments: rows of the table, steps of
-an epoch, epochs.
+an epoch, epochs, and the optimizer for tfdist_ext's own (default "sgd").
 """
 
+import json
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
+import serving
 import tensorflow as tf
-from serving import serve
 
-__all__ = ["BATCH", "ROWS", "STEPS", "WIDTH", "data", "dataset", "report_speed", "serve"]
+__all__ = [
+    "BATCH",
+    "OPTIMIZER",
+    "ROWS",
+    "STEPS",
+    "WIDTH",
+    "data",
+    "dataset",
+    "report_speed",
+    "serve",
+]
 
 BATCH = 256
 WIDTH = 32
 ROWS, STEPS, EPOCHS = (int(argument) for argument in sys.argv[1:4])
+OPTIMIZER = (*sys.argv, "sgd")[4]
+
+
+def serve() -> None:
+    """Serve in a task that is not the chief; a parameter server reports its peak memory."""
+    if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "ps":
+        threading.Thread(target=report_peak, daemon=True).start()
+    serving.serve()
+
+
+def report_peak() -> None:
+    peak = 0
+    while True:
+        time.sleep(0.5)
+        status = Path("/proc/self/status").read_text()
+        now = int(status.split("VmHWM:")[1].split()[0]) // 1024
+        if now > peak:
+            print(f"peak MiB {now}", flush=True)
+        peak = now
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
