@@ -68,6 +68,11 @@ def test_the_real_object_of_tensorflow(
             {"parameter_device": ""},
             ["'' is not the name of a device of this process"],
         ),
+        (
+            "auto",
+            {"cluster": _cluster(TWO_WORKERS, ("worker", 0)), "logical_cpus": 4},
+            ["logical_cpus=4 is for strategies of one machine", "describes a cluster (worker)"],
+        ),
         ("multi_worker_mirrored", {}, ["needs a cluster", "TF_CONFIG"]),
         ("parameter_server", {}, ["needs a cluster", "tfdist run"]),
         (

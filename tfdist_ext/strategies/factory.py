@@ -308,6 +308,12 @@ def _construct(
     dropped = {"name", "alone", "wait"}  # unless the strategy has an option of this name
     if choice.name not in (*CLUSTER_STRATEGIES, "tpu"):
         dropped.add("logical_cpus")
+    elif "logical_cpus" in settings.values:
+        raise StrategyError(
+            f"logical_cpus={settings.values['logical_cpus']} is for strategies of one machine, but"
+            f" the strategy is {choice.name!r}: {choice.because}. Leave logical_cpus out, or set it"
+            " with a flag, only without a cluster."
+        )
     if environment.is_evaluator:
         dropped.update(option for each in CLUSTER_STRATEGIES for option in lookup(each).options)
     dropped -= {*entry.options}
