@@ -83,7 +83,7 @@ def test_the_real_object_of_tensorflow(
         (
             "multi_worker_mirrored",
             {"communication": "mpi"},
-            ["communication='mpi' must be auto, ring or nccl"],
+            ["communication='mpi' is not supported. Use 'auto', 'ring' or 'nccl'."],
         ),
         ("auto", {"wait": 0}, ["wait must be a number of seconds above 0, got 0"]),
         ("auto", {"alone": "yes"}, ["alone must be True or False, got 'yes'"]),

@@ -228,6 +228,8 @@ class PlacementPlan:
         slots = any(spec.slots for spec in self.specs)
         what = "ps tasks" if self.devices is None else "workers" if self._of_workers else "devices"
         size = size_text(sum(self.bytes_by_task))
+        if self.devices is not None:
+            size += " in all copies"
         return (
             f"{len(self.specs)} variables, {size}{' with optimizer slots' * slots}, on"
             f" {self.tasks} {what}"
@@ -277,12 +279,12 @@ def _lines_of_tasks(plan: PlacementPlan) -> list[list[str]]:
         variables.update(set(place.tasks if place.held is Held.PIECES else range(plan.tasks)))
         if len(place.tasks) > 1 and place.held is Held.PIECES:
             shards.update(place.tasks)
-    loads = any(plan.load_by_task)
-    lines = [["", "bytes", "of mean", "variables", "shards", *["load"] * loads]]
+    cut, loads = any(shards.values()), any(plan.load_by_task)
+    lines = [["", "bytes", "of mean", "variables", *["shards"] * cut, *["load"] * loads]]
     for task, name in enumerate(plan.names()):
         held = plan.bytes_by_task[task]
         of_mean = f"{held / mean:.3f}" if mean else "-"
-        line = [name, size_text(held), of_mean, str(variables[task]), str(shards[task])]
+        line = [name, size_text(held), of_mean, str(variables[task]), *[str(shards[task])] * cut]
         lines.append(line + [f"{plan.load_by_task[task]:.4g}"] * loads)
     return lines
 

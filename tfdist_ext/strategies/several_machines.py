@@ -70,7 +70,9 @@ def multi_worker_mirrored(
         raise StrategyError(f"shard_optimizer must be True or False, got {shard_optimizer!r}.")
     size = None if bucket_bytes is None else parse_size(bucket_bytes, "bucket_bytes")
     if communication not in ("auto", "ring", "nccl"):
-        raise StrategyError(f"communication={communication!r} must be auto, ring or nccl.")
+        raise StrategyError(
+            f"communication={communication!r} is not supported. Use 'auto', 'ring' or 'nccl'."
+        )
     described = describe_for("multi_worker_mirrored", cluster)
     if others := [job for job in described.jobs if job not in ("chief", "worker")]:
         raise StrategyError(
