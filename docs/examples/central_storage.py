@@ -31,7 +31,7 @@ def optimizer():
 
 
 def plain(strategy, batch_size=16, epochs=3):
-    """A custom loop; the model and the history of loss and accuracy."""
+    """Trains in a custom loop. Returns the model, and the losses and accuracies of all epochs."""
     with strategy.scope():
         model, sgd = build(), optimizer()
         sgd.build(model.trainable_variables)
@@ -46,7 +46,7 @@ def plain(strategy, batch_size=16, epochs=3):
         with tf.GradientTape() as tape:
             logits = model(x, training=True)
             losses = tf.nn.sigmoid_cross_entropy_with_logits(y, logits)
-            # Keras adds the replicas' gradients up, so each has its share of the batch's mean.
+            # The optimizer sums the gradients of all replicas, so divide by the rows of all.
             loss = tf.reduce_sum(losses) / of_all
         sgd.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
         for metric in metrics.values():
@@ -69,7 +69,7 @@ def plain(strategy, batch_size=16, epochs=3):
 
 
 def with_tfdist_ext(strategy, batch_size=16, epochs=3):
-    """The same by `fit`, with Keras's loss and metric."""
+    """Trains the same model with `fit`, and Keras's loss and metric."""
 
     def compiled():
         model = build()
@@ -84,7 +84,7 @@ def with_tfdist_ext(strategy, batch_size=16, epochs=3):
 
 
 def main():
-    # Three logical CPUs stand for three GPUs; on a machine with GPUs, name those as devices.
+    # Three logical CPUs stand for three GPUs. With GPUs, pass `devices` instead.
     strategy = tfd.create_strategy("central_storage", logical_cpus=3, parameter_device="CPU:0")
     print("computing on", *(device[-5:] for device in strategy.extended.worker_devices))
     for train in (plain, with_tfdist_ext):

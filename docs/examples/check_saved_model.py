@@ -23,12 +23,12 @@ def check(directory: Path) -> None:
         f" in training {expected['test_accuracy']:.4f}; TensorBoard event files: {len(events)}"
     )
     if abs(accuracy - expected["test_accuracy"]) > 1e-6:
-        raise SystemExit("the accuracy is not the same")
+        raise SystemExit("the accuracy differs from the accuracy in training")
     if not events:
         raise SystemExit(f"there are no TensorBoard event files in {directory / 'events'}")
 
 
 if not sys.argv[1:]:
-    raise SystemExit("give the folder of a saved model, got none: runs/digits_multi_worker")
+    raise SystemExit("Pass the folder of a saved model, such as runs/digits_multi_worker.")
 for name in sys.argv[1:]:
     check(Path(name))

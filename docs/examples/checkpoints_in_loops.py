@@ -1,9 +1,9 @@
-"""Checkpoints in a custom loop, restored on another number of replicas.
+"""Save checkpoints in a custom loop, and restore them on another number of replicas.
 
     python docs/examples/checkpoints_in_loops.py
 
-Three mistakes are common: saving weights without the optimizer, saving no position of the training,
-and saving into one folder on every worker.
+Three mistakes are common: saving the weights without the optimizer, not saving the position in the
+data, and writing to one folder from every worker.
 """
 
 import json
@@ -25,14 +25,14 @@ def arrays():
 
 
 def parts_of_a_loop(strategy):
-    """Model, optimizer, a metric, and a function that trains on a distributed batch."""
+    """Returns the model, the optimizer, a metric, and a function that trains on a batch."""
     with strategy.scope():
         keras.utils.set_random_seed(1)
         hidden = keras.layers.Dense(4, "tanh")
         model = keras.Sequential([keras.Input([4]), hidden, keras.layers.Dense(1)])
         adam = keras.optimizers.Adam(0.05)
-        # Before a checkpoint is restored: what is not there yet would be restored when it is made,
-        # which is in the middle of the first step.
+        # Create the optimizer's variables before a checkpoint is restored. TensorFlow restores a
+        # missing variable later, when it is created, in the middle of the first step.
         adam.build(model.trainable_variables)
         loss = keras.metrics.MeanSquaredError("loss")
 
@@ -53,12 +53,12 @@ def parts_of_a_loop(strategy):
 
 
 def plain(strategy, folder, epochs):
-    """Train up to that many epochs, from the last checkpoint on; weights, losses of these epochs.
+    """Trains from the last checkpoint. Returns the weights and the losses of the new epochs.
 
-    In a cluster the folder is on a disk that all workers see.
+    In a cluster, the folder must be on a file system that all workers share.
     """
     model, adam, loss, train = parts_of_a_loop(strategy)
-    done = tf.Variable(0, dtype=tf.int64)  # outside of the scope: one number, no copies
+    done = tf.Variable(0, dtype=tf.int64)  # outside of the scope, so there is one copy
     checkpoint = tf.train.Checkpoint(model=model, optimizer=adam, epochs=done)
     manager = tf.train.CheckpointManager(checkpoint, folder, max_to_keep=2)
     if manager.latest_checkpoint:
@@ -80,7 +80,7 @@ def plain(strategy, folder, epochs):
 
 
 class Position(tf.train.experimental.PythonState):
-    """The position in the data, as a part of the checkpoint."""
+    """Saves the position in the data as a part of the checkpoint."""
 
     def __init__(self, data):
         self.data = data
@@ -93,14 +93,13 @@ class Position(tf.train.experimental.PythonState):
 
 
 def with_tfdist_ext(strategy, folder, epochs, steps=None):
-    """The same, from the last checkpoint's step on: shuffled data, in the middle of an epoch too.
+    """Trains on shuffled data, and resumes inside an epoch. For replicas on one machine.
 
-    For replicas on one machine. Saves after each step, and ends after `steps` of them, as a job
-    does that is killed.
+    Saves after each step. Ends after `steps` steps, as a killed job does.
     """
     model, adam, loss, train = parts_of_a_loop(strategy)
     data = tfd.data.from_arrays(arrays(), global_batch_size=GLOBAL_BATCH, seed=3)
-    # What the metric has counted of the epoch; TensorFlow does not take a metric of Keras 3 itself.
+    # The state of the metric. A tf.train.Checkpoint does not accept a Keras 3 metric itself.
     counted = [variable.value for variable in loss.variables]
     checkpoint = tf.train.Checkpoint(model=model, optimizer=adam, loss=counted, data=Position(data))
     manager = tf.train.CheckpointManager(checkpoint, folder, max_to_keep=2)
@@ -110,7 +109,7 @@ def with_tfdist_ext(strategy, folder, epochs, steps=None):
     while (epoch := data.state()["epoch"]) < epochs:
         for x, y in data.batches(strategy):
             train(x, y)
-            if data.state()["epoch"] > epoch:  # that was its last batch
+            if data.state()["epoch"] > epoch:  # the epoch is complete
                 losses.append(float(loss.result()))
                 loss.reset_state()
             manager.save()
@@ -125,10 +124,10 @@ def main():
     one = tfd.create_strategy("default")
     with tempfile.TemporaryDirectory() as folder:
         print("2 replicas, 2 epochs:", *plain(two, folder, epochs=2)[1])
-        print("1 replica goes on:   ", *plain(one, folder, epochs=3)[1])
+        print("1 replica resumes:   ", *plain(one, folder, epochs=3)[1])
     with tempfile.TemporaryDirectory() as folder:
         print("2 replicas, 4 steps: ", *with_tfdist_ext(two, folder, epochs=2, steps=4)[1])
-        print("1 replica goes on:   ", *with_tfdist_ext(one, folder, epochs=2)[1])
+        print("1 replica resumes:   ", *with_tfdist_ext(one, folder, epochs=2)[1])
 
 
 if __name__ == "__main__":

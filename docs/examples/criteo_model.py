@@ -1,11 +1,11 @@
-"""A recommender over the 26 categories of the Criteo data, with 33.8 million rows, to plan for.
+"""A recommender for the 26 categories of the Criteo data, with 33.8 million rows.
 
 tfdist plan docs/examples/criteo_model.py:build --ps 4 --optimizer adam
 """
 
 import keras
 
-# Values of each category: what DLRM's authors publish for the Kaggle data set.
+# The number of values of each category, as published by the authors of DLRM for Kaggle's data set.
 CRITEO_ROWS = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
     *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
@@ -14,7 +14,7 @@ WIDTH = 64
 
 
 def build() -> keras.Model:
-    """A table for each category, an MLP for 13 numbers, and one over all of them together."""
+    """Returns a model with a table for each category and an MLP for 13 numbers."""
     numbers = keras.Input([13], name="numbers")
     inputs, parts = [numbers], [keras.layers.Dense(WIDTH, activation="relu")(numbers)]
     for number, rows in enumerate(CRITEO_ROWS):

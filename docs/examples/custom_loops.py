@@ -1,11 +1,11 @@
-"""Custom loops: distributed data, `run` inside a `tf.function`, Keras metrics by epoch.
+"""Custom loops: distributed data, `run` inside a `tf.function`, and Keras metrics.
 
     python docs/examples/custom_loops.py
     tfdist run --workers 2 -- python docs/examples/custom_loops.py
 
-Three mistakes are common. A loss divided by a constant global batch size, or a mean over replicas,
-is wrong in a smaller last batch. Each worker reads all the data, or batches it by the global size.
-Metrics that are never reset mix the numbers of all epochs.
+Three mistakes are common. If you divide the loss by a constant batch size, or take the mean over
+replicas, a smaller last batch is weighted wrongly. If each worker batches the data by the global
+batch size, batches are too large. If metrics are never reset, they mix the epochs.
 """
 
 import keras
@@ -24,17 +24,17 @@ def arrays():
 
 
 def cut(strategy):
-    """Each global batch is cut into a part for each replica, on every worker."""
+    """Splits each global batch into a part for each replica, on every worker."""
     batches = tf.data.Dataset.from_tensor_slices(arrays()).batch(GLOBAL_BATCH)
     return strategy.experimental_distribute_dataset(batches)
 
 
 def sharded(strategy):
-    """Each worker makes the batches of its own replicas, from its own shard of the rows."""
+    """Makes the batches of each worker from its own shard of the rows."""
 
     def batches(context):
         rows = tf.data.Dataset.from_tensor_slices(arrays())
-        # A shuffle would have a seed here: without one each worker deals out another order.
+        # If you shuffle before `shard`, set a seed: all workers need the same order.
         mine = rows.shard(context.num_input_pipelines, context.input_pipeline_id)
         return mine.batch(context.get_per_replica_batch_size(GLOBAL_BATCH))
 
@@ -53,10 +53,10 @@ def loss_of_rows(y, logits):
 
 
 def parts_of_a_loop(strategy):
-    """The model, Keras metrics, and a function that trains on a distributed batch."""
+    """Returns the model, its metrics, and a function that trains on a distributed batch."""
     with strategy.scope():
         model, adam = build(), keras.optimizers.Adam(0.02)
-        adam.build(model.trainable_variables)  # not in the first step, where loops fail on CPUs
+        adam.build(model.trainable_variables)  # before the step is traced
         metrics = [
             keras.metrics.MeanMetricWrapper(loss_of_rows, name="loss"),
             keras.metrics.SparseCategoricalAccuracy("accuracy"),
@@ -67,7 +67,7 @@ def parts_of_a_loop(strategy):
         rows = tf.distribute.get_replica_context().all_reduce("SUM", rows)
         with tf.GradientTape() as tape:
             logits = model(x, training=True)
-            # The optimizer adds up the gradients of replicas: each has its share of the mean.
+            # The optimizer sums the gradients of all replicas, so divide by the rows of all.
             loss = tf.reduce_sum(loss_of_rows(y, logits)) / rows
         adam.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
         for metric in metrics:
@@ -81,7 +81,7 @@ def parts_of_a_loop(strategy):
 
 
 def plain(strategy, distribute=cut, epochs=3):
-    """Weights, and a dict of metrics for each epoch."""
+    """Returns the weights, and a dict of metrics for each epoch."""
     model, metrics, train = parts_of_a_loop(strategy)
     batches = distribute(strategy)
     history = []
@@ -90,14 +90,17 @@ def plain(strategy, distribute=cut, epochs=3):
             metric.reset_state()
         for x, y in batches:
             train(x, y)
-        # Reading a metric adds up what the replicas counted: all workers have to ask.
+        # `result` sums over replicas, so all workers must call it.
         history.append({metric.name: float(metric.result()) for metric in metrics})
     return model.get_weights(), history
 
 
 def with_tfdist_ext(strategy, epochs=3, seed=None):
-    """The same loop on `tfd.data`: one order of rows for any number of workers, and each reads its
-    own; with a seed it is shuffled anew in each epoch."""
+    """Runs the same loop on `tfd.data`.
+
+    The order of rows does not depend on the number of workers, and each worker reads only its own
+    rows. With a seed, each epoch has a new order.
+    """
     model, metrics, train = parts_of_a_loop(strategy)
     data = tfd.data.from_arrays(arrays(), global_batch_size=GLOBAL_BATCH, seed=seed)
     history = []
@@ -111,7 +114,7 @@ def with_tfdist_ext(strategy, epochs=3, seed=None):
 
 
 def fit_with_tfdist_ext(strategy, epochs=3, seed=None):
-    """And without a loop."""
+    """Trains the same model with `fit`, without a loop."""
 
     def compiled():
         model = build()

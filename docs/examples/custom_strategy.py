@@ -1,4 +1,4 @@
-"""A custom strategy: variables once, batches split over replicas, `run` and `reduce`.
+"""A custom strategy with one copy of each variable, in plain TensorFlow and on the template.
 
     python docs/examples/custom_strategy.py
 
@@ -16,20 +16,20 @@ RATE = 0.1
 
 
 class PerReplica(tf.experimental.ExtensionType):
-    """A value of each replica; goes through tf.data and tf.function, as a tensor does."""
+    """One value for each replica. It can pass through tf.data and tf.function."""
 
     values: tuple[tf.Tensor, ...]
 
 
 class InTurn(tf.distribute.Strategy):
-    """Replicas compute one after the other, each on its device; variables are on the first."""
+    """Runs the replicas one after the other. All variables are on the first device."""
 
     def __init__(self, devices):
         super().__init__(InTurnExtended(self, devices))
 
 
 class InTurnExtended(tf.distribute.StrategyExtended):
-    """What TensorFlow asks; the names with an underscore are those that it calls."""
+    """The methods that TensorFlow calls. Names with an underscore are private to TensorFlow."""
 
     def __init__(self, strategy, devices):
         super().__init__(strategy)
@@ -88,14 +88,14 @@ class InTurnExtended(tf.distribute.StrategyExtended):
 
 
 def part(structure, number):
-    """A replica's own; what is not per replica is the same for all of them."""
+    """Returns the values of one replica. Other values are the same for all replicas."""
     return tf.nest.map_structure(
         lambda value: value.values[number] if isinstance(value, PerReplica) else value, structure
     )
 
 
 class OneCopy(tfd.strategies.StrategyTemplate):
-    """The same decision on the template; replicas compute together, and may all_reduce."""
+    """The same placement on the template. Replicas run together and can call `all_reduce`."""
 
     def create_variable(self, spec, create, beside=None):
         return create(self.devices[:1])
@@ -108,7 +108,7 @@ def data():
 
 
 def train(strategy, epochs=3):
-    """Any strategy's loop: gradients of replicas are reduced, and applied once."""
+    """Trains under any strategy. Sums the gradients of the replicas, and applies them once."""
     with strategy.scope():
         weight = tf.Variable(tf.zeros([3]))
 
@@ -139,7 +139,7 @@ def with_tfdist_ext(devices):
 
 
 def fit_with_tfdist_ext(devices, epochs=3):
-    """And by `fit`, which needs replicas that compute together."""
+    """Trains with `fit`, which needs replicas that run together."""
 
     def build():
         dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")

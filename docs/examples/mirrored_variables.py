@@ -2,9 +2,9 @@
 
     python docs/examples/mirrored_variables.py
 
-Two mistakes are common. A variable created outside of the scope gets each replica's update. Without
-`aggregation`, each copy gets only the value of its own replica, and the copies differ without an
-error.
+Two mistakes are common. A variable that is created outside of the scope gets the updates of all
+replicas, one after the other. Without `aggregation`, each copy gets only the value of its own
+replica, so the copies differ, without an error.
 """
 
 import keras
@@ -23,13 +23,13 @@ def data():
 
 
 def plain(strategy, batch_size=8):
-    """Train a weight and keep a moving mean of the inputs; the copies of each variable."""
+    """Trains a weight, and keeps a moving mean of the inputs. Returns all copies."""
     with strategy.scope():
-        # What replicas assign is equal (below), so that of the first will do for all copies.
+        # All replicas assign the same value (below), so use the value of the first.
         first = tf.VariableAggregation.ONLY_FIRST_REPLICA
         weight = tf.Variable(tf.zeros([3]), name="weight", aggregation=first)
         mean = tf.Variable(tf.zeros([3]), name="mean", aggregation=first, trainable=False)
-        # Each replica adds its own rows; all copies get the sum of what they add.
+        # Each replica adds its own rows, and all copies get the sum.
         rows = tf.Variable(0, name="rows", aggregation=tf.VariableAggregation.SUM, trainable=False)
 
     def step(x, y):
@@ -37,7 +37,7 @@ def plain(strategy, batch_size=8):
         error = tf.linalg.matvec(x, weight) - y
         gradient = 2 * tf.linalg.matvec(x, error, transpose_a=True)
         sums = [gradient, tf.reduce_sum(x, axis=0), tf.cast(count, tf.float32)]
-        # Sums over all rows, and then one division: parts of a batch may differ in size.
+        # Sum over all rows and then divide once, because replicas may differ in rows.
         gradient, inputs, n = tf.distribute.get_replica_context().all_reduce("SUM", sums)
         weight.assign_sub(RATE * gradient / n)
         mean.assign(MOMENTUM * mean + (1 - MOMENTUM) * inputs / n)
@@ -54,7 +54,7 @@ def plain(strategy, batch_size=8):
 
 
 class MovingMean(keras.layers.Layer):
-    """Hands its inputs on, and keeps a moving mean of them; written as for one device."""
+    """Returns its inputs, and keeps a moving mean of them. Written as for one device."""
 
     def build(self, shape):
         self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False)
@@ -67,7 +67,7 @@ class MovingMean(keras.layers.Layer):
 
 
 def with_tfdist_ext(strategy, batch_size=8):
-    """The same training by `fit`: nothing in the model knows of replicas."""
+    """Trains the same model with `fit`. The model needs no code for replicas."""
 
     def build():
         dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
@@ -82,12 +82,12 @@ def with_tfdist_ext(strategy, batch_size=8):
 
 
 def copies(strategy, variable):
-    """Device -> the copy there."""
+    """Returns a dict from each device to its copy of the variable."""
     return {v.device: v.numpy() for v in strategy.experimental_local_results(variable)}
 
 
 def main():
-    # Two logical CPUs stand for two GPUs; where there are GPUs, leave that option out.
+    # Two logical CPUs stand for two GPUs. With GPUs, leave out `logical_cpus`.
     strategy = tfd.create_strategy("mirrored", logical_cpus=2)
     for train in (plain, with_tfdist_ext):
         for name, by_device in train(strategy).items():

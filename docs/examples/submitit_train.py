@@ -1,4 +1,4 @@
-"""Train on two workers of Slurm with submitit, and save before the time limit.
+"""Train on two Slurm workers with submitit, and save before the time limit.
 
 python submitit_train.py runs/line --epochs 20
 """
@@ -13,17 +13,17 @@ from typing import Any
 import submitit
 
 TASKS = 2
-ASKS_TO_END = signal.SIGUSR2  # submitit has Slurm send it
+ASKS_TO_END = signal.SIGUSR2  # Slurm sends this signal for submitit
 
 
 class Training(submitit.helpers.Checkpointable):
-    """What each task runs, again after the job was queued again."""
+    """The function of each task. It runs again when the job is queued again."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def __call__(self, epochs: int, pause: float = 0.0) -> dict[str, Any]:
-        """Loss and weights; each step takes at least `pause` seconds."""
+        """Returns losses and weights. Each step takes at least `pause` seconds."""
         import time
 
         import keras
@@ -46,8 +46,9 @@ class Training(submitit.helpers.Checkpointable):
         x = np.random.default_rng(0).normal(size=(160, 8)).astype("float32")
         y = x.sum(axis=1, keepdims=True)
         model = tfd.distribute(build, tfd.create_strategy())
-        # Until here the signal queues the job again at once: there is nothing to save. `fit` takes
-        # a signal that is ignored, saves at a step that all tasks agree on, and exits.
+        # Before `fit`, the signal queues the job again at once, because there is nothing to save.
+        # During `fit`, the signal makes all tasks save at the same step and exit. `fit` handles
+        # only a signal that is ignored.
         queue_again = signal.signal(ASKS_TO_END, signal.SIG_IGN)
         try:
             history = model.fit(
@@ -61,19 +62,19 @@ class Training(submitit.helpers.Checkpointable):
             )
         except SystemExit:
             signal.signal(ASKS_TO_END, queue_again)
-            signal.raise_signal(ASKS_TO_END)  # submitit's task 0 queues the job again, and exits
+            signal.raise_signal(ASKS_TO_END)  # submitit queues the job again in task 0, and exits
             raise
         return {"loss": history.history["loss"], "weights": model.get_weights()}
 
 
 def executor(folder: Path) -> submitit.SlurmExecutor:
-    """What submits to Slurm; its files, and the output of the tasks, are in this folder."""
+    """Returns an executor. Its files and the output of all tasks are in the folder."""
     made = submitit.SlurmExecutor(folder / "submitit", max_num_timeout=20)
     made.update_parameters(
         nodes=1,
         ntasks_per_node=TASKS,
         time=60,  # minutes
-        signal_delay_s=90,  # from the signal to the end of the time
+        signal_delay_s=90,  # seconds from the signal to the time limit
         setup=[f"export TFDIST_PREEMPTION_SIGNAL={ASKS_TO_END.name}"],
     )
     return made
@@ -83,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds of each step, at least")
+    parser.add_argument("--pause", type=float, default=0.0, help="minimum seconds of each step")
     options = parser.parse_args()
     folder = options.folder.resolve()
     job = executor(folder).submit(Training(folder), options.epochs, options.pause)

@@ -1,9 +1,9 @@
-"""Synchronous against asynchronous updates on one problem, with one slow worker.
+"""Compare synchronous and asynchronous updates on one problem, with one slow worker.
 
-    python docs/examples/sync_async.py sync_async.svg           starts both clusters, draws the plot
+    python docs/examples/sync_async.py sync_async.svg           start both clusters and plot
     python docs/examples/sync_async.py sync_async.svg --plain   the same in plain tf.distribute
 
-It draws with matplotlib: pip install matplotlib.
+The plot needs matplotlib: pip install matplotlib.
 
 Compare the loss per second, not only the loss per step. Synchronous steps wait for the slow worker.
 Asynchronous steps do not wait, but have fewer rows and use gradients of older weights.
@@ -23,9 +23,9 @@ from matplotlib.figure import Figure
 import tfdist_ext as tfd
 from tfdist_ext.testing import run_tasks
 
-BATCH = 8  # rows that one worker reads for a step
-MILLISECONDS = (4, 40)  # that worker 0 and worker 1 take to read a batch
-EVERY = 20  # steps from one point of a curve to the next
+BATCH = 8  # rows of one worker in one step
+MILLISECONDS = (4, 40)  # time in which worker 0 and worker 1 read a batch
+EVERY = 20  # steps between two points of a curve
 STEPS = {"synchronous": 100, "asynchronous": 400}
 RATE = 0.02
 
@@ -40,7 +40,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 
 def batches(worker: int, workers: int) -> tf.data.Dataset:
-    """A worker's share of the rows, again and again, in batches that take their time."""
+    """Returns the batches of one worker, without end. Reading a batch takes MILLISECONDS."""
     x, y = (rows[worker::workers] for rows in data())
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).repeat()
     sleeping = tf.raw_ops.SleepDataset(
@@ -68,7 +68,7 @@ def gradient(weights: tf.Variable, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
 
 
 def plain_synchronous(steps: int = STEPS["synchronous"]) -> Curve:
-    """On each worker: an update is made of the gradients of all workers, on all copies."""
+    """Runs on each worker. Each update uses the gradients of all workers."""
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with strategy.scope():
         weights = tf.Variable(tf.zeros([10, 1]), aggregation=tf.VariableAggregation.SUM)
@@ -90,9 +90,9 @@ def plain_synchronous(steps: int = STEPS["synchronous"]) -> Curve:
 
 
 def plain_asynchronous(steps: int = STEPS["asynchronous"]) -> Curve:
-    """On the coordinator: each update is made of one worker's gradient, when it is there.
+    """Runs on the coordinator. Each update uses the gradient of one worker.
 
-    In the other tasks it does not return.
+    In other tasks, this function does not return.
     """
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     task, number = resolver.task_type, resolver.task_id
@@ -126,7 +126,7 @@ def build() -> keras.Model:
 
 
 def with_tfdist_ext() -> Curve | None:
-    """In each task of either cluster: which updates they are is the strategy's business."""
+    """Runs in each task of both clusters. The strategy decides how updates are made."""
     curve: Curve = []
 
     def note(epoch: int, logs: Any) -> None:
@@ -153,9 +153,9 @@ def with_tfdist_ext() -> Curve | None:
 
 
 def measure(synchronous: Any, asynchronous: Any) -> dict[str, Curve]:
-    """Both, one after the other; seconds are counted from a curve's first point.
+    """Runs both trainings, one after the other.
 
-    What comes before it is the start: connecting, compiling.
+    Seconds count from the first point of a curve, so they do not include connecting and compiling.
     """
     found = {
         "synchronous": run_tasks(synchronous, {"worker": 2})["worker:0"],
@@ -168,7 +168,7 @@ def measure(synchronous: Any, asynchronous: Any) -> dict[str, Curve]:
 
 
 def plot(curves: dict[str, Curve]) -> Figure:
-    """Loss against time, and against steps."""
+    """Plots the loss over time, and over steps."""
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     for axes, column, label in zip(
         figure.subplots(1, 2), (0, 1), ("seconds", "steps"), strict=True

@@ -1,11 +1,11 @@
-"""TensorBoard of all workers in one folder, which names the slow worker.
+"""Write the TensorBoard runs of all workers into one folder, and find the slow worker.
 
     tfdist run --workers 2 -- python docs/examples/tensorboard_of_workers.py logs
     tensorboard --logdir logs
 
 Two mistakes are common. With `keras.callbacks.TensorBoard` on every worker, all workers write into
-one run. The time of a whole step is the same on all workers, because they wait for the slowest.
-Time each worker until it waits.
+one run. The time of a whole step is the same on all workers, because they wait for the slowest, so
+measure the time until a worker waits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tensorflow as tf
 import tfdist_ext as tfd
 
 GLOBAL_BATCH, EPOCHS = 16, 2
-SLOW, SECONDS = 1, 0.03  # this worker takes so much longer to read a batch
+SLOW, SECONDS = 1, 0.03  # the slow worker, and its extra seconds for each batch
 
 
 def build() -> keras.Model:
@@ -38,7 +38,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 
 def with_a_fault(dataset: tf.data.Dataset, worker: int) -> tf.data.Dataset:
-    """The data as this worker reads it: one of them takes longer."""
+    """Returns the data of a worker. One of the workers reads slowly."""
 
     def as_from_a_slow_disk(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         tf.py_function(lambda: time.sleep(SECONDS), [], [])
@@ -48,30 +48,30 @@ def with_a_fault(dataset: tf.data.Dataset, worker: int) -> tf.data.Dataset:
 
 
 def plain(strategy: tf.distribute.Strategy, log_dir: Path) -> np.ndarray:
-    """A custom loop; returns each worker's own milliseconds in a step, their mean."""
+    """Trains in a custom loop. Returns the mean own milliseconds per step of each worker."""
     replicas = strategy.num_replicas_in_sync
     with strategy.scope():
         model = build()
         model.optimizer.build(model.trainable_variables)
 
     def part(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        """This worker's rows of each global batch."""
+        """Returns the rows of this worker in each global batch."""
         worker, workers = context.input_pipeline_id, context.num_input_pipelines
         rows = tf.data.Dataset.from_tensor_slices(data()).batch(GLOBAL_BATCH // workers)
-        # repeat(): where the data ends, next() asks all workers whether there is more, and waits.
+        # Without repeat(), next() asks all workers whether their data has ended, and waits.
         return with_a_fault(rows.shard(workers, worker), worker).repeat()
 
     def local(x: tf.Tensor, y: tf.Tensor) -> dict[str, tf.Tensor]:
         with tf.GradientTape() as tape:
             outputs = model(x, training=True)
-            # Not keras.losses: called in a replica, they divide by the number of replicas.
+            # In a replica, the classes of keras.losses divide by the number of replicas.
             errors = tf.nn.sparse_softmax_cross_entropy_with_logits(y, outputs)
             loss = tf.reduce_mean(errors)
         gradients = tape.gradient(loss, model.trainable_variables)
         with tf.control_dependencies(gradients):
-            ready = tf.timestamp()  # from here on this worker waits
+            ready = tf.timestamp()  # after this, the worker waits for other workers
         with tf.control_dependencies([ready]):
-            model.optimizer.apply([gradient / replicas for gradient in gradients])  # summed there
+            model.optimizer.apply([gradient / replicas for gradient in gradients])  # sums them
         correct = tf.equal(tf.argmax(outputs, axis=1), tf.cast(y, tf.int64))
         accuracy = tf.reduce_mean(tf.cast(correct, tf.float32))
         return {"loss": loss, "accuracy": accuracy, "ready": ready}
@@ -82,7 +82,7 @@ def plain(strategy: tf.distribute.Strategy, log_dir: Path) -> np.ndarray:
         with tf.control_dependencies([begun]):
             batch = next(iterator)
         found = strategy.run(local, args=batch)
-        # With one replica a worker, what run() returns is this worker's own.
+        # Each worker has one replica, so `found` holds the values of this worker.
         return {**found, "begun": begun}
 
     worker = strategy.cluster_resolver.task_id
@@ -109,7 +109,7 @@ def plain(strategy: tf.distribute.Strategy, log_dir: Path) -> np.ndarray:
 
 
 def with_tfdist_ext(strategy: tf.distribute.Strategy, log_dir: Path) -> np.ndarray:
-    """One callback for `fit`; the chief prints who is slow at the end of each epoch."""
+    """Trains with `fit` and one callback. The chief names a slow worker after each epoch."""
     board = tfd.WorkerTensorBoard(log_dir)
     model = tfd.distribute(build, strategy)
     worker = strategy.cluster_resolver.task_id

@@ -18,10 +18,10 @@ import tfdist_ext as tfd
 
 
 def settings(tpu, **options):
-    """What the resolver has understood; looks at no network for "local" and for addresses.
+    """Returns the settings of the resolver. Does not use the network for "local" and addresses.
 
     Args:
-        tpu: "local" for a TPU of this machine, or "grpc://host:port", several with commas.
+        tpu: "local" for a TPU of this machine, or "grpc://host:port", separated by commas.
     """
     resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu, **options)
     return {
@@ -32,15 +32,15 @@ def settings(tpu, **options):
 
 
 def plain(tpu, seconds=10.0):
-    """A TPUStrategy.
+    """Returns a TPUStrategy.
 
     Raises:
-        RuntimeError: no TPU is there; says what was looked for.
+        RuntimeError: there is no TPU. The message names the address.
     """
     resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu)
     for job, addresses in resolver.cluster_spec().as_dict().items():
         for address in addresses:
-            # TensorFlow would wait forever: check first that a process listens.
+            # TensorFlow would wait forever, so check first that a process listens.
             host, _, port = address.rpartition(":")
             try:
                 socket.create_connection((host, int(port)), seconds).close()
@@ -58,10 +58,10 @@ def plain(tpu, seconds=10.0):
 
 
 def with_tfdist_ext(tpu=None):
-    """A TPUStrategy; without a name that of TPU_NAME.
+    """Returns a TPUStrategy. The default is the TPU of TPU_NAME.
 
     Raises:
-        tfd.StrategyError: no TPU is there; within seconds, also where the other side is silent.
+        tfd.StrategyError: no TPU answers within seconds.
     """
     return tfd.create_strategy("tpu", tpu=tpu)
 
