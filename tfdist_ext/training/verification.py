@@ -16,7 +16,8 @@ __all__ = ["Results", "Verification", "relative_differences"]
 Results = Mapping[str, np.ndarray]  # "weight dense/kernel", "log loss": kind and name
 
 SMALLEST_SCALE = 1e-3  # differences of numbers that are all smaller are relative to this
-ROUNDING_FACTOR = 10.0
+# A change of last bits is one rounding. Another order of additions rounds in each addition.
+ROUNDING_FACTOR = 100.0
 _KINDS = ("weight", "variable", "optimizer", "log", "prediction", "data")  # first words of names
 _ROW = "{:10}  {:10}  {:8}  {:9}  {}"
 _wrapped = textwrap.TextWrapper(100).fill
@@ -32,8 +33,8 @@ class Verification:
         title: what was compared.
         differences: name of a variable, log or prediction -> its largest difference, relative to
             the largest number in it. `inf` for NaN on one side, or for other shapes.
-        rounding: the same for plain Keras compared with itself, after the last bit of the inputs
-            was changed.
+        rounding: the same for plain Keras compared with itself, after the last bits of the initial
+            weights and the inputs were changed. Empty if no difference is above the tolerance.
         tolerance: the largest relative difference that counts as equal.
         causes: probable causes of differences and their remedies, the most probable one first.
         error: the message of the error that ended the training on the strategy; "" without one.
@@ -80,8 +81,8 @@ class Verification:
             if names:
                 worst = max(names, key=lambda name: self.differences[name] / self.allowed(name))
                 verdict = "DIFFERENT" if worst in self.unequal else "equal"
-                numbers = self.differences[worst], self.rounding.get(worst, 0.0)
-                shown = (f"{number:.1e}" for number in numbers)
+                numbers = self.differences[worst], self.rounding.get(worst)
+                shown = ("-" if number is None else f"{number:.1e}" for number in numbers)
                 rows.append(_ROW.format(kind, *shown, verdict, worst.removeprefix(f"{kind} ")))
         return "\n".join(rows)
 
