@@ -18,7 +18,8 @@ USAGE = "check [options]"
 
 EPILOG = """\
 Run this on every task, with the environment of the job, while the job is not running: both use the
-same ports.
+same ports. The exit status is 0 if all tasks are ready, or if there is no cluster; 1 if a task is
+missing or does not match; and 2 if the description of the cluster is wrong.
 
 example:
   srun tfdist check && srun python train.py"""

@@ -37,7 +37,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     workers = "number of workers that share the optimizer's slots (shard_optimizer=True)"
     targets.add_argument("--workers", type=int, metavar="N", help=workers)
     add("--optimizer", metavar="NAME", help="count this optimizer's slots (default: the model's)")
-    add("--budget", metavar="SIZE", help="maximum size of the variables on each task, as 8GiB")
+    budget = "maximum size of variables and slots on each task, such as 8GiB"
+    add("--budget", metavar="SIZE", help=budget)
     rule = "'task 0', 'sharded(4)' or 'balanced' for variables whose path matches; may be repeated"
     add("--rule", action="append", default=[], metavar="PATTERN=PLACEMENT", help=rule)
     add("--picture", type=Path, metavar="FILE", help="draw the plan into this .svg or .png file")

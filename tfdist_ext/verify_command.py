@@ -62,9 +62,13 @@ def _verify(options: argparse.Namespace) -> Verification:
     """Compare in this process, which is a task of a cluster if `options.workers` is set."""
     builder = load_function(options.builder, "the builder", error=TrainingError)
     data_function = load_function(options.data, "the data function", error=TrainingError)
+    from absl import flags
+
     from tfdist_ext.strategies import create_strategy
     from tfdist_ext.training.verify import verify
 
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # the flags of the script have their defaults
     logging.getLogger("tensorflow").setLevel("ERROR")  # it warns when many models are traced
     if options.workers is None:
         strategy = create_strategy(options.strategy or "mirrored", logical_cpus=options.devices)

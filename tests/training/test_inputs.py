@@ -137,6 +137,11 @@ def test_steps_are_counted_exactly() -> None:
     assert steps_taken(ours) == 4
 
 
+def test_a_generator_that_has_ended() -> None:
+    with pytest.warns(UserWarning, match=r"this epoch had \d steps, an earlier one 4"):
+        distributed_fit(CLASSIFIER, (batch for batch in list(batches())), epochs=2)
+
+
 class Reshuffled(keras.utils.PyDataset):
     """Four batches of rows in an order that the end of each epoch changes."""
 

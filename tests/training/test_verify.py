@@ -289,6 +289,10 @@ SCRIPT = """
 import keras
 import numpy as np
 
+import tfdist_ext as tfd
+
+tfd.flags.define_strategy_flags()  # which the command does not parse
+
 def build():
     model = keras.Sequential([keras.Input([5]), keras.layers.Dense(3)])
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))

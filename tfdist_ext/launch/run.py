@@ -21,7 +21,9 @@ from tfdist_ext.launch.processes import StartProcess, TaskProcess, Tasks, start_
 __all__ = ["Limits", "RunResult", "run_plan"]
 
 _TIMED_OUT = 124  # as coreutils' timeout does
-_SETTLE = 5.0  # seconds for the task that another one blames to end by itself
+# Seconds for tasks to end by themselves: one that another task blames, and those that have saved
+# together with a preempted one.
+_SETTLE = 5.0
 # Seconds from SIGTERM to SIGKILL at most: after a failure, as the others cannot save without the
 # task that has failed; and after Ctrl-C, as a person waits.
 _GRACE_OF_FAILURE, _GRACE_OF_CTRL_C = 1.0, 5.0
@@ -258,6 +260,10 @@ class _Run:
                 f"{self.stop.first.name}: ending {len(running)} tasks within {grace:g} s; send it"
                 " again to kill them now"
             )
+        if self.failed is not None and self.failed.returncode == PREEMPTED:  # it has saved
+            deadline = time.monotonic() + _SETTLE
+            while self.tasks.running() and isinstance(self._next_event(deadline), TaskProcess):
+                pass
         self.tasks.signal_all(signal.SIGTERM)
         deadline = time.monotonic() + grace
         while self.tasks.are_there() and time.monotonic() < deadline and self.signals < 2:

@@ -137,6 +137,7 @@ def _batches_of_dataset(
         steps=adapter.num_batches,
         batch_size=_batch_size_of(dataset),
         is_infinite=isinstance(x, tf.data.Dataset) and bool(is_infinite),
+        reads_once=isinstance(x, Iterator),
         dataset=dataset,
         on_epoch_begin=hooks.on_epoch_begin,
         on_epoch_end=hooks.on_epoch_end,
@@ -295,6 +296,7 @@ class GlobalBatches:
         begin: returns the global batch of a pass that the first pass begins with, from the data's
             own position.
         needs_row_count: the tasks have to sum the rows of their parts of each global batch.
+        reads_once: the data is a Python iterator, which has no second pass.
         dataset: a dataset of one pass of whole global batches, if each task reads all of them.
         arrays: all of the data, if each task has it in memory.
         advance: called with the number of global batches that were used.
@@ -308,6 +310,7 @@ class GlobalBatches:
     is_infinite: bool = False
     begin: Callable[[], int] = lambda: 0
     needs_row_count: bool = False
+    reads_once: bool = False
     dataset: tf.data.Dataset | None = None
     arrays: Structure = None
     on_epoch_begin: Callable[[], None] = lambda: None
@@ -473,6 +476,7 @@ class Epochs:
         self._position = batches.begin()  # in the running pass
         self._is_empty = self._position == 0  # as far as it was read
         self._completed = 0  # steps of the next epoch that are done
+        self._longest = 0  # steps of the longest epoch so far
 
     @property
     def steps(self) -> int | None:
@@ -549,6 +553,12 @@ class Epochs:
                 raise TrainingError(EMPTY)
             if self._requested is not None and steps < self._requested:
                 self._warn_of_end(steps)
+            elif batches.reads_once and steps < self._longest:
+                warn(
+                    f"the generator has ended: this epoch had {steps} steps, an earlier one"
+                    f" {self._longest}. Pass steps_per_epoch, and yield the batches of all epochs."
+                )
+            self._longest = max(self._longest, steps)
             self._source = None
             batches.ended()
             return True

@@ -80,7 +80,10 @@ _COPIES = (
     "The replicas' copies of {} are different, because an update is not the same on all replicas."
     " It may draw random numbers outside of TensorFlow, or use the ID of the replica."
 )
-_UNKNOWN = 'No experiment found the cause. See "What the rules do not cover" in docs/exactness.md.'
+_UNKNOWN = (
+    'No experiment found the cause. See "What the rules do not cover" in docs/exactness.md. If all'
+    " differences are below 1e-4, they may be rounding: pass tolerance=1e-4 (--tolerance 1e-4)."
+)
 
 
 @filter_traceback

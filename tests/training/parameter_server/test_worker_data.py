@@ -1,4 +1,4 @@
-"""Which answers of workers count, and what the coordinator reads for an absent worker."""
+"""Which answers of workers count, and what the coordinator does for absent workers and servers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdist_ext as tfd
+from tfdist_ext.training.agreement.task_status import TaskStatus
+from tfdist_ext.training.parameter_server.calls import CoordinatorReduction
 from tfdist_ext.training.parameter_server.worker_data import Answer, ShardIterators
 
 
@@ -42,3 +45,11 @@ def test_the_coordinator_reads_the_rest_of_an_absent_worker() -> None:
     assert not data.unfinished
     rows = [int(batch[0]) for ((_, _, batch),) in data.rest]
     assert rows == [5, 6, 7, 26, 27]
+
+
+def test_a_server_that_is_lost_between_steps() -> None:
+    """Metrics and counters are read from servers outside of remote calls."""
+    reduction = CoordinatorReduction(tf.distribute.get_strategy(), TaskStatus())
+    with pytest.raises(tfd.PeerError, match="its part of the model is lost: failed to connect"):
+        with reduction.call("fit"):
+            raise tf.errors.UnavailableError(None, None, "failed to connect to all addresses")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import textwrap
@@ -13,16 +14,49 @@ import tensorflow as tf
 
 from tfdist_ext.data.pipelines import Specs, Structure
 from tfdist_ext.errors import PeerError
-from tfdist_ext.training.agreement.task_status import TaskStatus
+from tfdist_ext.training.agreement.task_status import Reduction, TaskStatus
 from tfdist_ext.training.inputs import BatchIterator
 from tfdist_ext.training.variables import default_strategy_scope
 
-__all__ = ["BATCHES_IN_A_CALL", "Call", "Calls", "traced", "traced_on_batches"]
+__all__ = [
+    "BATCHES_IN_A_CALL",
+    "Call",
+    "Calls",
+    "CoordinatorReduction",
+    "traced",
+    "traced_on_batches",
+]
 
 BATCHES_IN_A_CALL = 8  # at most
 
 # A function, and its arguments.
 Call: TypeAlias = tuple[tf.types.experimental.ConcreteFunction, Sequence[Any]]
+
+
+class CoordinatorReduction(Reduction):
+    """Of the coordinator alone, which reads global batches as they are."""
+
+    @contextlib.contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """Scope of a public call.
+
+        Raises:
+            PeerError: a parameter server is gone. Its variables are read between steps, too.
+        """
+        with super().call(name), _names_lost_server():
+            yield
+
+
+@contextlib.contextmanager
+def _names_lost_server() -> Iterator[None]:
+    try:
+        yield
+    except tf.errors.UnavailableError as error:
+        raise PeerError(
+            "a parameter server does not answer, and its part of the model is lost:"
+            f" {textwrap.shorten(str(error), 300)} Start the cluster again, and resume from a"
+            " checkpoint."
+        ) from error
 
 
 class Calls:
@@ -50,19 +84,14 @@ class Calls:
         """
         values = []
         try:
-            try:
-                for function, args in calls:
-                    values.append(self.coordinator.schedule(function, args=args))
-                self.coordinator.join()
-            except BaseException:
-                self.coordinator.join()  # steps that still run would change what comes next
-                raise
-        except tf.errors.UnavailableError as error:
-            raise PeerError(
-                "a parameter server does not answer, and its part of the model is lost:"
-                f" {textwrap.shorten(str(error), 300)} Start the cluster again, and resume from a"
-                " checkpoint."
-            ) from error
+            with _names_lost_server():
+                try:
+                    for function, args in calls:
+                        values.append(self.coordinator.schedule(function, args=args))
+                    self.coordinator.join()
+                except BaseException:
+                    self.coordinator.join()  # steps that still run would change what comes next
+                    raise
         except Exception as error:
             # TensorFlow wraps an error that occurs while a worker makes its dataset.
             original = getattr(error, "original_exception", None)

@@ -22,10 +22,16 @@ from tfdist_ext.data.pipelines import Specs, Structure
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training._keras_private import raw_value, step_of, step_variables
 from tfdist_ext.training._tf_private import busy_workers
-from tfdist_ext.training.agreement.task_status import Reduction, single_task
+from tfdist_ext.training.agreement.task_status import single_task
 from tfdist_ext.training.inputs import Epoch, Execution, GlobalBatches
 from tfdist_ext.training.parameter_server import worker_data
-from tfdist_ext.training.parameter_server.calls import BATCHES_IN_A_CALL, Call, Calls, traced
+from tfdist_ext.training.parameter_server.calls import (
+    BATCHES_IN_A_CALL,
+    Call,
+    Calls,
+    CoordinatorReduction,
+    traced,
+)
 from tfdist_ext.training.parameter_server.scope import WorkerScope, step_on_worker
 from tfdist_ext.training.parameter_server.worker_data import Answer, ShardIterators, WorkerBatches
 from tfdist_ext.training.steps.scope import Logs, StepOutputs, metrics_and_others
@@ -45,14 +51,14 @@ class ParameterServerEngine:
     worker reads them.
 
     Attributes:
-        reduction: of the coordinator alone, which reads global batches as they are.
+        reduction: of the coordinator alone.
     """
 
     def __init__(self, strategy: tf.distribute.ParameterServerStrategy):
         self._strategy = strategy
         servers = getattr(strategy, "servers", None)  # of create_strategy's
         peers = single_task("chief:0", busy_workers, servers)
-        self.reduction = Reduction(strategy, peers)
+        self.reduction = CoordinatorReduction(strategy, peers)
         self._calls = Calls(strategy, peers)
 
     def batches_on_workers(self, data: FunctionDataset) -> WorkerBatches | None:
