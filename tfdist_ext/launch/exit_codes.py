@@ -28,6 +28,7 @@ __all__ = [
     "USUAL_STALL_TIMEOUT",
     "StopSignals",
     "command_line",
+    "is_launched",
     "is_started_again",
     "stall_timeout",
 ]
@@ -60,6 +61,11 @@ def stall_timeout(env: Mapping[str, str], usual: float = USUAL_STALL_TIMEOUT) ->
 def is_started_again() -> bool:
     """Whether the launcher restarts this task after a failure, or says why it does not."""
     return bool(os.environ.get(STARTS_AGAIN))
+
+
+def is_launched() -> bool:
+    """Whether a launcher has started this process."""
+    return COMMAND in os.environ
 
 
 def command_line() -> str | None:

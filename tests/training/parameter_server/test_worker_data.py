@@ -50,6 +50,6 @@ def test_the_coordinator_reads_the_rest_of_an_absent_worker() -> None:
 def test_a_server_that_is_lost_between_steps() -> None:
     """Metrics and counters are read from servers outside of remote calls."""
     reduction = CoordinatorReduction(tf.distribute.get_strategy(), TaskStatus())
-    with pytest.raises(tfd.PeerError, match="its part of the model is lost: failed to connect"):
-        with reduction.call("fit"):
-            raise tf.errors.UnavailableError(None, None, "failed to connect to all addresses")
+    error = pytest.raises(tfd.PeerError, match="its part of the model is lost: failed to connect")
+    with error, reduction.call("fit"):
+        raise tf.errors.UnavailableError(None, None, "failed to connect to all addresses")

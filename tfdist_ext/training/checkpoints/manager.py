@@ -19,7 +19,7 @@ import numpy as np
 from tfdist_ext.cluster.liveness import log_line
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import PeerError, TrainingError
-from tfdist_ext.launch.exit_codes import PREEMPTED, command_line, is_started_again
+from tfdist_ext.launch.exit_codes import PREEMPTED, command_line, is_launched, is_started_again
 from tfdist_ext.training._keras_private import (
     flat_layers,
     global_seed_generator,
@@ -318,7 +318,9 @@ class CheckpointManager:
             hint = f"The last checkpoint is {folder.newest}, after {folder.progress}."
             if not is_started_again():
                 line = command_line() or "fit() with the same arguments"
-                hint = f"{hint} To resume, run again: {line}"
+                by_hand = self._reduction.multi_worker and not is_launched()
+                where = " on every machine" if by_hand else ""
+                hint = f"{hint} To resume, run again{where}: {line}"
         if isinstance(error, PeerError) and hint not in str(error):
             error.args = (f"{error} {hint}",)
         if self._reduction.is_chief:
