@@ -19,7 +19,7 @@ HEAD = (
     "| model | parameters | lines changed | mirrored 2 | mirrored 3 | workers 2 |"
     " parameter server | first step, over Keras's | |\n|---|---|---|---|---|---|---|---|---|\n"
 )
-# A change of the inputs is one rounding; a sum in another order has one in each of its operations.
+# A change of last bits is one rounding; a sum in another order has one in each of its operations.
 OF_ROUNDING = 100
 LIMIT = 1800  # seconds for the models that share a process
 SHARING = 10  # models that share processes; those of keras.applications are too large
@@ -106,7 +106,7 @@ def _line(title: str, found: Compared, figures: list[float | str | None]) -> Mea
     row = rows()[title]
     reason = row.reason
     if found.rounding and not reason:
-        reason = f"rounding: the last bit of the inputs makes {found.rounding:.0e} in Keras itself"
+        reason = f"rounding: changed last bits make {found.rounding:.0e} in Keras itself"
     bound = max(BOUND, OF_ROUNDING * found.rounding)
     within = all(isinstance(each, float) and each <= bound for each in figures)
     equal = within and not found.rounding

@@ -50,8 +50,8 @@ class Compared(NamedTuple):
         parameters: how many numbers the weights have.
         differences: to plain Keras, on each strategy; or what was raised.
         seconds: to the first step in plain Keras, then on each strategy.
-        rounding: the difference of plain Keras to itself after the last bit of the inputs was
-            changed; 0 where nobody needs it.
+        rounding: the difference of plain Keras to itself after the last bits of weights and
+            inputs were changed; 0 where nobody needs it.
     """
 
     parameters: int

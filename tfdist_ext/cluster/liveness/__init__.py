@@ -54,4 +54,5 @@ class WaitReports:
             log_line(
                 f"{me}: waiting for {names} for {waited:.0f} s. Check that it is started, that its"
                 f" address in {source} is right on every task, and that this host can reach it."
+                " Help: docs/troubleshooting.md#the-job-hangs-at-start"
             )

@@ -307,7 +307,10 @@ class PeerMonitor(TaskStatus):
         if late:
             more = f" and {len(late) - 5} more" if len(late) > 5 else ""
             names = f"{'; '.join(late[:5])}{more}"
-            log_line(f"{self._me}: waiting in {position.place} for {waited:.0f} s for {names}")
+            log_line(
+                f"{self._me}: waiting in {position.place} for {waited:.0f} s for {names}. Help:"
+                " docs/troubleshooting.md#the-job-hangs-during-training"
+            )
 
     def _obey(self, end: End) -> None:
         """Shows stacks or ends this process, if it has stalled; else aborts its collectives."""
