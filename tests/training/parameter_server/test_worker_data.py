@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import tensorflow as tf
 
 import tfdist_ext as tfd
 from tfdist_ext.training.agreement.task_status import TaskStatus
-from tfdist_ext.training.parameter_server.calls import CoordinatorReduction
+from tfdist_ext.training.parameter_server.calls import CoordinatorReduction, shorten_error
 from tfdist_ext.training.parameter_server.worker_data import Answer, ShardIterators
 
 
@@ -53,3 +54,16 @@ def test_a_server_that_is_lost_between_steps() -> None:
     error = pytest.raises(tfd.PeerError, match="its part of the model is lost: failed to connect")
     with error, reduction.call("fit"):
         raise tf.errors.UnavailableError(None, None, "failed to connect to all addresses")
+
+
+def test_errors_of_tensorflow_are_one_line() -> None:
+    text, array = (
+        "Remote function on worker %s failed with %s",
+        "UnavailableError\n[0.1 0.2]\n" * 999,
+    )
+    record = logging.LogRecord("tensorflow", logging.ERROR, "", 1, text, ("worker:0", array), None)
+    assert shorten_error(record)
+    shown = record.getMessage()
+    assert shown.startswith("Remote function on worker worker:0 failed with UnavailableError [0.1")
+    assert len(shown) <= 500
+    assert "\n" not in shown

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -23,6 +24,7 @@ __all__ = [
     "Call",
     "Calls",
     "CoordinatorReduction",
+    "shorten_error",
     "traced",
     "traced_on_batches",
 ]
@@ -59,6 +61,14 @@ def _names_lost_server() -> Iterator[None]:
         ) from error
 
 
+def shorten_error(record: logging.LogRecord) -> bool:
+    """Filter of a logger. TensorFlow prints the batches of a failed call, in thousands of lines."""
+    if record.levelno >= logging.ERROR:
+        text = textwrap.shorten(record.getMessage(), 500, placeholder=" ...")
+        record.msg, record.args = text, ()
+    return True
+
+
 class Calls:
     """The workers of a cluster, as the coordinator calls them.
 
@@ -70,6 +80,7 @@ class Calls:
 
     def __init__(self, strategy: tf.distribute.Strategy, peers: TaskStatus):
         self.peers = peers
+        tf.get_logger().addFilter(shorten_error)
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         # The strategy does not list its workers.
         devices = (tf.DeviceSpec.from_string(d.name) for d in tf.config.list_logical_devices())
