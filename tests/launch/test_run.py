@@ -167,6 +167,14 @@ def test_sigterm_comes_first_and_sigkill_after_the_grace(run_tasks):
     assert "worker:0 killed by SIGKILL" in ran.err
 
 
+def test_tasks_that_have_saved_end_by_themselves(run_tasks):
+    goes_on = "trap 'echo ended' TERM; echo ready; sleep 0.5; exit 143"
+    ran = run_tasks({"worker:0": "sleep 0.2; exit 143", "worker:1": goes_on})
+    assert ran.lines("worker:1") == ["ready"]
+    assert ran.result.returncodes == {"worker:0": 143, "worker:1": 143}
+    assert ran.seconds < 3
+
+
 def test_the_hard_limit_names_who_was_still_running(run_tasks):
     ran = run_tasks(
         {"worker:0": "echo waiting for worker:1; exec sleep 60", "worker:1": "exit 0"}, timeout=0.4
@@ -196,6 +204,21 @@ def test_the_coordinators_success_is_the_end(run_tasks):
     assert [*ran.result.returncodes.values()] == [0, -9, -15, 1]
     assert 0.7 <= ran.seconds < 3
     assert ran.err == ""
+
+
+def test_the_coordinator_saves_before_its_servers_end(run_tasks, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "_SETTLE", 0.1)
+    server = tmp_path / "server"
+    saves = f"sleep 0.3; kill -0 $(cat {server}) && echo saved; exit 143"
+    scripts = {
+        "chief:0": f"trap '{saves}' TERM; echo ready; sleep 60 & wait",
+        "worker:0": "sleep 0.3; exit 143",
+        "ps:0": f"echo $$ > {server}; exec sleep 60",
+    }
+    ran = run_tasks(scripts, coordinator="chief:0", grace=5)
+    assert ran.lines("chief:0") == ["ready", "saved"]
+    assert (ran.result.exit_status, ran.result.returncodes["chief:0"]) == (143, 143)
+    assert ran.seconds < 4
 
 
 # Nothing is left (run_tasks itself looks for leftovers at the end)

@@ -264,14 +264,26 @@ class _Run:
             deadline = time.monotonic() + _SETTLE
             while self.tasks.running() and isinstance(self._next_event(deadline), TaskProcess):
                 pass
-        self.tasks.signal_all(signal.SIGTERM)
         deadline = time.monotonic() + grace
+        if self.ended_by == "signal" or self.status == PREEMPTED:
+            self._end_coordinator(deadline)
+        self.tasks.signal_all(signal.SIGTERM)
+        deadline = max(deadline, time.monotonic() + _GRACE_OF_FAILURE)
         while self.tasks.are_there() and time.monotonic() < deadline and self.signals < 2:
             # Processes that tasks have left behind end without an event.
             self._next_event(time.monotonic() + _LOOK_EVERY)
         self.tasks.kill()
         while self._next_event(0.0):  # the ends of the tasks
             pass
+
+    def _end_coordinator(self, deadline: float) -> None:
+        """End the coordinator before the other tasks: it saves the variables of its servers."""
+        for task in self.tasks.running():
+            if task.name == self.plan.coordinator:
+                task.signal_group(signal.SIGTERM)
+                while task.returncode is None and self.signals < 2:
+                    if self._next_event(deadline) is None:
+                        break
 
     def _wait_for_output(self) -> None:
         """Wait until the output is shown. A reader such as a pager may take its time."""
