@@ -28,7 +28,7 @@ from training_cases import (
 )
 
 import tfdist_ext as tfd
-from tfdist_ext.training.inputs import read
+from tfdist_ext.training.inputs import parts_of_dataset, read
 
 # Keras's own fit says this where ours says what is below; both are expected.
 KERAS_RAN_OUT = pytest.mark.filterwarnings("ignore:Your input ran out of data")
@@ -135,6 +135,39 @@ def test_steps_are_counted_exactly() -> None:
     with pytest.warns(UserWarning, match="ended after 4 of the 7 steps"):
         ours, _ = distributed_fit(CLASSIFIER, batches(), steps_per_epoch=7)
     assert steps_taken(ours) == 4
+
+
+def test_steps_do_not_get_the_memory_of_the_users_arrays() -> None:
+    """A step may write into the memory of its inputs."""
+    memory = np.zeros(96, "float32")
+    start = -memory.ctypes.data % 64 // 4  # TensorFlow copies what is not aligned
+    labels = memory[start : start + 64]
+
+    def shares(tensor: tf.Tensor) -> bool:
+        return np.shares_memory(np.frombuffer(memoryview(tensor), "float32"), labels)
+
+    spec = tf.TensorSpec([64], tf.float32)
+    dataset = tf.data.Dataset.from_generator(lambda: iter([labels]), output_signature=spec)
+    assert shares(next(iter(dataset)))
+    for readers in (1, 2):
+        ((_, _, part),) = next(iter(parts_of_dataset(dataset)(0, 1, readers)))
+        assert not shares(part)
+
+    class Labels:
+        element_spec = tf.TensorSpec([None], tf.float32)
+
+        def __len__(self) -> int:
+            return 64
+
+        def take(self, rows: tf.Tensor) -> tf.Tensor:
+            part = tf.numpy_function(lambda rows: labels[: len(rows)], [rows], tf.float32)
+            return tf.ensure_shape(part, [None])
+
+        def fingerprint(self) -> dict[str, int]:
+            return {}
+
+    source = tfd.data.from_source(Labels(), global_batch_size=64)
+    assert not shares(next(iter(source.dataset(epoch=0))))
 
 
 def test_a_generator_that_has_ended() -> None:

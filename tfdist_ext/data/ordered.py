@@ -20,7 +20,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.pipelines import batch_size_of, check_padded, in_parallel, one_at_least, padded
+from tfdist_ext.data.pipelines import (
+    batch_size_of,
+    check_padded,
+    in_own_memory,
+    in_parallel,
+    one_at_least,
+    padded,
+)
 from tfdist_ext.data.sharded import (
     ShardedDataset,
     check_reads_here,
@@ -343,7 +350,8 @@ class OrderedDataset(ShardedDataset):
 
             def part(replica: int) -> Any:
                 low, high = bounds(size, replica, replicas)
-                taken = self.source.take(self.order.rows(step, low, tf.maximum(high, low + 1), key))
+                rows = self.order.rows(step, low, tf.maximum(high, low + 1), key)
+                taken = in_own_memory(self.source.take(rows))
                 there = batch_size_of(taken)  # fewer if damaged records are skipped
                 of = size if counted else tf.ones_like(size)
                 return tf.minimum(high - low, there), of, one_at_least(taken, there)
@@ -374,7 +382,7 @@ class OrderedDataset(ShardedDataset):
                 low, high = size // count * index, size // count * (index + 1)
             else:
                 low, high = bounds(size, index, count)
-            taken = self.source.take(order.rows(step, low, high, key))
+            taken = in_own_memory(self.source.take(order.rows(step, low, high, key)))
             if remainder is not Remainder.PAD:
                 return taken
             return padded(taken, -(-self.global_batch_size // count))

@@ -26,6 +26,7 @@ __all__ = [
     "check_padded",
     "checked_batch_size",
     "data_errors_as_raised",
+    "in_own_memory",
     "in_parallel",
     "named_parts",
     "one_at_least",
@@ -84,6 +85,20 @@ def takes_elements(dataset: tf.data.Dataset, read: Callable[[Any], Any]) -> Call
         return read(parts if has_parts else parts[0])
 
     return read_element
+
+
+def in_own_memory(batch: Any) -> Any:
+    """Copies the tensors of a batch.
+
+    The tensors of a generator share the memory of the user's NumPy arrays. A step may write its
+    results into the memory of a tensor that nothing else needs.
+    """
+
+    def copied(part: Any) -> Any:
+        is_data = part is not None and part.dtype not in (tf.variant, tf.resource)
+        return tf.raw_ops.DeepCopy(x=part) if is_data else part
+
+    return tf.nest.map_structure(copied, batch, expand_composites=True)
 
 
 def operations_of(dataset: tf.data.Dataset) -> set[str]:

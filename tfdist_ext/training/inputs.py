@@ -28,6 +28,7 @@ from tfdist_ext.data.pipelines import (
     Structure,
     batch_size_of,
     checked_batch_size,
+    in_own_memory,
     in_parallel,
     named_parts,
     rows_between,
@@ -226,11 +227,11 @@ def parts_of_dataset(dataset: tf.data.Dataset, readers: int = 1) -> PartsOf:
             )
             if replicas * readers == 1:
                 size = batch_size_of(whole)
-                return ((size, size, whole),)
+                return ((size, size, in_own_memory(whole)),)
             size = checked_batch_size(whole, replicas * readers)
             spans = [tf.unstack(each, local) for each in _spans(size, first, local, replicas)]
             return tuple(
-                (mine, size, rows_between(whole, low, high))
+                (mine, size, in_own_memory(rows_between(whole, low, high)))
                 for mine, low, high in zip(*spans, strict=True)
             )
 
