@@ -75,4 +75,4 @@ def test_too_low_an_accuracy_fails(tmp_path: Path) -> None:
     command.append("--config=configs/digits_one_device.toml")
     run = run_program(command, tmp_path, cwd=ROOT, timeout=100)
     assert run.returncode != 0
-    assert "is under the 0.95 asked for" in run.stderr
+    assert "is below 0.95" in run.stderr
