@@ -18,7 +18,7 @@ from pathlib import Path
 
 from clusters import outputs_of_tasks
 from fit_speed import LEGACY_PYTHON, PROGRAMS, prepare_legacy
-from report import closing_line, put_into
+from report import closing_line, put_into, table
 
 MILLION = 1_000_000
 MARKERS = ("<!-- embedding_speed begin -->", "<!-- embedding_speed end -->")
@@ -58,10 +58,8 @@ def main() -> int:
             print(f"round {turn + 1}: {name}: {speed:.1f} steps/s, {peak} MiB", flush=True)
     medians = {name: statistics.median(each) for name, each in speeds.items()}
     title = "1M rows of 32, 2 workers, 2 ps"
-    lines = ["", f"| {title} | steps/s | tfdist_ext is | MiB of a server |", "|---|---|---|---|"]
-    for name, median in medians.items():
-        ratio = "" if name.startswith(OURS) else f"{medians[OURS] / median:.2f} x as fast"
-        lines.append(f"| {name} | {median:.0f} | {ratio} | {memory[name]:,} |")
+    shown = {name: f"{peak:,}" for name, peak in memory.items()}
+    lines = table(title, medians, OURS, MiB_of_a_server=shown)
     text = "\n".join(lines + closing_line(arguments.rounds))
     print(f"\n{text}")
     if arguments.markdown:

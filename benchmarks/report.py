@@ -23,12 +23,18 @@ def measured_in_turn(program: Path, *arguments: int | str) -> list[dict[str, flo
     return found
 
 
-def table(title: str, medians: dict[str, float], ours: str) -> list[str]:
-    """Lines of a table: steps a second, and how much faster the contestant called `ours` is."""
-    lines = ["", f"| {title} | steps/s | tfdist_ext is |", "|---|---|---|"]
+def table(title: str, medians: dict[str, float], ours: str, **more: dict[str, str]) -> list[str]:
+    """Lines of a table: steps a second, and how much faster the contestant called `ours` is.
+
+    Args:
+        more: further columns: a title with underscores, and a cell for each contestant.
+    """
+    titles = [title, "steps/s", "tfdist_ext is", *(each.replace("_", " ") for each in more)]
+    lines = ["", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name, median in medians.items():
         ratio = "" if name.startswith(ours) else f"{medians[ours] / median:.2f} x as fast"
-        lines.append(f"| {name} | {median:.0f} | {ratio} |")
+        cells = [name, f"{median:.0f}", ratio, *(column[name] for column in more.values())]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

@@ -7,11 +7,11 @@ for what `parse` takes; folder, bytes of a record, records, records of a batch.
 import os
 import sys
 import time
-from pathlib import Path
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
 import tensorflow as tf
+from own_memory import mebibytes, reset_peak
 
 import tfdist_ext as tfd
 
@@ -49,17 +49,11 @@ def epoch():
     return shuffled.batch(batch).map(parse, AUTOTUNE).prefetch(AUTOTUNE)
 
 
-def mebibytes(field):
-    """Of this process: VmRSS is now, VmHWM the most since the last reset."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split(f"{field}:")[1].split()[0]) / 1024
-
-
 def measure():
     started_up = tf.data.Dataset.range(100).shuffle(9).map(lambda i: i + 1, AUTOTUNE).batch(7)
     assert sum(len(numbers) for numbers in started_up) == 100
     before = mebibytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    reset_peak()
     making = time.perf_counter()
     data = epoch()
     started = time.perf_counter()

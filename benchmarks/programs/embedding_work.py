@@ -10,11 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import serving
 import tensorflow as tf
+from own_memory import mebibytes
 
 __all__ = [
     "BATCH",
@@ -31,7 +31,7 @@ __all__ = [
 BATCH = 256
 WIDTH = 32
 ROWS, STEPS, EPOCHS = (int(argument) for argument in sys.argv[1:4])
-OPTIMIZER = (*sys.argv, "sgd")[4]
+OPTIMIZER = sys.argv[4] if len(sys.argv) > 4 else "sgd"
 
 
 def serve() -> None:
@@ -45,8 +45,7 @@ def report_peak() -> None:
     peak = 0
     while True:
         time.sleep(0.5)
-        status = Path("/proc/self/status").read_text()
-        now = int(status.split("VmHWM:")[1].split()[0]) // 1024
+        now = int(mebibytes("VmHWM"))
         if now > peak:
             print(f"peak MiB {now}", flush=True)
         peak = now

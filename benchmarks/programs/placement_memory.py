@@ -14,6 +14,7 @@ from pathlib import Path
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
+from own_memory import mebibytes, reset_peak
 from serving import serve
 
 serve()
@@ -28,16 +29,10 @@ ours, rows = sys.argv[1] == "tfdist_ext", int(sys.argv[2])
 servers = len(tfd.ClusterConfig.from_env().jobs["ps"])
 
 
-def mebibytes(field):
-    """Of this process: VmRSS is now, VmHWM the most since the last reset."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split(f"{field}:")[1].split()[0]) / 1024
-
-
 @contextmanager
 def peak_of(what) -> Iterator[None]:
     before = mebibytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    reset_peak()
     try:
         yield
     finally:

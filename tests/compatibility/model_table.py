@@ -12,6 +12,7 @@ from model_rows import rows
 from two_steps import BOUND, LARGE, Compared, train_in_task, train_on_replicas
 
 from tfdist_ext.testing import TaskError, run_tasks
+from tfdist_ext.training.verification import ROUNDING_FACTOR
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 BEGIN, END = "<!-- models begin -->\n", "<!-- models end -->"
@@ -19,8 +20,6 @@ HEAD = (
     "| model | parameters | lines changed | mirrored 2 | mirrored 3 | workers 2 |"
     " parameter server | first step, over Keras's | |\n|---|---|---|---|---|---|---|---|---|\n"
 )
-# A change of last bits is one rounding; a sum in another order has one in each of its operations.
-OF_ROUNDING = 100
 LIMIT = 1800  # seconds for the models that share a process
 SHARING = 10  # models that share processes; those of keras.applications are too large
 CLUSTERS = {"workers 2": {"worker": 2}, "parameter server": {"worker": 1, "ps": 1}}
@@ -107,7 +106,7 @@ def _line(title: str, found: Compared, figures: list[float | str | None]) -> Mea
     reason = row.reason
     if found.rounding and not reason:
         reason = f"rounding: changed last bits make {found.rounding:.0e} in Keras itself"
-    bound = max(BOUND, OF_ROUNDING * found.rounding)
+    bound = max(BOUND, ROUNDING_FACTOR * found.rounding)
     within = all(isinstance(each, float) and each <= bound for each in figures)
     equal = within and not found.rounding
     figures = [*figures, *[None] * 4][:4]

@@ -166,8 +166,11 @@ def test_steps_do_not_get_the_memory_of_the_users_arrays() -> None:
         def fingerprint(self) -> dict[str, int]:
             return {}
 
-    source = tfd.data.from_source(Labels(), global_batch_size=64)
-    assert not shares(next(iter(source.dataset(epoch=0))))
+    for data in (
+        tfd.data.from_source(Labels(), global_batch_size=64),
+        tfd.data.from_arrays(labels, global_batch_size=64),
+    ):
+        assert not shares(next(iter(data.dataset(epoch=0))))
 
 
 def test_a_generator_that_has_ended() -> None:

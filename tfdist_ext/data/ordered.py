@@ -351,7 +351,7 @@ class OrderedDataset(ShardedDataset):
             def part(replica: int) -> Any:
                 low, high = bounds(size, replica, replicas)
                 rows = self.order.rows(step, low, tf.maximum(high, low + 1), key)
-                taken = in_own_memory(self.source.take(rows))
+                taken = self._take(rows)
                 there = batch_size_of(taken)  # fewer if damaged records are skipped
                 of = size if counted else tf.ones_like(size)
                 return tf.minimum(high - low, there), of, one_at_least(taken, there)
@@ -363,6 +363,11 @@ class OrderedDataset(ShardedDataset):
     def in_order(self) -> OrderedDataset:
         """The same data without a seed, from its start."""
         return OrderedDataset(self.source, global_batch_size=self.global_batch_size)
+
+    def _take(self, rows: tf.Tensor) -> Any:
+        """The examples with these numbers. Arrays are gathered; other sources may call Python."""
+        taken = self.source.take(rows)
+        return taken if isinstance(self.source, Arrays) else in_own_memory(taken)
 
     def _read(
         self, epoch: int, count: int, remainder: Remainder
@@ -382,7 +387,7 @@ class OrderedDataset(ShardedDataset):
                 low, high = size // count * index, size // count * (index + 1)
             else:
                 low, high = bounds(size, index, count)
-            taken = in_own_memory(self.source.take(order.rows(step, low, high, key)))
+            taken = self._take(order.rows(step, low, high, key))
             if remainder is not Remainder.PAD:
                 return taken
             return padded(taken, -(-self.global_batch_size // count))

@@ -231,11 +231,9 @@ class _Run:
         others = {each.name: each for each in self.tasks.all if each is not task}
         self.failed = task
         if blame is not None and blame.task in others:
-            self.failed, self.victim = others[blame.task], (task, blame)
-            deadline = time.monotonic() + _SETTLE
-            while self.failed.returncode is None:
-                if not isinstance(self._next_event(deadline), TaskProcess):
-                    break
+            blamed = others[blame.task]
+            self.failed, self.victim = blamed, (task, blame)
+            self._wait_while(lambda: blamed.returncode is None)
         self.status = shell_status(self.failed.returncode or task.returncode or 0)
         if self.failed.returncode is None:
             self.verb, self.status = "does not answer", RESTART
@@ -243,6 +241,12 @@ class _Run:
             self.verb = "left"
         elif self.status == PREEMPTED:
             self.verb = "was preempted"
+
+    def _wait_while(self, pending: Callable[[], bool]) -> None:
+        """Wait until tasks have ended by themselves, for `_SETTLE` seconds or until a signal."""
+        deadline = time.monotonic() + _SETTLE
+        while pending() and isinstance(self._next_event(deadline), TaskProcess):
+            pass
 
     def _end(self) -> None:
         """Give the tasks, and the processes that they left behind, the grace to end."""
@@ -261,9 +265,7 @@ class _Run:
                 " again to kill them now"
             )
         if self.failed is not None and self.failed.returncode == PREEMPTED:  # it has saved
-            deadline = time.monotonic() + _SETTLE
-            while self.tasks.running() and isinstance(self._next_event(deadline), TaskProcess):
-                pass
+            self._wait_while(lambda: bool(self.tasks.running()))
         deadline = time.monotonic() + grace
         if self.ended_by == "signal" or self.status == PREEMPTED:
             self._end_coordinator(deadline)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Results", "Verification", "relative_differences"]
+__all__ = ["ROUNDING_FACTOR", "Results", "Verification", "relative_differences"]
 
 Results = Mapping[str, np.ndarray]  # "weight dense/kernel", "log loss": kind and name
 

@@ -57,10 +57,8 @@ def test_a_server_that_is_lost_between_steps() -> None:
 
 
 def test_errors_of_tensorflow_are_one_line() -> None:
-    text, array = (
-        "Remote function on worker %s failed with %s",
-        "UnavailableError\n[0.1 0.2]\n" * 999,
-    )
+    text = "Remote function on worker %s failed with %s"
+    array = "UnavailableError\n[0.1 0.2]\n" * 999
     record = logging.LogRecord("tensorflow", logging.ERROR, "", 1, text, ("worker:0", array), None)
     assert shorten_error(record)
     shown = record.getMessage()
