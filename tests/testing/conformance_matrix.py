@@ -32,8 +32,8 @@ class OuterTensor(StrategyConformance):
     """TensorFlow's own strategies fail one check."""
 
     @pytest.mark.xfail(strict=True, reason=OUTER_TENSOR)
-    def test_all_reduce_of_an_outer_tensor(self) -> None:
-        super().test_all_reduce_of_an_outer_tensor()
+    def test_all_reduce_of_a_captured_tensor(self) -> None:
+        super().test_all_reduce_of_a_captured_tensor()
 
 
 class Mirrored(OuterTensor):

@@ -84,7 +84,7 @@ def failures(strategy: type[StrategyTemplate], checks: list[str]) -> dict[str, s
         ),
         (
             LargeOnesMissed,
-            ["variables_begin_equal", "update"],
+            ["equal_initial_values", "update"],
             "update of 1 MiB, read in replicas: must be [[7.0, 7.0], [7.0, 7.0], [7.0, 7.0]], got"
             " [[7.0, 7.0], [7.0, 7.0], [6.0, 6.0]].",
         ),
@@ -95,7 +95,7 @@ def failures(strategy: type[StrategyTemplate], checks: list[str]) -> dict[str, s
         ),
         (
             NotSaved,
-            ["checkpoint", "checkpoint_before_the_variables"],
+            ["checkpoint", "deferred_restore"],
             "values in the checkpoint: must be [[[1.0, 2.0], [3.0, 4.0]], 6.0, 6.0], got [[[0.0,",
         ),
         (

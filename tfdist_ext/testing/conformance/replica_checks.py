@@ -210,7 +210,7 @@ class ReplicaChecks(StrategyCase):
         summed = run(self.under_test(), step, "tf.function around")
         self.expect_values("the sum of slices", summed, [table] * count)
 
-    def test_all_reduce_of_an_outer_tensor(self) -> None:
+    def test_all_reduce_of_a_captured_tensor(self) -> None:
         """A tensor from outside of the step counts once for each replica."""
         count, two = self.replicas(), tf.constant(2.0)
         result = self.under_test().run(lambda: _all_reduce("SUM", two))

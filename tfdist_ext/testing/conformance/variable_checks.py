@@ -56,7 +56,7 @@ class VariableChecks(StrategyCase):
         on_read = tf.VariableSynchronization.ON_READ
         return self.variable(0.0, "SUM", synchronization=on_read, trainable=False)
 
-    def test_variables_are_made_in_scope(self) -> None:
+    def test_variables_created_in_scope(self) -> None:
         """Only a variable created in the scope belongs to the strategy."""
         strategy = self.under_test()
         mine, other = self.variable([1.0, 2.0]), tf.Variable(1.0)
@@ -65,14 +65,14 @@ class VariableChecks(StrategyCase):
         expect_equal("variable_created_in_scope, outside", made_here(other), False)
         self.expect_everywhere("the initial value", mine, [1.0, 2.0])
 
-    def test_variables_begin_equal(self) -> None:
+    def test_equal_initial_values(self) -> None:
         """A random initial value is drawn once, not on each replica."""
         mine = self.variable(lambda: tf.random.normal([4]))
         self.expect_everywhere("a random initial value", mine, self.seen(mine)[0])
         large = self.variable(lambda: tf.random.normal(LARGE))
         self.expect_everywhere("a random initial value of 1 MiB", large, self.seen(large)[0])
 
-    def test_variables_made_late(self) -> None:
+    def test_variables_created_in_a_step(self) -> None:
         """A variable created in a step or in a tf.function exists once for all replicas."""
         made: list[Any] = []
 
@@ -88,11 +88,11 @@ class VariableChecks(StrategyCase):
 
         with self.under_test().scope():
             expect_equal("the function's result", first_call().numpy().tolist(), [4.0, 4.0])
-        self.expect_everywhere("a variable made in a tf.function", made.pop(), [3.0, 3.0])
+        self.expect_everywhere("a variable created in a tf.function", made.pop(), [3.0, 3.0])
         right = [5 * r for r in self.numbers()]
         self.expect_values("run with a variable", self.under_test().run(step), right)
         expect_equal("number of variables", len({id(variable) for variable in made}), 1)
-        self.expect_everywhere("a variable made in replicas", made[0], 5.0)
+        self.expect_everywhere("a variable created in replicas", made[0], 5.0)
 
     def test_assignments_in_replicas(self) -> None:
         """Replica r assigns r: every replica reads the sum, the mean or the first value."""
@@ -117,21 +117,21 @@ class VariableChecks(StrategyCase):
             run(self.under_test(), lambda steps=steps: steps.assign_add(1), mode)
             self.expect_everywhere(f"an int64 counter, 1 added in replicas, {mode}", steps, 6)
 
-    def test_assignments_outside_of_replicas(self) -> None:
+    def test_assignments_outside_replicas(self) -> None:
         """Assignments in Python, inside and outside the scope, write every copy."""
         mine = self.variable([1.0, 2.0])
         mine.assign([3.0, 4.0])
         mine.assign_sub([1.0, 1.0])
         with self.under_test().scope():
             mine.assign_add([0.5, 0.5])
-        self.expect_everywhere("assignments outside of replicas", mine, [2.5, 3.5])
+        self.expect_everywhere("assignments outside replicas", mine, [2.5, 3.5])
         expect_equal("variable + 1", (mine + 1).numpy().tolist(), [3.5, 4.5])
         with self.under_test().scope():
             mine.scatter_add(tf.IndexedSlices([1.0], [1]))
         self.expect_everywhere("scatter_add", mine, [2.5, 4.5])
         steps = self.counter()
         steps.assign_add(2)
-        self.expect_everywhere("an int64 counter, 2 added outside of replicas", steps, 7)
+        self.expect_everywhere("an int64 counter, 2 added outside replicas", steps, 7)
 
     def test_metric_variables(self) -> None:
         """Reading a variable that is synchronized on read sums what the replicas added."""
@@ -208,7 +208,7 @@ class VariableChecks(StrategyCase):
         self.expect_everywhere("a sum restored", module.total, 9.0)
         expect_equal("a metric's sum restored", float(module.counter.numpy()), total)
 
-    def test_checkpoint_before_the_variables(self) -> None:
+    def test_deferred_restore(self) -> None:
         """Variables created after a checkpoint was restored get its values."""
         with tempfile.TemporaryDirectory() as folder:
             path = tf.train.Checkpoint(self._written_module()).save(f"{folder}/checkpoint")
@@ -216,7 +216,7 @@ class VariableChecks(StrategyCase):
             with self.under_test().scope():
                 tf.train.Checkpoint(later).restore(path)
                 later.matrix = tf.Variable(tf.zeros([2, 2]))
-        self.expect_everywhere("a matrix made later", later.matrix, MATRIX)
+        self.expect_everywhere("a matrix created after restore", later.matrix, MATRIX)
 
     def test_saved_model(self) -> None:
         """`tf.saved_model.save` writes the values once, and loading needs no strategy."""
