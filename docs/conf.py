@@ -23,6 +23,7 @@ html_show_copyright = False
 myst_heading_anchors = 4  # of the links to headings
 smartquotes = False  # "GPU:0" is to be copied
 default_role = "literal"  # docstrings have `names` as Markdown has them
+autodoc_preserve_defaults = True
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 napoleon_use_ivar = True  # the attributes that a docstring lists, beside the fields of a dataclass
@@ -88,7 +89,13 @@ def mark_columns(app: Any, tree: Any) -> None:
             block["classes"].append("columns")
 
 
+def skip_alias(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+    """Leave out the fields of named tuples, which the docstring of the class describes."""
+    return True if type(obj).__name__ == "_tuplegetter" else None
+
+
 def setup(app: Any) -> None:
+    app.connect("autodoc-skip-member", skip_alias)
     app.connect("doctree-read", mark_columns)
     app.connect("source-read", nest_examples)
     app.connect("autodoc-process-docstring", check_types, priority=900)  # after napoleon

@@ -31,10 +31,10 @@ __all__ = [
 
 
 class TfDistError(Exception):
-    """Base of every error this package raises on purpose.
+    """Base class of all errors of this package.
 
     Attributes:
-        help_page: the section of the documentation that lists the messages; tracebacks end with it.
+        help_page: the section of the documentation about the error. Tracebacks end with it.
     """
 
     help_page: ClassVar[str] = "docs/error_messages.md"
@@ -45,7 +45,7 @@ class TfDistError(Exception):
 
 
 class ClusterConfigError(TfDistError, ValueError):
-    """The description of a cluster is invalid; the message names the key and the value."""
+    """The description of a cluster is invalid. The message names the key and the value."""
 
     help_page = "docs/error_messages.md#clusters-and-strategies"
 
@@ -57,10 +57,10 @@ class PlacementError(TfDistError, ValueError):
 
 
 class StrategyError(TfDistError, ValueError):
-    """A strategy is unknown, cannot run here, or was given an option that it does not take.
+    """A strategy is unknown, cannot run on this machine, or does not take an option.
 
     Attributes:
-        missing: the tasks that did not come in time; "" if this was not the cause.
+        missing: the tasks that did not start in time; "" for other causes.
     """
 
     help_page = "docs/error_messages.md#clusters-and-strategies"
@@ -68,18 +68,18 @@ class StrategyError(TfDistError, ValueError):
 
 
 class TrainingError(TfDistError, ValueError):
-    """A model, a dataset or a call cannot be distributed as it is."""
+    """A model, a dataset or a call cannot be distributed."""
 
 
 class PeerError(TrainingError):
-    """A call failed because another task left, died or made a different call.
+    """A call failed because another task exited, died or made a different call.
 
-    The workers cannot train together any more in these processes. Start the job again.
+    The processes can no longer train together. Start the job again.
 
     Attributes:
-        task: the task that is the cause, as "worker:1"; "" if it is not one task alone.
-        permanent: whether the next start would fail in the same way, because the scripts of the
-            tasks make different calls.
+        task: the task that failed, such as "worker:1"; "" if there are several.
+        permanent: whether a restart would fail in the same way, because the scripts of the tasks
+            make different calls.
     """
 
     help_page = "docs/error_messages.md#failed-and-stalled-tasks"
@@ -88,24 +88,24 @@ class PeerError(TrainingError):
 
 
 class DataError(TfDistError, ValueError):
-    """Examples cannot be read, sharded or resumed; the message names the file or field."""
+    """Data cannot be read, sharded or resumed. The message names the file or the field."""
 
     help_page = "docs/error_messages.md#data"
 
 
 class LaunchError(TfDistError, RuntimeError):
-    """The processes of a cluster could not be planned or started."""
+    """The processes of a cluster cannot be planned or started."""
 
     help_page = "docs/error_messages.md#placement-and-launching"
 
 
 class TaskError(LaunchError):
-    """A task that ran a function failed, crashed, or did not end in time.
+    """A task that ran a function raised an exception, crashed, or did not end in time.
 
-    The message contains the task's own traceback.
+    The message contains the traceback of the task.
 
     Attributes:
-        failed: names of the failed tasks, the root cause first, as "worker:1".
+        failed: the names of the failed tasks, such as "worker:1". The root cause is first.
     """
 
     def __init__(self, message: str, failed: tuple[str, ...] = ()) -> None:

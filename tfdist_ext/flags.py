@@ -1,11 +1,13 @@
 """absl flags for a script's strategy.
 
-tfd.flags.define_strategy_flags()
+    tfd.flags.define_strategy_flags()
 
-def main(argv):
-    strategy = tfd.create_strategy()  # uses the flags
+    def main(argv):
+        strategy = tfd.create_strategy()  # uses the flags
 
-absl.app.run(main)
+    absl.app.run(main)
+
+`create_strategy` reads the flags when it is called.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ _SETTINGS = {"strategy": "name", "strategy_config": "config"}  # flags with anot
 
 @filter_traceback
 def define_strategy_flags(flag_values: flags.FlagValues | None = None) -> None:
-    """Define --strategy, --strategy_config, --devices and the flags of other settings.
+    """Defines --strategy, --strategy_config, --devices and flags for other settings.
 
     Flags take precedence over the settings file, which takes precedence over the environment.
 
     Args:
-        flag_values: where to define the flags; by default `absl.flags.FLAGS`, which
+        flag_values: the object that gets the flags. The default is `absl.flags.FLAGS`, which
             `create_strategy` reads.
     """
     flag_values = flags.FLAGS if flag_values is None else flag_values
@@ -54,11 +56,11 @@ def define_strategy_flags(flag_values: flags.FlagValues | None = None) -> None:
 
 @filter_traceback
 def strategy_flags() -> dict[str, Any]:
-    """Returns the settings from the flags of the command line; {} without these flags.
+    """Returns the settings from the command-line flags, or {} if the flags are not defined.
 
     Raises:
-        absl.flags.UnparsedFlagAccessError: the flags are defined, but nothing has parsed the
-            command line, as `absl.app.run` does.
+        absl.flags.UnparsedFlagAccessError: the flags are not parsed yet. `absl.app.run` parses
+            them.
     """
     if "strategy_config" not in flags.FLAGS:
         return {}

@@ -21,21 +21,22 @@ from tfdist_ext.user_frames import filter_traceback
 __all__ = ["CHECKPOINT", "ReportCallback"]
 
 
-CHECKPOINT = "checkpoint.safetensors"  # the file in a checkpoint of Ray
+#: The name of the file in a Ray checkpoint.
+CHECKPOINT = "checkpoint.safetensors"
 
 
 @filter_traceback
 class ReportCallback(keras.callbacks.Callback):
-    """Reports each epoch to Ray Train. Create it in the function of the workers.
+    """Reports each epoch to Ray Train. Create it in the training function of the workers.
 
-    Give it to `fit` on all workers: Ray waits until all have reported. A report has the logs of the
-    epoch, which are of global batches and equal on all workers, and `epoch`, its number from 0.
-    With `fit(checkpoint_dir=...)` the chief adds the checkpoint of the epoch, as a Ray checkpoint
-    with one file, `tfd.ray.CHECKPOINT`, that `restore_checkpoint` reads. The training waits until
-    Ray has copied the checkpoint to the storage of the run.
+    Pass it to `fit` on all workers, because Ray waits until all workers have reported. A report
+    contains the logs of the epoch, which are equal on all workers, and the number `epoch`, starting
+    at 0. With `fit(checkpoint_dir=...)`, the chief adds the checkpoint of the epoch as a Ray
+    checkpoint with one file, `tfd.ray.CHECKPOINT`, which `restore_checkpoint` reads. The training
+    waits until Ray has copied the checkpoint to its storage.
 
     Raises:
-        TrainingError: Ray is not installed, or this process is not a worker of a trainer.
+        TrainingError: Ray is not installed, or this process is not a worker of a Ray trainer.
     """
 
     def __init__(self) -> None:

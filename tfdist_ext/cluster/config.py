@@ -30,20 +30,22 @@ ENVIRONMENTS: dict[str, Callable[[Mapping[str, str]], ClusterDescription | str]]
 @filter_traceback
 @dataclass(frozen=True)
 class ClusterConfig:
-    """A cluster, seen from one of its tasks. Immutable, hashable and always valid.
+    """The addresses of all tasks of a cluster, and the task of this process.
+
+    Immutable and hashable. The cluster is validated when it is created.
 
     Attributes:
-        jobs: job name -> addresses ("host:port") in index order; "" for an index that the sparse
-            form of TF_CONFIG did not list. A read-only copy of what was given.
-        task: the task this process is.
-        rpc_layer: the protocol between tasks, for example "grpc"; None leaves it to TensorFlow.
-        environment: TF_CONFIG's own word for where it was written, for example "cloud".
-        source: where all this came from, in a few words; not part of equality.
+        jobs: maps each job to the addresses ("host:port") of its tasks, in index order. The address
+            is "" for an index that the sparse form of TF_CONFIG does not list. Read-only.
+        task: the task of this process.
+        rpc_layer: the protocol between tasks, for example "grpc". None uses TensorFlow's default.
+        environment: the value of "environment" in TF_CONFIG, for example "cloud".
+        source: a short description of where the cluster was found. Ignored in comparisons.
 
     Raises:
-        ClusterConfigError: no jobs, an unknown or empty job, two chiefs, ps without workers, an
-            address that is wrong or stands twice, a task that is not in the cluster, an rpc_layer
-            or environment that is not text.
+        ClusterConfigError: the cluster has no jobs, an unknown or empty job, two chiefs, parameter
+            servers without workers, an invalid or duplicate address, or does not contain `task`;
+            or `rpc_layer` or `environment` is not a string.
     """
 
     jobs: dict[str, tuple[str, ...]]
@@ -62,16 +64,18 @@ class ClusterConfig:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> ClusterConfig | None:
-        """Returns the cluster that the environment describes; TF_CONFIG takes precedence.
+        """Returns the cluster that the environment variables describe.
+
+        TF_CONFIG takes precedence over the variables of a launcher such as Slurm.
 
         Args:
-            env: environment variables; None: those of this process.
+            env: environment variables. By default, the variables of this process.
 
         Returns:
-            The cluster, or None if no environment describes one and this process is alone.
+            The cluster, or None if the environment does not describe a cluster.
 
         Raises:
-            ClusterConfigError: an environment is present, but what it says cannot be right.
+            ClusterConfigError: the environment describes an invalid cluster.
         """
         for parse in ENVIRONMENTS.values():
             found = parse(os.environ if env is None else env)
@@ -81,35 +85,35 @@ class ClusterConfig:
 
     @classmethod
     def from_tf_config(cls, text: str, *, source: str = "TF_CONFIG") -> ClusterConfig:
-        """Returns the cluster that a TF_CONFIG describes.
+        """Returns the cluster that a value of TF_CONFIG describes.
 
         Raises:
-            ClusterConfigError: the text is not JSON of that form, or breaks a rule of the class.
+            ClusterConfigError: the text is not valid JSON, or describes an invalid cluster.
         """
         return cls(**tf_config.parse(text, source)._asdict())
 
     def to_tf_config(self) -> str:
-        """JSON text that `from_tf_config` reads back to an equal value."""
+        """Returns the cluster as a value of TF_CONFIG, which `from_tf_config` reads."""
         return tf_config.dump(self.jobs, self.task, self.rpc_layer, self.environment)
 
     def for_task(self, type: str, index: int) -> ClusterConfig:
-        """Returns the same cluster, seen from another task.
+        """Returns the configuration of another task of the same cluster.
 
         Raises:
-            ClusterConfigError: the cluster has no such task.
+            ClusterConfigError: the task is not in the cluster.
         """
         return replace(self, task=Task(type, index))
 
     @property
     def is_chief(self) -> bool:
-        """Whether this task writes files for all (the chief, or worker 0 without a chief)."""
+        """Whether this task is the chief, or worker 0 of a cluster without a chief."""
         if "chief" in self.jobs:
             return self.task.type == "chief"
         return self.task == Task("worker", 0)
 
     @property
     def num_tasks(self) -> int:
-        """The number of tasks with an address, including ps and evaluator."""
+        """The number of tasks with an address, including parameter servers and evaluators."""
         return sum(1 for _ in self.tasks())
 
     @property
@@ -118,7 +122,7 @@ class ClusterConfig:
         return self.jobs[self.task.type][self.task.index]
 
     def tasks(self) -> Iterator[Task]:
-        """Every task that has an address, job by job, in index order."""
+        """Yields the tasks that have an address, ordered by job and index."""
         for name, addresses in self.jobs.items():
             for index, address in enumerate(addresses):
                 if address:

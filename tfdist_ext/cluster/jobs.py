@@ -107,11 +107,11 @@ def _port(text: str | None) -> int:
 @filter_traceback
 @dataclass(frozen=True)
 class Task:
-    """One process of the cluster.
+    """A task (process) of a cluster.
 
     Attributes:
-        type: the name of its job: "chief", "worker", "ps" or "evaluator".
-        index: its number in the job, from 0.
+        type: the job of the task: "chief", "worker", "ps" or "evaluator".
+        index: the index of the task in its job, starting at 0.
     """
 
     type: str

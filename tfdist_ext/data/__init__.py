@@ -1,13 +1,13 @@
-"""Every example exactly once, in one order, for any number of workers.
+"""Datasets that give each worker its part of the data.
 
     from tfdist_ext.data import Shard, shard_files, shard_range
 
     shard_range(10, Shard(0, 4))              # ShardRange(start=0, stop=2, padding=0)
     shard_files("train-*.tfrecord", shard)    # this shard's files, balanced by bytes
 
-`from_arrays`, `from_tfrecords`, `from_source` and `from_dataset_fn` make a `ShardedDataset`, which
-`fit` takes. Each task computes which example comes when: the order depends on the seed and the
-epoch alone. The reading position is a few JSON fields.
+`from_arrays`, `from_tfrecords`, `from_source` and `from_dataset_fn` create a `ShardedDataset` for
+`fit`. Each example is used once per epoch. The order of the first three depends only on the seed
+and the epoch, and not on the number of workers. The reading position can be saved as JSON.
 """
 
 from __future__ import annotations

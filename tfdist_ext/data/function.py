@@ -30,21 +30,24 @@ def from_dataset_fn(
 ) -> FunctionDataset:
     """Creates a dataset from a function that returns the data of one shard.
 
-    In `fit` a shard is a task that reads: each worker, or the only process. Its batches are cut for
-    its replicas. Under parameter servers the workers read, and each batch is a step; if the
-    function takes `epoch`, calls Python, or uses a dataset made outside, the coordinator reads. The
-    function must put each example into one shard, and determines the order.
+    In `fit`, each worker reads one shard and splits its batches over its replicas. The function
+    must put each example into exactly one shard. It also determines the order of the examples.
+
+    With parameter servers, the workers read their shards, and each batch of a shard is a step. If
+    the function takes `epoch`, calls Python, or uses a dataset from outside, the coordinator reads
+    the data instead.
 
     Args:
-        function: called with `Shard(index, count)`, and with `epoch=` if it has an argument of that
-            name. It returns a `tf.data.Dataset` of batches, the shard's part of each global batch,
-            of any number and size. Without `epoch`, its dataset is iterated again for each epoch.
-        global_batch_size: examples of a step, over all shards. With this number, the function
-            returns single examples, and each shard takes its part of the number.
+        function: a function of `Shard(index, count)` that returns a `tf.data.Dataset`. Each element
+            is the part of the shard of one global batch. Shards can have different numbers of
+            batches, of any size. If the function has a parameter `epoch`, it is called for each
+            epoch. Otherwise, its dataset is iterated again for each epoch.
+        global_batch_size: the number of examples of a step, over all shards. If given, the function
+            returns a dataset of single examples, and each shard batches its part.
 
     Raises:
-        DataError: the function does not take a shard, or `global_batch_size` is not an integer from
-            1. The result of the function is checked when the function is called.
+        DataError: the function does not take a shard, or `global_batch_size` is not a positive
+            integer. The result of the function is checked when the function is called.
     """
     return FunctionDataset(function, global_batch_size)
 

@@ -181,8 +181,8 @@ def from_source(
 
     Args:
         source: an object with the members of `tfdist_ext.data.sources.Source`.
-        global_batch_size: examples of one step, over all workers.
-        seed: seed of the order, an integer from 0; None keeps the order of the numbers.
+        global_batch_size: the number of examples of one step, over all workers.
+        seed: the seed of the order, an integer of at least 0. None keeps the order of the source.
 
     Raises:
         DataError: a member is missing, the source has fewer examples than a batch, or the seed is
@@ -206,11 +206,12 @@ def from_arrays(arrays: Any, *, global_batch_size: int, seed: int | None = None)
 
     Args:
         arrays: arrays with the same number of rows.
-        global_batch_size: examples of one step, over all workers.
-        seed: seed of the order; None keeps the order of the rows.
+        global_batch_size: the number of examples of one step, over all workers.
+        seed: the seed of the order. None keeps the order of the rows.
 
     Raises:
-        DataError: arrays of different lengths, no rows, or a batch larger than the data.
+        DataError: the arrays have different lengths or no rows, or the batch is larger than the
+            data.
     """
     return OrderedDataset(Arrays(arrays), global_batch_size=global_batch_size, seed=seed)
 

@@ -39,23 +39,23 @@ def from_tfrecords(
 ) -> OrderedDataset:
     """Creates a dataset from TFRecord files, with random access to the records.
 
-    An index of the records' offsets is built once, in one pass over the length fields, and kept
-    beside each file.
+    An index of the records is built once, by reading the length fields of each file. The index is
+    saved next to the file.
 
     Args:
-        files: one or several patterns or paths of uncompressed files, on any file system that
-            `tf.io.gfile` opens. Files are sorted, so that all tasks number records in the same way.
-        parse: returns an example, a structure of dense tensors, for a record, a scalar string
-            tensor. It is traced.
-        global_batch_size: examples of one step, over all workers.
-        seed: seed of the order; None keeps the order of the files.
-        on_error: "skip" skips damaged records, counts them and warns of each.
-        batched: `parse` takes a string tensor of shape [n] for any n, and returns tensors of shape
+        files: a path, a pattern, or a list of them, on any file system of `tf.io.gfile`. The files
+            must not be compressed. They are sorted, so that all tasks use the same order.
+        parse: a function from a record (a scalar string tensor) to an example (a structure of dense
+            tensors). TensorFlow traces the function.
+        global_batch_size: the number of examples of one step, over all workers.
+        seed: the seed of the order. None keeps the order of the files.
+        on_error: "raise", or "skip" to skip damaged records with a warning.
+        batched: if True, `parse` takes a string tensor of shape [n] and returns tensors of shape
             [n, ...], as `tf.io.parse_example` does. This is about twice as fast for small records.
 
     Raises:
-        DataError: no such files, a damaged file (the error names file, record and byte), `parse`
-            fails, or a batch larger than the data.
+        DataError: a file does not exist or is damaged, `parse` fails, or the batch is larger than
+            the data.
     """
     if not callable(parse):
         raise DataError(f"parse must be a function of a record, got {shown(parse)}.")

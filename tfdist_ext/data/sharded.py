@@ -20,11 +20,11 @@ __all__ = ["ShardedDataset", "check_reads_here", "check_state", "sharded_already
 
 @filter_traceback
 class ShardedDataset(abc.ABC):
-    """Data for `fit`, `evaluate`, `predict` and custom loops, on any cluster.
+    """Data for `fit`, `evaluate`, `predict` and custom loops, read in shards.
 
-    In `fit` each task reads its own part. `from_arrays`, `from_tfrecords` and `from_source` give
-    one order of examples for any number of tasks; with `from_dataset_fn` a function decides what
-    each task reads.
+    In `fit`, each task reads its own shard. The datasets of `from_arrays`, `from_tfrecords` and
+    `from_source` have the same order of examples for any number of tasks. With `from_dataset_fn`,
+    a function returns the examples of each task.
     """
 
     _epoch = _done = 0
@@ -32,31 +32,34 @@ class ShardedDataset(abc.ABC):
     @property
     @abc.abstractmethod
     def element_spec(self) -> Any:
-        """The structure of a batch, batch dimension None."""
+        """The structure of a batch, with a `tf.TypeSpec` of batch dimension None per tensor."""
 
     @property
     @abc.abstractmethod
     def steps(self) -> int | None:
-        """The global batches in an epoch, including a smaller last one; None if unknown."""
+        """The number of global batches per epoch, or None if it is not known."""
 
     @property
     @abc.abstractmethod
     def global_batch_size(self) -> int | None:
-        """The examples per step over all tasks; None if a function determines the batches."""
+        """The examples of a step over all tasks, or None if a function creates the batches."""
 
     @property
     def position(self) -> tuple[int, int]:
-        """The epoch, and the examples (of ordered data) or batches in it that are done."""
+        """The current epoch, and how many of its examples are read.
+
+        For data from a function, the second number counts batches.
+        """
         return self._epoch, self._done
 
     @property
     def steps_done(self) -> int:
-        """The number of global batches that are done in the current epoch."""
+        """The number of global batches of the current epoch that are read."""
         return self._done
 
     @property
     def resumes_inside_epochs(self) -> bool:
-        """Whether a position can be inside an epoch, not only at its start."""
+        """Whether training can resume inside an epoch."""
         return True
 
     @abc.abstractmethod
@@ -67,52 +70,53 @@ class ShardedDataset(abc.ABC):
         *,
         remainder: Remainder = Remainder.KEEP,
     ) -> tf.data.Dataset:
-        """Returns this shard's part of each global batch in an epoch.
+        """Returns the part of a shard of each global batch of an epoch.
 
-        The parts of step k, in shard order, are global batch k. If a batch has fewer examples than
-        there are shards, some parts are empty.
+        Part k of all shards, in the order of the shards, is global batch k. If a global batch has
+        fewer examples than there are shards, some parts are empty.
 
         Args:
-            shard: `Shard(index, count)`, or what `Shard.of` takes. By default, all of the data.
-            epoch: determines the order; by default the epoch of the position. That epoch begins at
-                the position, all others at their start.
-            remainder: of a global batch that does not divide by the shards. KEEP: some parts have
-                one example more. DROP: the last examples are left out, and a last batch of fewer
-                examples than shards altogether. PAD: all parts of all steps have
-                ceil(global_batch_size / shards) rows, and the added rows have sample weight 0;
-                elements are (x, y, sample_weight). Data made by a function takes KEEP only.
+            shard: `Shard(index, count)`, or an argument of `Shard.of`. The default is all data.
+            epoch: the epoch, which determines the order. The default is the current epoch, which
+                starts at the current position. Other epochs start at their beginning.
+            remainder: what to do if a global batch does not divide evenly. With KEEP, some parts
+                have one more example. With DROP, the last examples are left out, and so is a last
+                batch with fewer examples than shards. With PAD, all parts have
+                ceil(global_batch_size / shards) rows, the added rows have sample weight 0, and
+                elements are (x, y, sample_weight). Data from a function supports only KEEP.
 
         Raises:
-            DataError: an invalid shard or epoch; PAD for data without targets; a function that
-                returns no dataset of batches; a position inside an epoch of data made by a
-                function, counted with another number of shards.
+            DataError: the shard or epoch is invalid, PAD is used for data without targets, the
+                function does not return a dataset of batches, or the position is inside an epoch of
+                data from a function with another number of shards.
         """
 
     @abc.abstractmethod
     def state(self) -> dict[str, Any]:
-        """Returns the position and a fingerprint of the data, as JSON fields.
+        """Returns the position and a fingerprint of the data as a dict for JSON.
 
-        `fit` advances the position and saves it in its checkpoints.
+        `fit` advances the position, and saves it in checkpoints.
         """
 
     @abc.abstractmethod
     def restore(self, state: dict[str, Any]) -> None:
-        """Resumes from a state. Ordered data can resume on any number of tasks.
+        """Restores the position from a state.
+
+        Data with one order for all tasks can resume on any number of tasks.
 
         Raises:
-            DataError: no state, or a state of other data or another seed; the error names the
-                difference.
+            DataError: the state is invalid, or belongs to other data or another seed.
         """
 
     @abc.abstractmethod
     def advance(self, steps: int) -> None:
         """Moves the position forward by a number of global batches.
 
-        The end of an epoch of ordered data is the start of the next. An epoch of data made by a
-        function ends with `end_epoch`.
+        At the end of an epoch, the position moves to the start of the next epoch. For data from a
+        function, call `end_epoch` at the end of an epoch.
 
         Raises:
-            DataError: the number is not an integer from 0.
+            DataError: `steps` is not an integer, or is negative.
         """
 
     def batches(
@@ -123,15 +127,15 @@ class ShardedDataset(abc.ABC):
     ) -> Iterator[Any]:
         """Yields the remaining batches of the epoch, for a custom loop.
 
-        Each batch that the loop gets advances the position, so a state that is saved in the body of
-        the loop, after the step, resumes after the batch. `for batch in data` is the same with the
-        defaults. `next(iter(data.dataset()))` reads a batch and leaves the position.
+        Each batch advances the position. A state that you save after the step of a batch therefore
+        resumes at the next batch. `for batch in data` is the same as `data.batches()`. To read a
+        batch without moving the position, use `next(iter(data.dataset()))`.
 
         Args:
-            strategy: batches are per-replica batches for `strategy.run`; by default they are whole
-                global batches.
-            remainder: of global batches that do not divide by the number of replicas; data made by
-                a function takes KEEP only.
+            strategy: if given, the batches are per-replica values for `strategy.run`. By default,
+                they are whole global batches.
+            remainder: what to do if a global batch does not divide evenly over the replicas. Data
+                from a function supports only KEEP.
         """
         epoch = self._epoch
         with data_errors_as_raised():
@@ -152,7 +156,7 @@ class ShardedDataset(abc.ABC):
         """Returns the remaining batches of the epoch as per-replica batches.
 
         Raises:
-            DataError: a strategy whose steps run in other processes.
+            DataError: the strategy uses parameter servers.
         """
 
     def end_epoch(self) -> None:

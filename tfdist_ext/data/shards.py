@@ -62,14 +62,14 @@ def check_field(
 @filter_traceback
 @dataclass(frozen=True)
 class Shard:
-    """One of `count` disjoint parts of the data.
+    """One of several disjoint parts of the data.
 
     Attributes:
-        index: which part, from 0.
-        count: how many parts there are.
+        index: the index of the shard, starting at 0.
+        count: the number of shards.
 
     Raises:
-        DataError: `count` is not an integer from 1, or `index` is not below it.
+        DataError: `count` is not a positive integer, or `index` is not in [0, count).
     """
 
     index: int
@@ -81,18 +81,19 @@ class Shard:
 
     @classmethod
     def of(cls, context: ReadBy) -> Shard:
-        """Returns the shard that this process reads.
+        """Returns the shard of this process.
 
-        Chief and workers share the data, the chief first; in a cluster with parameter servers only
-        the workers do. A single process, the coordinator of parameter servers and an evaluator read
-        all of the data: Shard(0, 1).
+        Each worker has one shard. If a multi-worker cluster has a chief, the chief has the first
+        shard. A single process, the coordinator of parameter servers and an evaluator read all
+        data, which is `Shard(0, 1)`.
 
         Args:
             context: a `tf.distribute.InputContext`, a `ClusterConfig` or a
-                `tf.distribute.Strategy`; a Shard stays as it is.
+                `tf.distribute.Strategy`. A `Shard` is returned unchanged.
 
         Raises:
-            DataError: another type, or a task that reads no data (a parameter server).
+            DataError: `context` has another type, or the task is a parameter server, which reads no
+                data.
         """
         if isinstance(context, Shard):
             return context
@@ -135,12 +136,12 @@ def check_remainder(remainder: object) -> None:
 
 
 class ShardRange(NamedTuple):
-    """The rows of a shard.
+    """The range of rows of a shard.
 
     Attributes:
         start: the first row.
-        stop: the row after the last one.
-        padding: rows of sample weight 0 that come after them.
+        stop: the row after the last row.
+        padding: the number of padded rows after the range.
     """
 
     start: int
@@ -149,20 +150,21 @@ class ShardRange(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Rows of the shard, padding included."""
+        """The number of rows, including padded rows."""
         return self.stop - self.start + self.padding
 
 
 @filter_traceback
 def shard_range(n: int, shard: Shard, remainder: Remainder = Remainder.KEEP) -> ShardRange:
-    """Returns the contiguous range of `n` rows that belongs to a shard.
+    """Returns the contiguous range of rows of a shard.
 
-    KEEP gives sizes that differ by at most one. DROP gives n // count rows to each shard and
-    leaves out the last n % count. PAD gives the rows of KEEP, and ceil(n / count) rows with the
-    padding. Give padded rows the sample weight 0, so that losses and metrics stay exact.
+    With KEEP, the sizes of shards differ by at most one. With DROP, each shard has n // count rows,
+    and the last n % count rows are left out. With PAD, each shard has the rows of KEEP, padded to
+    ceil(n / count) rows. Give padded rows the sample weight 0, so that losses and metrics stay
+    exact.
 
     Raises:
-        DataError: `n` is not a whole number from 0, or another argument is of another type.
+        DataError: `n` is negative or not an integer, or another argument has the wrong type.
     """
     n = check_int(n, "the number of rows to split", error=DataError)
     _check_shard(shard)
@@ -184,21 +186,21 @@ def _check_shard(shard: object) -> None:
 def shard_files(patterns: Patterns, shard: Shard, *, check: bool = True) -> list[str]:
     """Returns the files of a shard. Each file belongs to one shard.
 
-    Shards get about the same number of bytes: the largest file goes first, each to the shard with
-    the fewest bytes.
+    All shards get about the same number of bytes. Files are assigned from the largest to the
+    smallest, each to the shard with the fewest bytes.
 
     Args:
-        patterns: a path, a pattern (`*`, `?`, `[a-z]`) or a list of them, on any file system that
-            `tf.io.gfile` opens. Every task must see the same files under the same names.
-        shard: selects the files to return.
-        check: read the length fields of this shard's files if one of them begins with a record, so
-            that a truncated TFRecord file is an error now.
+        patterns: a path, a pattern (`*`, `?`, `[a-z]`) or a list of them, on any file system of
+            `tf.io.gfile`. All tasks must see the same files under the same names.
+        shard: the shard whose files are returned.
+        check: if True, reads the length fields of TFRecord files, so that a truncated file raises
+            an error immediately.
 
     Returns:
-        Sorted paths.
+        The sorted paths.
 
     Raises:
-        DataError: a pattern matches no file; there are fewer files than shards; or a file cannot be
+        DataError: a pattern matches no file, there are fewer files than shards, or a file cannot be
             read or is truncated.
     """
     _check_shard(shard)

@@ -25,9 +25,9 @@ _SAMPLE = 1 << 20  # bytes of each array that are hashed
 
 
 class Source(Protocol):
-    """A source with random access to examples. A custom source needs no base class.
+    """The interface of a source with random access to examples. It need not be subclassed.
 
-    If `take` may give fewer examples than asked for, the member `loses_examples` is true.
+    If `take` can return fewer examples than requested, define a member `loses_examples = True`.
     """
 
     def __len__(self) -> int:
@@ -35,13 +35,13 @@ class Source(Protocol):
 
     @property
     def element_spec(self) -> Any:
-        """The structure of a batch, a `tf.TypeSpec` for each tensor, batch dimension None."""
+        """The structure of a batch, with a `tf.TypeSpec` of batch dimension None per tensor."""
 
     def take(self, indices: tf.Tensor) -> Any:
-        """Returns the batch of the examples with these indices (int64 [n]). tf.data traces it."""
+        """Returns the batch of examples with these indices (int64 [n]). `tf.data` traces it."""
 
     def fingerprint(self) -> Fingerprint:
-        """Returns JSON fields that change when the data changes."""
+        """Returns a dict for JSON, which must change when the data changes."""
 
 
 class Arrays:

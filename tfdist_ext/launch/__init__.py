@@ -37,32 +37,34 @@ def launch(
     max_restarts: int = 0,
     log_dir: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
-    """Run `fn(*args)` in each task of a cluster on this machine, as `tfdist run` runs a script.
+    """Runs `fn(*args)` in each task of a cluster on this machine.
 
-    Each task is a Python process of its own, whatever this one has imported or computed. Their
-    output is shown here as it comes, with the name of the task before each line. Ctrl-C, and the
-    interrupt of a notebook's kernel, end all tasks: a `fit` with a `checkpoint_dir` saves before.
+    Each task is a new Python process, as with `tfdist run`. The output of the tasks appears here,
+    with the name of the task before each line. Ctrl-C, or the interrupt of a notebook kernel, ends
+    all tasks. A `fit` with a `checkpoint_dir` saves a checkpoint first.
 
     Args:
-        fn: any function, also one of a notebook cell. What it uses of this process is copied to
-            the tasks by cloudpickle: functions, and data as NumPy arrays. Create tensors, models
-            and strategies inside the function.
+        fn: a function, which may be defined in a notebook cell. cloudpickle copies the functions
+            and NumPy arrays that it uses. Create tensors, models and strategies inside the
+            function.
         args: the arguments of `fn`, the same for each task.
-        workers, ps: how many tasks of that type.
-        chief: whether there is a chief. None: exactly when there are parameter servers.
-        evaluator: whether there is an evaluator beside the cluster.
-        max_restarts: how often the cluster restarts when a task fails; `fit(checkpoint_dir=...)`
-            continues from its newest checkpoint.
-        log_dir: where each task gets a log file such as `worker-1.log`; None: no log files.
+        workers: the number of workers.
+        chief: whether the cluster has a chief. By default, only a cluster with parameter servers
+            has a chief.
+        ps: the number of parameter servers.
+        evaluator: whether to start an evaluator.
+        max_restarts: the number of restarts after a task fails. `fit(checkpoint_dir=...)` resumes
+            from its newest checkpoint.
+        log_dir: a folder for log files such as `worker-1.log`, or None for no log files.
 
     Returns:
-        What `fn` returned in each task, by the name of the task. Servers, which end when the
-        coordinator is done, are not included.
+        The result of `fn` in each task, by the name of the task. Servers are
+        not included.
 
     Raises:
-        LaunchError: the tasks are not a cluster, or `fn` cannot be sent to them.
-        TaskError: a task failed; names it, and has the traceback of its exception.
-        KeyboardInterrupt: after Ctrl-C, when all tasks have ended.
+        LaunchError: the numbers of tasks are invalid, or `fn` cannot be copied to the tasks.
+        TaskError: a task failed. The message contains its name and traceback.
+        KeyboardInterrupt: Ctrl-C ended the tasks.
     """
     from tfdist_ext.errors import TaskError
     from tfdist_ext.launch import exit_codes, functions

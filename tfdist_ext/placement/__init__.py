@@ -1,4 +1,4 @@
-"""Where each variable of a model lives: rules, a planner, and the plan. No TensorFlow.
+"""Rules and plans that place the variables of a model. This package does not import TensorFlow.
 
     from tfdist_ext.placement import Sharded, Rule, VariableSpec, plan
 
@@ -7,13 +7,13 @@
         VariableSpec("items/embeddings", (2_000_000, 64), slots=2),
         VariableSpec("head/kernel", (128, 1), slots=2),
     ]
-    made = plan(specs, 4, rules=[Rule("items/.*", Sharded(2))], budget="12GiB")
-    print(made)                              # bytes by task, imbalance, the largest variables
-    made.shards_of("users/embeddings")       # (VariableShard(task=0, start=0, stop=12500000), ...)
-    made.save_picture("plan.svg")
+    result = plan(specs, 4, rules=[Rule("items/.*", Sharded(2))], budget="12GiB")
+    print(result)                            # bytes by task, imbalance, the largest variables
+    result.shards_of("users/embeddings")     # (VariableShard(task=0, start=0, stop=12500000), ...)
+    result.save_picture("plan.svg")
 
-A variable that would overflow a task is cut along axis 0 into even pieces, so that the fullest task
-holds hardly more than the mean. An invalid plan, and variables that do not fit, raise a
+The planner splits large variables along axis 0 into even shards, so that all tasks hold about the
+same number of bytes. If the plan is invalid, or the variables do not fit, `plan` raises a
 PlacementError.
 """
 

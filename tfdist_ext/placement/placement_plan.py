@@ -42,16 +42,17 @@ _LISTED = 6  # tasks of one variable in the table
 @filter_traceback
 @dataclass(frozen=True, repr=False)
 class PlacementPlan:
-    """Where every variable lives. Made by `plan`, or read by `from_json`.
+    """The placement of all variables of a model. Print it to read it as a table.
 
-    A path that the plan does not have is a PlacementError.
+    `plan` and `from_json` create a plan. Methods with a parameter `path` raise a PlacementError if
+    the plan does not contain the path.
 
     Attributes:
-        specs: the variables, in the order in which they were given.
+        specs: the variables, in the order of the model.
         places: the place of each variable.
-        tasks: number of parameter servers, or of devices.
-        devices: names of the devices, if the plan is for one machine.
-        budget: bytes that each task may hold at most, if there was a budget.
+        tasks: the number of parameter servers, devices or workers.
+        devices: the names of the devices, if the plan is for one machine.
+        budget: the largest number of bytes per task, or None.
     """
 
     specs: tuple[VariableSpec, ...]
@@ -61,13 +62,13 @@ class PlacementPlan:
     budget: int | None
 
     def tasks_of(self, path: str) -> tuple[int, ...]:
-        """The tasks (or devices) that hold the variable or a part of it, first rows first."""
+        """Returns the tasks (or devices) that hold the variable, in the order of its rows."""
         return tuple(dict.fromkeys(shard.task for shard in self.shards_of(path)))
 
     def shards_of(self, path: str) -> tuple[VariableShard, ...]:
-        """Returns the rows of the variable on each task, in order, or all its copies.
+        """Returns the shards of a variable in the order of its rows, or its copies.
 
-        A whole variable is one shard of all rows; a scalar has one row.
+        A variable on one task is one shard with all rows. A scalar has one row.
         """
         spec, place = self._of(path)
         if place.held is not Held.PIECES:
@@ -75,21 +76,22 @@ class PlacementPlan:
         return spec.shards(place.tasks)
 
     def owner_of(self, path: str) -> int | None:
-        """The device that updates an owned variable and holds its slots; else None.
+        """Returns the device that holds the slots of an owned variable and updates it.
 
-        Several workers may own rows of one variable; see `owned_shards_of`.
+        Returns None for other variables, and for a variable with several owners, whose rows
+        `owned_shards_of` returns.
         """
         _, place = self._of(path)
         return place.tasks[0] if place.held is Held.OWNED else None
 
     def owned_shards_of(self, path: str) -> tuple[VariableShard, ...]:
-        """The rows of an owned variable that each owner updates; () if it is not owned."""
+        """Returns the rows that each owner of a variable updates, or () if it is not owned."""
         spec, place = self._of(path)
         return spec.shards(place.tasks) if place.held is Held.OWNED else ()
 
     @cached_property
     def bytes_by_task(self) -> tuple[int, ...]:
-        """Bytes of variables and slots on each task (or device)."""
+        """The bytes of variables and slots on each task (or device)."""
         held = [0] * self.tasks
         for spec, place in zip(self.specs, self.places, strict=True):
             for task, size, _ in place.parts(spec, self.tasks):
@@ -98,7 +100,7 @@ class PlacementPlan:
 
     @cached_property
     def load_by_task(self) -> tuple[float, ...]:
-        """Load on each task (or device), in the unit of the variables' loads."""
+        """The load on each task (or device), in the unit of `VariableSpec.load`."""
         loaded = [0.0] * self.tasks
         for spec, place in zip(self.specs, self.places, strict=True):
             for task, _, load in place.parts(spec, self.tasks):
@@ -107,23 +109,24 @@ class PlacementPlan:
 
     @property
     def imbalance(self) -> float:
-        """Bytes on the fullest task over the mean; 1.0 is even."""
+        """The bytes on the fullest task, divided by the mean of all tasks."""
         return _max_over_mean(self.bytes_by_task)
 
     def names(self) -> tuple[str, ...]:
-        """The names of the tasks ("ps 0") or of the devices."""
+        """Returns the names of the tasks ("ps 0") or of the devices."""
         return self.devices or tuple(f"ps {task}" for task in range(self.tasks))
 
     def holds(self, spec: VariableSpec) -> bool:
-        """Whether the plan has this variable, of this shape and dtype."""
+        """Returns whether the plan contains this variable with this shape and dtype."""
         index = self._index.get(spec.path)
         return index is not None and _kind(self.specs[index]) == _kind(spec)
 
     def check(self, specs: Iterable[VariableSpec]) -> None:
-        """Check that this is a plan for these variables, in any order.
+        """Checks that the plan is for these variables, in any order.
 
         Raises:
-            PlacementError: names the variables that are new, gone or of another shape or dtype.
+            PlacementError: a variable is missing in the plan or in `specs`, or has another shape or
+                dtype.
         """
         now = {spec.path: _kind(spec) for spec in specs}
         then = {spec.path: _kind(spec) for spec in self.specs}
@@ -148,11 +151,11 @@ class PlacementPlan:
             )
 
     def save_picture(self, path: str | os.PathLike[str]) -> None:
-        """Draw a bar for each task, with its largest variables as blocks, as .svg or .png.
+        """Draws a bar for each task with its largest variables, as .svg or .png.
 
         Raises:
-            PlacementError: another suffix, the file cannot be written, or matplotlib is not
-                installed.
+            PlacementError: the path has another suffix, the file cannot be written, or matplotlib
+                is not installed.
         """
         held: list[dict[str, int]] = [defaultdict(int) for _ in range(self.tasks)]
         for spec, place in zip(self.specs, self.places, strict=True):
@@ -163,7 +166,7 @@ class PlacementPlan:
         _save_picture(path, title, tasks, [spec.path for spec in self._largest()])
 
     def to_json(self) -> str:
-        """A text that `from_json` reads back to an equal plan; one line for each variable."""
+        """Returns the plan as JSON, with one line per variable. `from_json` reads it."""
         content = {"format": _FORMAT, "tasks": self.tasks, "devices": self.devices}
         text = json.dumps({**content, "budget": self.budget}, indent=1)[:-2]  # no closing brace
         lines = [
@@ -175,10 +178,10 @@ class PlacementPlan:
 
     @staticmethod
     def from_json(text: str) -> PlacementPlan:
-        """The plan in a text that `to_json` wrote.
+        """Returns the plan from the JSON of `to_json`.
 
         Raises:
-            PlacementError: the text is not JSON, not a plan, of another version, or was changed.
+            PlacementError: the text is not a plan, has another version, or was edited.
         """
         try:
             content = json.loads(text)

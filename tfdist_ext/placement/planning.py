@@ -57,20 +57,25 @@ def plan(
     budget: int | str | None = None,
     default: Callable[[VariableSpec], Placement] = lambda _: Balanced(),
 ) -> PlacementPlan:
-    """Decide where every variable lives. Nothing is allocated, and no TensorFlow is needed.
+    """Plans the placement of variables. It does not allocate them and does not need TensorFlow.
+
+    Pass either `tasks` or `devices`.
 
     Args:
         specs: the variables, in the order in which the model creates them.
-        tasks: number of parameter servers; or
-        devices: names of the devices of one machine, as ["CPU:0", "GPU:0"]. A variable is cut there
-            only if a rule says so.
-        rules: rules for some variables; or a table of pattern -> placement or its text.
-        budget: the most that each task may hold, in bytes or as "8GiB".
-        default: returns the placement of a variable without a rule.
+        tasks: the number of parameter servers.
+        devices: the names of the devices of one machine, such as ["CPU:0", "GPU:0"]. On devices,
+            only a rule shards a variable.
+        rules: a list of rules, or a dict such as {"users/.*": "sharded(4)"}.
+        budget: the largest size per task, in bytes or as a string such as "8GiB".
+        default: a function that returns the placement of a variable without a rule.
+
+    Returns:
+        A `PlacementPlan`.
 
     Raises:
-        PlacementError: an invalid argument or rule; or variables that do not fit, with the smallest
-            budget that is enough.
+        PlacementError: an argument or a rule is invalid, or the variables do not fit. The message
+            contains the smallest sufficient budget.
     """
     variables = _checked(specs)
     targets = Targets.of(tasks, devices)
@@ -327,16 +332,16 @@ class _Planner:
 def compare(specs: Iterable[VariableSpec], devices: int, ps: int) -> str:
     """Returns a table of the weights and slots on the fullest device, per strategy.
 
-    Gradients are not counted: a replica has at most one number for each trainable weight, and for
-    an embedding one row for each lookup of a step. Activations are not counted either.
+    The table does not include gradients and activations. The gradients of a replica are at most as
+    large as the trainable weights. The gradient of an embedding has one row for each lookup.
 
     Args:
         specs: the variables of the model, with the slots of its optimizer.
-        devices: number of replicas on one machine.
-        ps: number of parameter servers.
+        devices: the number of replicas on one machine.
+        ps: the number of parameter servers.
 
     Raises:
-        PlacementError: `devices` or `ps` is not an integer from 1.
+        PlacementError: `devices` or `ps` is not a positive integer.
     """
     check_int(devices, "devices", 1, error=PlacementError)
     variables = tuple(specs)

@@ -49,7 +49,7 @@ _COMPARED = 2000  # paths among which the nearest are looked for: difflib is slo
 
 
 class Placement:
-    """A placement that a rule gives; `str()` of it is the text that `placement_from` reads."""
+    """Base class of placements. `str(placement)` is its name in a configuration file."""
 
     def __str__(self) -> str:
         return type(self).__name__.lower()
@@ -57,27 +57,27 @@ class Placement:
 
 @dataclass(frozen=True)
 class Mirrored(Placement):
-    """A whole copy on every device, each with its slots."""
+    """Each device has a copy of the variable and its slots."""
 
 
 @dataclass(frozen=True)
 class Owned(Placement):
-    """A copy on every device. One owner, chosen by balance, computes the update."""
+    """Each device has a copy of the variable. One device has the slots and computes updates."""
 
 
 @dataclass(frozen=True)
 class Balanced(Placement):
-    """The planner chooses. On parameter servers it may cut the variable into pieces."""
+    """The planner chooses the task. On parameter servers, it can shard the variable."""
 
 
 @filter_traceback
 @dataclass(frozen=True)
 class Sharded(Placement):
-    """Even pieces along axis 0, each on a different task if there are enough tasks.
+    """The variable is split along axis 0 into even shards, on different tasks if possible.
 
     Attributes:
-        pieces: number of pieces; 1 keeps the variable whole. None is one piece for each task or
-            device, at most one for each row.
+        pieces: the number of shards. With 1, the variable is not split. None means one shard for
+            each task or device.
     """
 
     pieces: int | None = None
@@ -97,10 +97,10 @@ class Sharded(Placement):
 @filter_traceback
 @dataclass(frozen=True)
 class OnTask(Placement):
-    """The whole variable on one parameter server.
+    """One parameter server has the whole variable.
 
     Attributes:
-        task: the server's index.
+        task: the index of the server.
     """
 
     task: int
@@ -115,10 +115,10 @@ class OnTask(Placement):
 @filter_traceback
 @dataclass(frozen=True)
 class OnDevice(Placement):
-    """One copy, on one device.
+    """One device has the variable, and all replicas use it.
 
     Attributes:
-        name: the device's name: "GPU:0", or as TensorFlow lists it.
+        name: the name of the device, such as "GPU:0".
     """
 
     name: str
@@ -136,15 +136,15 @@ class OnDevice(Placement):
 @filter_traceback
 @dataclass(frozen=True)
 class Rule:
-    """Gives a placement to variables.
+    """The placement of all variables whose path matches a pattern.
 
     Attributes:
-        pattern: the path of one variable, which takes precedence; or a regular expression that
-            matches whole paths.
-        placement: the placement of these variables, or its text.
+        pattern: the path of one variable, or a regular expression that matches whole paths. A path
+            takes precedence over regular expressions.
+        placement: a `Placement`, or a string such as "sharded(4)".
 
     Raises:
-        PlacementError: an invalid regular expression or placement.
+        PlacementError: the regular expression or the placement is invalid.
     """
 
     pattern: str

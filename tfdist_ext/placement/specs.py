@@ -43,21 +43,21 @@ _SIZE = re.compile(r"\s*([0-9]{1,19}(?:\.[0-9]{1,9})?)\s*(?:([kmgtp]?)(i?)b)?\s*
 @filter_traceback
 @dataclass(frozen=True)
 class VariableSpec:
-    """The path, shape, dtype and slots of a variable, which need not exist yet.
+    """The path, shape, dtype and slots of a variable. The variable need not exist.
 
     Attributes:
-        path: the text that rules match, for example "dense/kernel". Paths of a model are unique.
+        path: the unique path of the variable in the model, such as "dense/kernel". Rules match it.
         shape: the shape of the whole variable; () for a scalar.
-        dtype: TensorFlow's name of the dtype.
-        slots: number of optimizer slots, each of the variable's shape and dtype (Adam: 2).
-        load: traffic of the whole variable in any unit, for example lookups in a step. All rows
-            have the same share of the load.
+        dtype: the name of the dtype, as in TensorFlow.
+        slots: the number of optimizer slots of the same shape and dtype. Adam has 2.
+        load: the traffic of the whole variable in any unit, for example lookups per step. The load
+            is spread evenly over the rows.
         trainable: whether the variable has a gradient.
-        weight_bytes: bytes of the whole variable without slots.
-        bytes: bytes of the whole variable with its slots.
+        weight_bytes: the bytes of the whole variable without slots.
+        bytes: the bytes of the whole variable with its slots.
 
     Raises:
-        PlacementError: an invalid path, shape, dtype or number.
+        PlacementError: the path, the shape, the dtype or a number is invalid.
     """
 
     path: str
@@ -95,38 +95,38 @@ class VariableSpec:
 
     @property
     def rows(self) -> int:
-        """The length of axis 0; 1 for a scalar, which cannot be cut."""
+        """The length of axis 0. A scalar has one row."""
         return self.shape[0] if self.shape else 1
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row with its part of the slots; 0 without rows."""
+        """The bytes of one row with its slots. 0 if the variable has no rows."""
         return self.bytes // self.rows if self.rows else 0
 
     def piece_bytes(self, pieces: int) -> list[int]:
-        """Bytes of each even piece, slots included."""
+        """Returns the bytes of each even shard, including slots."""
         return [count * self.row_bytes for count in piece_rows(self.rows, pieces)]
 
     def piece_loads(self, pieces: int) -> list[float]:
-        """Load of each even piece."""
+        """Returns the load of each even shard."""
         load = self.load or 0.0
         if pieces == 1:
             return [load]
         return [load * count / self.rows for count in piece_rows(self.rows, pieces)]
 
     def shards(self, tasks: Sequence[int]) -> tuple[VariableShard, ...]:
-        """The even pieces on these tasks, in the order of rows."""
+        """Returns even shards on these tasks, in the order of rows."""
         ends = [0, *accumulate(piece_rows(self.rows, len(tasks)))]
         return tuple(map(VariableShard, tasks, ends, ends[1:]))
 
 
 class VariableShard(NamedTuple):
-    """Rows of a variable on a task. A scalar has one row.
+    """A range of rows of a variable on one task. A scalar has one row.
 
     Attributes:
-        task: index of the parameter server or the device.
+        task: the index of the parameter server or the device.
         start: the first row.
-        stop: the row after the last one.
+        stop: the row after the last row.
     """
 
     task: int
@@ -135,7 +135,7 @@ class VariableShard(NamedTuple):
 
 
 class Held(enum.Enum):
-    """How tasks or devices hold a variable."""
+    """Whether a variable is in shards, copied, or owned."""
 
     PIECES = "pieces"  # one or more pieces along axis 0, each on one task, its slots with it
     COPIES = "copies"  # a whole copy with slots on every device
@@ -143,19 +143,19 @@ class Held(enum.Enum):
 
 
 class Place(NamedTuple):
-    """Where one variable is.
+    """The place of one variable in a plan.
 
     Attributes:
-        tasks: the tasks of the pieces, in the order of rows; the devices of the copies; or the
-            owners of the pieces of an owned variable.
-        held: which of the three.
+        tasks: the tasks of the shards in the order of rows, the devices of the copies, or the
+            owners of the shards of an owned variable.
+        held: whether the variable is in shards, copied, or owned.
     """
 
     tasks: tuple[int, ...]
     held: Held = Held.PIECES
 
     def parts(self, spec: VariableSpec, count: int) -> list[tuple[int, int, float]]:
-        """(task, bytes, load) of each piece of the variable, or of each of `count` copies."""
+        """Returns (task, bytes, load) of each shard, or of each of `count` copies."""
         if self.held is Held.PIECES:
             pieces = len(self.tasks)
             sizes, loads = spec.piece_bytes(pieces), spec.piece_loads(pieces)

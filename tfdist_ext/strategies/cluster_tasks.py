@@ -159,28 +159,28 @@ class RoleEnded(SystemExit):
 
 @filter_traceback
 def run(main: Callable[[], Result]) -> Result | None:
-    """Run the role of this process in the cluster that the environment describes.
+    """Runs `main`, or a server, depending on the task of this process.
 
-    - Where training is driven (a process alone, each worker of a multi-worker cluster, the chief
-      of a cluster with parameter servers): call `main()` and return its result.
-    - In a `ps` or `worker` task of a cluster with parameter servers: serve, and return None when
-      the coordinator is done. `main` is not called.
-    - In an `evaluator` task: call `main()`, where `fit(checkpoint_dir=...)` evaluates each new
-      checkpoint in place of training, and return None when the training is done.
+    - Without a cluster, in a worker of a multi-worker cluster, and in the chief of a cluster with
+      parameter servers: calls `main()` and returns its result.
+    - In a `ps` or `worker` task of a cluster with parameter servers: runs a server, and returns
+      None when the coordinator ends. `main` is not called.
+    - In an `evaluator` task: calls `main()`. `fit(checkpoint_dir=...)` then evaluates each new
+      checkpoint instead of training. `run` returns None when the training is complete.
 
-    The servers stay until the coordinator's process ends, so code after `run` may still use the
+    The servers run until the process of the coordinator ends. Code after `run` can therefore use
     variables on the servers.
 
     Args:
         main: a function without arguments.
 
     Raises:
-        SystemExit: with 138 ("start me again"), after the traceback: another task did not come, is
-            gone or does not answer. In a `ps`, `worker` or `evaluator` task: the coordinator has
-            failed, or is gone without a message.
-        ClusterConfigError: the environment describes a cluster that cannot be right.
+        SystemExit: another task did not start, died or does not respond. In a `ps`, `worker` or
+            `evaluator` task: the coordinator failed or died. The exit code is 138, which asks a
+            scheduler to restart the job.
+        ClusterConfigError: the environment describes an invalid cluster.
         StrategyError: a server cannot listen at its address.
-        Exception: what `main` itself raises.
+        Exception: any exception of `main`.
     """
     cluster = ClusterConfig.from_env(os.environ)
     try:

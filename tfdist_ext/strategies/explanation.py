@@ -52,20 +52,21 @@ class Choice:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a strategy was chosen and what it runs on. `str` of it is a text of several lines.
+    """The reason why a strategy was chosen, and its devices. Print it to read all attributes.
 
     Attributes:
-        strategy: its name, as `create_strategy` takes it; "made elsewhere" for other strategies.
-        reason: the signal that led to this strategy.
-        replicas: the replicas in sync, over all tasks; 1 under ParameterServerStrategy, whose
-            workers train asynchronously.
-        devices: the names of the devices of this task that compute; empty for the default
-            strategy and ParameterServerStrategy, which do not list them.
-        considered: one line for each alternative that was not taken, with the reason.
-        steps: for a distributed model, one line for each step that has run: whether one trace of
-            the step serves all replicas of this task, and if not, why; and one line if
-            BatchNormalization is not synchronized. Empty for a strategy.
-        text: all of this, as `str` returns it.
+        strategy: the name of the strategy. The name of a strategy that `create_strategy` did not
+            create is "made elsewhere".
+        reason: why `create_strategy` chose the strategy.
+        replicas: the number of replicas in sync over all tasks. It is 1 under
+            ParameterServerStrategy, whose workers train asynchronously.
+        devices: the devices of this task that compute steps. Empty for the default strategy and
+            ParameterServerStrategy, which do not list their devices.
+        considered: one line for each strategy that was not chosen, with the reason.
+        steps: for a distributed model, one line for each step that has run. The line says whether
+            all replicas of this task share one trace of the step, and if not, why. Another line
+            says if BatchNormalization is not synchronized. Empty for a strategy.
+        text: the text that `print` shows.
     """
 
     strategy: str
@@ -105,14 +106,17 @@ def computing_tasks(strategy: tf.distribute.Strategy, count: int) -> list[str]:
 
 @filter_traceback
 def explain(strategy: Any) -> Explanation:
-    """Explain why a strategy was chosen and what it runs on; prints as text.
+    """Explains why a strategy was chosen, and lists its replicas and devices.
 
     Args:
-        strategy: a `tf.distribute.Strategy`, or a distributed model, whose explanation also says
-            how its steps are traced.
+        strategy: a `tf.distribute.Strategy`, or a distributed model. The explanation of a model
+            also describes how its steps are traced.
+
+    Returns:
+        An `Explanation`, to be printed.
 
     Raises:
-        StrategyError: `strategy` is neither.
+        StrategyError: `strategy` is neither a strategy nor a distributed model.
     """
     steps: list[str] = []
     if not isinstance(strategy, tf.distribute.Strategy) and hasattr(strategy, "traces"):

@@ -54,36 +54,37 @@ def create_strategy(
     """Creates a `tf.distribute` strategy.
 
     Args:
-        name: one of `available_strategies()`, or "auto": a strategy for the cluster, the TPU or
-            the devices of this machine, whichever is there.
-        cluster: a ClusterConfig or any TensorFlow ClusterResolver; by default what the
-            environment describes (TF_CONFIG, Slurm, Kubernetes, SageMaker, Open MPI).
+        name: a name from `available_strategies()`, or "auto", which chooses a strategy for the
+            cluster, the TPU or the GPUs that it finds.
+        cluster: a `ClusterConfig` or a TensorFlow `ClusterResolver`. By default, the cluster of
+            the environment (TF_CONFIG, Slurm, Kubernetes, SageMaker, Open MPI).
         devices: names ("GPU:0") or a number of devices, for strategies on one machine.
-        placement: where variables live, for `placed` and `parameter_server`.
-        config: a TOML file whose [strategy] table holds any of these settings.
-        wait: seconds to wait for the other tasks of a cluster; 300 by default.
-        alone: let each task of the cluster that the environment describes train by itself, on
-            the devices of its own machine.
-        options: the strategy's own: `logical_cpus` (all strategies of one machine),
-            `owned_from` (placed), `parameter_device` (central_storage), `communication`
-            (multi_worker_mirrored: auto, ring, nccl), `bucket_bytes` and `shard_optimizer` (the
-            same), `tpu`, `zone` and `project` (tpu), and those of registered strategies.
+        placement: the placement of variables, for `placed` and `parameter_server`.
+        config: a TOML file with a [strategy] table, which can contain all of these settings.
+        wait: seconds to wait for the other tasks of a cluster. The default is 300.
+        alone: if True, the tasks of a cluster do not train together. Each task uses the devices
+            of its own machine.
+        options: options of the strategy. All strategies of one machine take `logical_cpus`.
+            `placed` takes `owned_from`, and `central_storage` takes `parameter_device`.
+            `multi_worker_mirrored` takes `communication` ("auto", "ring" or "nccl"),
+            `bucket_bytes` and `shard_optimizer`. `tpu` takes `tpu`, `zone` and `project`.
+            A registered strategy takes the parameters of its factory.
 
     Arguments take precedence over flags (`tfd.flags.define_strategy_flags`), flags over the file,
-    the file over the environment. `explain(strategy)` says where each setting came from.
+    and the file over the environment. `explain(strategy)` shows where each setting came from.
 
     Returns:
-        TensorFlow's object, as its own constructor returns it. A strategy for several workers is
-        returned when all of them are there; until then missing workers are named on stderr. An
-        `evaluator` task gets a strategy for its own devices instead of one for the cluster.
+        An instance of TensorFlow's own class, or of the registered class. In a cluster, the call
+        returns when all workers have started, and prints the missing workers to stderr while it
+        waits. An `evaluator` task gets a strategy for the devices of its own machine.
 
     Raises:
-        SystemExit: in a `ps` or `worker` task of a cluster with parameter servers. This call
-            serves there until the coordinator has ended. The status is 0 if the coordinator ended
-            well, else 138.
-        StrategyError: an unknown name, an option the strategy does not take, or a strategy that
-            cannot run here.
-        ClusterConfigError: the cluster that was given, or that of the environment, cannot be right.
+        SystemExit: in a `ps` or `worker` task of a cluster with parameter servers. In these tasks
+            the call runs a server until the coordinator ends. The exit code is 0 if the
+            coordinator succeeded, and 138 otherwise.
+        StrategyError: the name is unknown, the strategy does not take an option, or the strategy
+            cannot run on this machine.
+        ClusterConfigError: the cluster is invalid.
     """
     arguments = dict(devices=devices, placement=placement, wait=wait, alone=alone, **options)
     # "auto" is the default, which leaves the choice to flags and file.

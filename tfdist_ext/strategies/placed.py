@@ -34,34 +34,34 @@ _OWNER = "number_of_owner"  # what an owned variable has its owner in
 class PlacedStrategy(StrategyTemplate):
     """A synchronous strategy on one machine that places each variable by rules.
 
-    - `Mirrored()`: a copy with slots on each device.
-    - `OnDevice("CPU:0")`: one copy with its slots; `tfd.distribute` moves the rows that an
-      Embedding looks up, and not the table.
-    - `Owned()`: a copy on each device, to compute with. Only one device, the owner, has the
-      optimizer's slots. The gradient is reduced to the owner, which computes the update and sends
-      the new value to the other devices. This partitions the optimizer state as in ZeRO, stage 1
+    - `Mirrored()`: each device has a copy of the variable and its slots.
+    - `OnDevice("CPU:0")`: one device has the variable and its slots. `tfd.distribute` moves only
+      the rows that an Embedding looks up.
+    - `Owned()`: each device has a copy of the variable. Only one device, the owner, has the
+      optimizer slots. The gradient is reduced to the owner, which computes the update and sends
+      the new value to the other devices. This partitions the optimizer state as in ZeRO stage 1
       (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054), by whole variables.
-    - `Sharded(n)`: cut by rows into n even pieces on n of the devices, each with its slots;
-      `Sharded()` on all devices. Each piece is updated on its device. `tfd.distribute` moves the
-      rows that an Embedding looks up.
+    - `Sharded(n)`: n devices have even shards of the rows, with their slots. `Sharded()` uses all
+      devices. Each shard is updated on its device. `tfd.distribute` moves only the rows that an
+      Embedding looks up.
 
-    Trained variables without a rule are owned if they have at least `owned_from` bytes, and
-    mirrored otherwise. Owners hold nearly equal bytes unless a variable is larger than a fair
-    share.
+    A trainable variable without a rule is owned if it has at least `owned_from` bytes, and mirrored
+    otherwise. The owners hold nearly equal numbers of bytes, unless one variable is larger than a
+    fair share.
 
     Args:
-        devices: as for StrategyTemplate.
-        rules: `Rule(pattern, placement)`, or a table of pattern -> placement or its text, as
-            {"embedding/.*": "device CPU:0"}; patterns match Keras's paths of variables.
-        owned_from: the size from which trained variables are owned, without slots: a number of
-            bytes, or a text like "64KiB".
+        devices: names or a number of devices, as in `StrategyTemplate`.
+        rules: a list of `Rule(pattern, placement)`, or a dict such as
+            {"embedding/.*": "device CPU:0"}. A pattern matches the path of a Keras variable.
+        owned_from: the smallest size of an owned variable, without slots: a number of bytes, or a
+            string such as "64KiB".
 
     Attributes:
-        placer: decides for each variable.
+        placer: chooses the placement of each variable.
 
     Raises:
-        StrategyError: a device does not exist or is named twice, or a rule, named in the message,
-            is not possible on these devices.
+        StrategyError: a device does not exist or is named twice, or a rule is not possible on these
+            devices.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class PlacedStrategy(StrategyTemplate):
 
     @property
     def placement_plan(self) -> PlacementPlan | None:
-        """The placement of the last model that `tfd.distribute` has planned."""
+        """The placement plan of the last model that `tfd.distribute` created."""
         return self.placer.plan
 
     def owner(self, variable: tf.Variable) -> int:
-        """The index of the device that owns a variable; 0 for a variable without an owner."""
+        """Returns the index of the device that owns a variable, or 0 without an owner."""
         return getattr(variable, _OWNER, 0)
 
     def create_variable(

@@ -49,17 +49,17 @@ Kind = Literal["gradient", "metric", "statistic", "assignment", "other"]
 
 @dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """A description of the values that `reduce_values` reduces.
+    """Describes the values that `reduce_values` reduces.
 
     Attributes:
-        kind: "gradient": of `variable`, on the way to an optimizer;
-            "metric": the state of a Keras metric, or a value that a step returned for the logs;
-            "statistic": moments of a synchronized BatchNormalization, weights of a loss, a moving
-            average that a layer wrote (then `variable` is what it wrote to);
-            "assignment": a value that replicas assign to `variable`, to be aggregated;
-            "other": what your own code reduces (`all_reduce`, `reduce`, `tfd.all_rows`).
-        variable: the strategy's variable, as `update_variable` gets it; or None.
-        path: Keras's path of the variable, or its name; "" without a variable.
+        kind: "gradient" is the gradient of `variable`. "metric" is the state of a Keras metric, or
+            a value that a step returns for the logs. "statistic" is a moment of a synchronized
+            BatchNormalization, the weight of a loss, or a moving average that a layer assigns to
+            `variable`. "assignment" is a value that replicas assign to `variable`, which has an
+            aggregation. "other" is a value that your own code reduces with `all_reduce`, `reduce`
+            or `tfd.all_rows`.
+        variable: the variable of the strategy, or None.
+        path: the Keras path of the variable, or its name. "" without a variable.
     """
 
     kind: Kind

@@ -83,17 +83,17 @@ _TABLE = {
 def register_strategy(
     name: str, factory: Callable[..., tf.distribute.Strategy], description: str
 ) -> None:
-    """Makes `create_strategy(name, ...)` call `factory`.
+    """Registers a strategy, so that `create_strategy(name, ...)` calls `factory`.
 
     Args:
-        name: a new name; not "auto".
-        factory: returns a `tf.distribute.Strategy`. It is called with keyword arguments: its
-            parameters are the strategy's options. None of them may be called `name` or `config`.
-            A parameter `cluster` gets the cluster that was given or found.
-        description: one line, shown in the list of strategies.
+        name: a new name, which is a Python identifier.
+        factory: a function that returns a `tf.distribute.Strategy`. Its parameters are the options
+            of the strategy, and are passed as keywords. A parameter `cluster` receives the cluster
+            of the call or of the environment. The names `name` and `config` are not allowed.
+        description: one line for the list of strategies.
 
     Raises:
-        StrategyError: the name is taken or is not an identifier, or the factory is not callable.
+        StrategyError: the name is taken or not an identifier, or the factory is not callable.
     """
     if not isinstance(name, str) or not name.isidentifier() or name in ("auto", *_TABLE):
         raise StrategyError(
@@ -107,7 +107,7 @@ def register_strategy(
 
 @filter_traceback
 def available_strategies() -> dict[str, str]:
-    """Name -> description of every strategy that `create_strategy` knows."""
+    """Returns the names of all strategies of `create_strategy`, with their descriptions."""
     return {name: entry.description for name, entry in _TABLE.items()}
 
 

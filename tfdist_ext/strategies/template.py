@@ -1,8 +1,8 @@
 """StrategyTemplate: the base class for custom strategies.
 
-It works without a subclass: one replica for each device, a copy of each variable on each device,
-sums and means computed on one device. A subclass overrides the hooks whose decision it changes and
-calls `super()` for the rest. `docs/custom_strategy.md` builds one.
+The template runs one replica on each device, keeps a copy of each variable on each device, and
+computes sums and means on one device. A subclass overrides hooks, and calls `super()` for the cases
+that it does not change. docs/custom_strategy.md explains the hooks.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ __all__ = ["StrategyTemplate"]
 
 @filter_traceback
 class StrategyTemplate(tf.distribute.Strategy):
-    """A synchronous strategy on the devices of one machine, with hooks.
+    """Base class for custom synchronous strategies on one machine.
+
+    Subclasses override the hooks `create_variable`, `update_variable`, `reduce_values` and `owner`.
+    Without a subclass, each device has a replica and a copy of each variable.
 
     Args:
-        devices: names ("GPU:0"), or a number of devices (GPUs where there are any, else logical
-            CPUs), or None for all of them.
+        devices: names ("GPU:0") or a number of devices. A number counts GPUs if the machine has
+            GPUs, and logical CPUs otherwise. None uses all devices.
 
     Raises:
-        StrategyError: a device does not exist or is named twice. At the first trace: a hook, named
-            in the message, has returned a wrong value.
+        StrategyError: a device does not exist or is named twice. When a step is traced: a hook
+            returned an invalid value.
     """
 
     def __init__(self, devices: int | str | Sequence[str] | None = None):
@@ -43,13 +46,14 @@ class StrategyTemplate(tf.distribute.Strategy):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Names of the replicas' devices, in the order of replicas."""
+        """The device of each replica."""
         return self._names
 
     def copies(self, variable: tf.Variable) -> tuple[tf.Variable, ...]:
-        """The plain variables behind a variable of this strategy: one for each replica, or one.
+        """Returns the copies of a variable as plain TensorFlow variables.
 
-        For a variable in pieces, the pieces in the order of their rows.
+        A variable has one copy for each replica, or one copy that all replicas use. For a sharded
+        variable, returns the shards in the order of their rows.
         """
         if is_partitioned(variable):
             return tuple(variable.get().variables)
@@ -57,12 +61,12 @@ class StrategyTemplate(tf.distribute.Strategy):
         return tuple(copy.get() if hasattr(copy, "get") else copy for copy in copies)
 
     def owner(self, variable: tf.Variable) -> int:
-        """Hook: the index of the copy whose device computes an update once; 0 by default.
+        """Hook: returns the index of the copy that an optimizer updates. The default is 0.
 
-        `tfd.distribute` calls this if replicas share variables or the subclass overrides
-        `update_variable`. The gradient is reduced to that copy's device, the optimizer works there
-        on the variable's slots, and the other copies get the result. If a slot has copies on all
-        devices, the optimizer uses the copy of number `owner(slot)`.
+        `tfd.distribute` calls this hook if replicas share variables, or if the subclass overrides
+        `update_variable`. The gradient is reduced to the device of the owner. The optimizer updates
+        the copy and its slots on that device, and the other copies get the result. If a slot has
+        copies on all devices, the optimizer uses the copy with the index `owner(slot)`.
         """
         return 0
 
@@ -70,8 +74,8 @@ class StrategyTemplate(tf.distribute.Strategy):
     def has_own_updates(self) -> bool:
         """Whether the subclass overrides `update_variable`.
 
-        `tfd.distribute` then computes an update once, on the owner's copies, and assigns the result
-        to the other copies through the hook. Otherwise each replica updates its own copies.
+        If True, `tfd.distribute` computes an update once, on the device of the owner, and calls the
+        hook to assign the result to the other copies. If False, each replica updates its own copy.
         """
         return type(self).update_variable is not StrategyTemplate.update_variable
 
@@ -81,24 +85,24 @@ class StrategyTemplate(tf.distribute.Strategy):
         create: Callable[..., tf.Variable],
         beside: tf.Variable | None = None,
     ) -> tf.Variable:
-        """Hook: where a variable is created.
+        """Hook: creates a variable on one or more devices.
 
-        Called for every variable except those with `synchronization=ON_READ`, as those of metrics,
-        of which each replica has its own value.
+        The strategy calls this hook for every variable except those with
+        `synchronization=ON_READ`, such as the state of metrics, which every replica has.
 
         Args:
-            spec: the variable's path (its name, if it is not a Keras variable), shape, dtype, bytes
-                and whether it is trained.
-            create: `create(devices)` with the devices of all replicas makes a copy on each device;
-                with one device it makes one copy that all replicas use.
-                `create(devices, in_pieces=True)` cuts the variable along axis 0 into even pieces,
-                one on each of these devices, which all replicas use. There can be no more pieces
-                than rows.
-            beside: the variable that the new variable belongs to, as an optimizer's slot does; or
-                None. If `beside` is in pieces and has as many rows, create the same pieces.
+            spec: the path, shape, dtype and bytes of the variable, and whether it is trainable. The
+                path of a variable that is not from Keras is its name.
+            create: a function that creates the variable. `create(self.devices)` creates a copy on
+                each device. `create([device])` creates one copy that all replicas use.
+                `create(devices, in_pieces=True)` splits the variable along axis 0 into even shards,
+                one on each of these devices. Axis 0 needs at least one row for each shard.
+            beside: for an optimizer slot, the variable of the slot; None for other variables. If
+                `beside` is sharded and has as many rows, create the same shards.
 
         Returns:
-            What `create` returned. By default copies on all devices, or where `beside` is.
+            The result of `create`. By default, a variable has a copy on all devices, and a slot is
+            on the devices of its variable.
         """
         if beside is None:
             return create(self.devices)
@@ -112,18 +116,20 @@ class StrategyTemplate(tf.distribute.Strategy):
     def update_variable(
         self, variable: tf.Variable, copies: Sequence[tf.Variable], update: Callable[[int], Any]
     ) -> Sequence[Any]:
-        """Hook: how an update is applied.
+        """Hook: applies an update to all copies of a variable.
 
-        Called for each assignment and each step of a Keras optimizer, with values that are already
-        reduced. All copies must be equal afterwards.
+        The strategy calls this hook for each assignment, and for each step of a Keras optimizer.
+        The values of the update are already reduced. All copies must be equal when the hook
+        returns.
 
         Args:
-            copies: the plain variables, one for each replica, or one. A variable in pieces counts
-                as one, because it is updated as a whole.
-            update: `update(number)` applies the update to the copy of that number, on its device.
+            variable: the variable of the strategy.
+            copies: the copies of the variable: one for each replica, or one. A sharded variable
+                counts as one copy.
+            update: `update(index)` applies the update to the copy with this index, on its device.
 
         Returns:
-            A list of what `update` returned for each copy. By default every copy is updated.
+            A list with the result of `update` for each copy. By default, every copy is updated.
         """
         return [update(number) for number in range(len(copies))]
 
@@ -134,20 +140,20 @@ class StrategyTemplate(tf.distribute.Strategy):
         devices: Sequence[str],
         what: Reduced = OTHER,
     ) -> Sequence[Value]:
-        """Hook: how values are reduced.
+        """Hook: computes the sum or the mean of the values of all replicas.
 
-        Called by `all_reduce`, `reduce`, `extended.reduce_to` and aggregated assignments.
+        `all_reduce`, `reduce`, `extended.reduce_to` and assignments with an aggregation call this
+        hook.
 
         Args:
             op: `tf.distribute.ReduceOp.SUM` or `.MEAN`.
-            values: a tensor, or tf.IndexedSlices, of each replica, on the replica's device.
+            values: a tensor or `tf.IndexedSlices` for each replica, on the device of the replica.
             devices: the full names of the devices that need the result.
-            what: a `Reduced`: whether the values are gradients of a variable, a metric, a statistic
-                or the user's own values.
+            what: a `Reduced`, which describes the values.
 
         Returns:
-            A list with the result for each device. Results on other devices are moved. By default
-            the values are reduced on the first device.
+            A list with the result for each device. A result on another device is moved to its
+            device. By default, the values are reduced on the first device.
         """
         first = tf.distribute.ReductionToOneDevice(devices[0])
         total = first.reduce(op, per_replica(values, always=True), devices[0])

@@ -1,12 +1,11 @@
-"""Tests of distributed code, with pytest or without.
+"""Tools for tests of distributed code, with or without pytest (docs/testing.md).
 
-- Logical CPUs, and the matrix of strategies: `logical_cpus`, `strategy_matrix`.
-- Real processes: `run_tasks(fn, {"worker": 2})`.
+- Logical CPUs and strategies: `logical_cpus`, `strategy_matrix`.
+- Processes: `run_tasks(fn, {"worker": 2})`.
 - Assertions: `assert_same_on_all_replicas`, `assert_trains_like_one_device`.
-- The contract of your own strategy: `StrategyConformance`.
+- Tests of your own strategy: `StrategyConformance`.
 
-Here belongs what users' tests import, and the pytest plugin (docs/testing.md). Modules are imported
-when one of their names is first used, because pytest imports this one in every session.
+The submodules are imported on first use, because pytest imports this module in every session.
 """
 
 from __future__ import annotations

@@ -72,23 +72,27 @@ def case_of(name: str) -> Case:
 
 @filter_traceback
 def strategy_matrix(*names: str) -> dict[str, Callable[[], Any]]:
-    """Returns name -> function that creates the strategy, by default for all strategies.
+    """Returns functions that create strategies for tests, by name.
 
     Args:
-        names: such as "mirrored_2"; the defaults are those of the fixture `tfdist_strategy`.
+        names: names of strategies, such as "mirrored_2". By default, all strategies of the fixture
+            `tfdist_strategy`.
+
+    Returns:
+        A dict from the name of each strategy to a function that creates it.
 
     Raises:
-        StrategyError: there is no strategy of that name.
+        StrategyError: a name is unknown.
     """
     return {name: case_of(name).make for name in names or DEFAULT}
 
 
 @filter_traceback
 def logical_cpus(count: int) -> None:
-    """Makes TensorFlow see this many CPUs. Call it before the first operation.
+    """Creates a number of logical CPUs. Call it before the first TensorFlow operation.
 
     Raises:
-        StrategyError: TensorFlow has started with another number.
+        StrategyError: TensorFlow has already started with another number of CPUs.
     """
     from tfdist_ext.strategies.one_machine import make_logical_cpus
 

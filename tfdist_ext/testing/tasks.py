@@ -41,27 +41,31 @@ def run_tasks(
     args: tuple[Any, ...] = (),
     env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Run `fn(*args)` once in each task of a cluster of processes on this machine.
+    """Runs `fn(*args)` once in each task of a cluster of processes on this machine.
 
-    Like `tfd.launch`, with a time limit, and in processes that have imported TensorFlow before.
-    With parameter servers the run succeeds when the coordinator does. The other tasks then have
-    five more seconds to end.
+    Works like `tfd.launch`, with a time limit, and in processes that have already imported
+    TensorFlow. With parameter servers, the run succeeds if the coordinator succeeds. The other
+    tasks then have five seconds to end.
 
     Args:
-        fn: any function. What it uses of this process is copied to the tasks by cloudpickle.
-        cluster: numbers of tasks by type, {"worker": 2, "ps": 1}, or the number of workers. With
-            `ps` there is also a chief, which is the coordinator. None: one process without
-            TF_CONFIG, whose name is "process".
-        timeout: seconds for the whole run. Then each task writes its stacks to its output and is
+        fn: a function. cloudpickle copies the functions and NumPy arrays that it uses.
+        cluster: the number of tasks of each type, such as {"worker": 2, "ps": 1}, or the number of
+            workers. A cluster with `ps` also gets a chief, which is the coordinator. None runs one
+            process without TF_CONFIG, whose name is "process".
+        timeout: the time limit in seconds. After it, each task prints its stack traces and is
             killed.
-        env: environment of the tasks, to which TF_CONFIG is added; None: that of this process.
+        args: the arguments of `fn`, the same for each task.
+        env: the environment variables of the tasks, to which TF_CONFIG is added. By default, the
+            variables of this process.
 
     Returns:
-        The result of `fn` for each task that returned, by the name of the task.
+        The result of `fn` in each task, by the name of the task. Tasks that did
+        not return are not included.
 
     Raises:
-        LaunchError: the tasks are not a cluster, or `fn` cannot be sent to them.
-        TaskError: a task raised (its traceback is in the message), was killed, or hung.
+        LaunchError: the cluster is invalid, or `fn` cannot be copied to the tasks.
+        TaskError: a task raised an exception, was killed, or did not end in time. The message
+            contains its traceback.
     """
     with tempfile.TemporaryDirectory(prefix="tfdist-") as folder:
         ended = run_function(fn, args, cluster, timeout, folder=Path(folder), env=env)

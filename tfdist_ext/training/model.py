@@ -100,10 +100,10 @@ __all__ = ["DistributedModel", "check_counts", "distribute"]
 
 @filter_traceback
 class DistributedModel(SavingMixin):
-    """A Keras model whose steps run on all replicas of a strategy.
+    """A Keras model that trains on all replicas of a strategy.
 
-    In a cluster every task makes the same calls with the same data. Batch sizes are global: the
-    examples that all replicas of all tasks use in one step together.
+    All batch sizes are global: the number of examples of one step, over all replicas of all tasks.
+    In a cluster, all tasks make the same calls with the same data.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class DistributedModel(SavingMixin):
 
     @property
     def keras_model(self) -> keras.Model:
-        """The Keras model, its variables on the strategy's devices."""
+        """The Keras model, whose variables are on the devices of the strategy."""
         return self._model
 
     @property
@@ -149,7 +149,7 @@ class DistributedModel(SavingMixin):
         return self._strategy
 
     def traces(self) -> list[str]:
-        """For `tfd.explain`: how steps are traced, and which layers are not synchronized."""
+        """Returns the lines of `tfd.explain` about traces and unsynchronized layers."""
         found = {kind: loop.program.traces for (kind, _), loop in self._loops.items()}
         if self._predictor is not None:
             found["predict"] = self._predictor.traces
@@ -180,29 +180,31 @@ class DistributedModel(SavingMixin):
         checkpoint_every: int | None = None,
         checkpoint_async: bool = True,
     ) -> keras.callbacks.History:
-        """Trains like `keras.Model.fit`, with the same arguments.
+        """Trains the model. Takes the arguments of `keras.Model.fit`.
 
-        `batch_size` is the size of the global batch. Arrays are shuffled in one order, the same on
-        every task; a ShardedDataset has its own order. If `steps_per_execution` is 1, an execution
-        runs as many steps as take about a second, unless a callback uses hooks of batches. In a
-        cluster only the chief prints and writes files. An `evaluator` task does not train: it
-        evaluates each new checkpoint on the validation data, and then ends its process.
+        `batch_size` is the global batch size. Arrays are shuffled in the same order on all tasks. A
+        `ShardedDataset` has its own order. In a cluster, only the chief prints and writes files. An
+        `evaluator` task does not train: it evaluates each new checkpoint on the validation data,
+        and exits when the training is complete.
+
+        If `steps_per_execution` is 1, one execution runs the steps of about a second. If a callback
+        has batch methods, such as `on_train_batch_end`, one execution runs one step.
 
         Args:
-            checkpoint_dir: a folder for checkpoints, one after each epoch; the last few stay. A
-                new job with the same folder resumes where the last one ended, with the epoch, the
-                weights, the optimizer and the order of examples of a training without a break.
-            checkpoint_every: also save after every `checkpoint_every` global batches of an epoch.
-                `x` must be arrays or a `tfd.data.ShardedDataset`.
-            checkpoint_async: write checkpoints in the background, from a copy of the state in the
-                memory of the chief. If False, the training waits until a checkpoint is on disk.
-                Parameter servers never copy their state.
+            checkpoint_dir: a folder for checkpoints. `fit` saves a checkpoint after each epoch and
+                keeps the last three. A new job with the same folder resumes from the newest one,
+                and gives the same results as a training without interruption.
+            checkpoint_every: also saves a checkpoint after this number of global batches. `x` must
+                be arrays or a `tfd.data.ShardedDataset`.
+            checkpoint_async: if True, writes checkpoints in the background, from a copy of the
+                state in the memory of the chief. If False, the training waits until the checkpoint
+                is on disk. With parameter servers, the training always waits.
 
         Raises:
-            TrainingError: data or arguments that cannot be distributed; a model that is not
-                compiled; a `checkpoint_dir` that cannot be written, that has checkpoints of
-                another model, or that a newer job writes to.
-            ValueError: what Keras itself refuses.
+            TrainingError: the data or an argument cannot be distributed, the model is not compiled,
+                or `checkpoint_dir` cannot be written, contains checkpoints of another model, or is
+                in use by a newer job.
+            ValueError: Keras rejects an argument.
         """
         epochs = min(epochs, keras.config.max_epochs() or epochs)
         counts = {
@@ -331,9 +333,9 @@ class DistributedModel(SavingMixin):
         *,
         _use_cached_eval_dataset: bool = False,  # Keras's fit gives it to a model's own evaluate
     ) -> Any:
-        """Returns the loss and metrics over all examples, like `keras.Model.evaluate`.
+        """Returns the loss and metrics of all examples, like `keras.Model.evaluate`.
 
-        The same numbers come back on every task. `batch_size` is that of the global batch.
+        All tasks return the same numbers. `batch_size` is the global batch size.
         """
         if _use_cached_eval_dataset and self._cached_validation is not None:
             logs = self._evaluate(*self._cached_validation)
@@ -355,9 +357,9 @@ class DistributedModel(SavingMixin):
         steps: int | None = None,
         callbacks: Callbacks = None,
     ) -> Any:
-        """Returns the outputs for all rows in input order, on every task, as NumPy arrays.
+        """Returns the outputs for all rows, in their order, as NumPy arrays on every task.
 
-        `batch_size` is that of the global batch.
+        `batch_size` is the global batch size.
         """
         self._check_call("predict", {"batch_size": batch_size, "steps": steps}, x=x)
         if isinstance(x, FunctionDataset) and (
@@ -382,7 +384,7 @@ class DistributedModel(SavingMixin):
         class_weight: dict[int, float] | None = None,
         return_dict: bool = False,
     ) -> Any:
-        """Runs one step on one global batch, like `keras.Model.train_on_batch`."""
+        """Trains on one global batch, like `keras.Model.train_on_batch`."""
         logs = self._on_batch("train", (x, y, sample_weight), class_weight=class_weight)
         return logs if return_dict else metrics_in_order(self._model, logs)
 
@@ -398,7 +400,7 @@ class DistributedModel(SavingMixin):
     @overridable
     @on_every_worker
     def predict_on_batch(self, x: Any) -> Any:
-        """Returns the outputs for one global batch, as NumPy arrays, on every task."""
+        """Returns the outputs for one global batch, as NumPy arrays on every task."""
         epochs = self._read("predict", x, batch_size=_rows(x))
         return self._predict(epochs, keras.callbacks.CallbackList())
 
@@ -704,24 +706,30 @@ def distribute(
     """Distributes a Keras model over the replicas of a strategy.
 
     Args:
-        model_or_builder: a function without arguments that returns a model (compiled or not),
-            or an existing model, trained or not. Of an existing model a copy is made, with its
-            weights, compile settings and optimizer state; the original stays as it is.
-        strategy: any `tf.distribute.Strategy`; by default the strategy whose scope is open, else
-            `create_strategy()`.
-        synchronize_batch_norm: True turns on `synchronized` in every BatchNormalization. Each layer
-            then normalizes by the statistics of the global batch, as on one device, instead of
-            those of each replica's part. A saved model keeps the setting. False leaves the layers
-            as they are. So does None, with a warning if several replicas train such a layer.
-        one_trace: True traces each step once for all replicas of a task, which makes the first
-            step shorter. A warning and `tfd.explain(model)` say where that is not possible. False
-            leaves the traces to TensorFlow, one for each replica. "auto" is True on CPUs, and False
-            on GPUs and TPUs, where one trace has never run.
+        model_or_builder: a function without arguments that returns a Keras model, or an existing
+            model. An existing model is copied with its weights, compile settings and optimizer
+            state, and does not change.
+        strategy: any `tf.distribute.Strategy`. The default is the strategy of the current scope,
+            or `create_strategy()` outside of a scope.
+        synchronize_batch_norm: if True, sets `synchronized=True` in every BatchNormalization, so
+            that it normalizes with the statistics of the global batch, as on one device. A saved
+            model keeps the setting. If False or None, each replica normalizes with the statistics
+            of its own rows, unless a layer is already synchronized. None also warns if several
+            replicas train such a layer.
+        one_trace: if True, TensorFlow traces each step once for all replicas of a task, which makes
+            the first step shorter. If a step cannot be traced once, a warning and
+            `tfd.explain(model)` give the reason. If False, TensorFlow traces each step once per
+            replica. "auto" means True on CPUs, and False on GPUs and TPUs, where a single trace
+            is not tested.
+
+    Returns:
+        A `DistributedModel`.
 
     Raises:
-        TrainingError: not a model, one that cannot be copied from its config, or not a
-            strategy.
-        StrategyError: a strategy of one machine in a cluster of several tasks.
+        TrainingError: the first argument is not a model and does not return one, the model cannot
+            be copied from its config, or `strategy` is not a strategy.
+        StrategyError: the strategy uses one machine, but the environment describes a cluster with
+            several tasks.
     """
     if one_trace not in ("auto", True, False):
         raise TrainingError(f"one_trace must be 'auto', True or False, got {one_trace!r}.")

@@ -25,20 +25,20 @@ _wrapped = textwrap.TextWrapper(100).fill
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of `tfd.verify`: whether a model trains as on one device.
-
-    `str` gives a table to read.
+    """The result of `tfd.verify`. Print it to read the differences as a table.
 
     Attributes:
-        title: what was compared.
-        differences: name of a variable, log or prediction -> its largest difference, relative to
-            the largest number in it. `inf` for NaN on one side, or for other shapes.
-        rounding: the same for plain Keras compared with itself, after the last bits of the initial
-            weights and the inputs were changed. Empty if no difference is above the tolerance.
+        title: a description of both trainings.
+        differences: maps each variable, log and prediction to its largest difference, relative to
+            its largest number. The difference is `inf` if only one training has NaN, or if the
+            shapes differ.
+        rounding: the differences between two trainings in plain Keras, one of which starts with the
+            last bits of weights and inputs changed. Empty if no difference exceeds `tolerance`.
         tolerance: the largest relative difference that counts as equal.
-        causes: probable causes of differences and their remedies, the most probable one first.
-        error: the message of the error that ended the training on the strategy; "" without one.
-            The differences are then those of the same steps run eagerly, if they can run.
+        causes: probable causes of the differences, and their remedies. The most probable cause is
+            first.
+        error: the message of the error that ended the training on the strategy, or "". After an
+            error, `differences` come from the same steps run eagerly, if possible.
     """
 
     title: str
@@ -50,17 +50,17 @@ class Verification:
 
     @property
     def equal(self) -> bool:
-        """Whether no difference is larger than rounding explains."""
+        """Whether rounding explains all differences."""
         return not self.error and not self.unequal
 
     @property
     def unequal(self) -> list[str]:
-        """The names that differ by more than rounding explains, the largest difference first."""
+        """The names whose differences rounding does not explain, the largest first."""
         found = [name for name, value in self.differences.items() if value > self.allowed(name)]
         return sorted(found, key=lambda name: -self.differences[name])
 
     def allowed(self, name: str) -> float:
-        """The largest difference of a variable or log that counts as rounding."""
+        """Returns the largest difference of a variable or log that counts as rounding."""
         return max(self.tolerance, ROUNDING_FACTOR * self.rounding.get(name, 0.0))
 
     def __str__(self) -> str:

@@ -97,27 +97,32 @@ def verify(
     synchronize_batch_norm: bool | None = None,
     **fit: Any,
 ) -> Verification:
-    """Trains a model in plain Keras and on a strategy, and compares the numbers.
+    """Trains a model in plain Keras and on a strategy, and compares the results.
 
-    Both trainings use the same few global batches, of which the last one is smaller. Compared are
-    weights, other variables, optimizer state, logs, and predictions after the training. With
-    several workers, every worker makes this call with the same data.
+    Both trainings use the same global batches, of which the last one is smaller. The comparison
+    includes weights, other variables, optimizer state, logs, and predictions after the training.
+    With several workers, all workers make this call with the same data.
 
     Args:
-        builder: a function that creates the compiled model. It is called several times.
+        builder: a function without arguments that returns the compiled model. It is called several
+            times.
         data: arrays `(x, y)` or `(x, y, sample_weight)`, or a dataset that yields global batches.
-        strategy: a synchronous strategy, as of `tfd.create_strategy`.
-        steps: global batches to train on.
-        tolerance: largest relative difference that counts as equal. A larger difference counts as
-            equal, too, if rounding explains it: if it is at most 100 times the difference between
-            plain Keras and itself after the last bits of weights and inputs were changed.
-        synchronize_batch_norm: as of `tfd.distribute`.
-        fit: more arguments of `fit`, such as `batch_size` (global) and `epochs`. Arrays are not
+        strategy: a synchronous strategy.
+        steps: the number of global batches.
+        tolerance: the largest relative difference that counts as equal. A larger difference also
+            counts as equal if rounding explains it. To estimate rounding, `verify` trains plain
+            Keras again with the last bits of weights and inputs changed. Rounding explains up to
+            100 times the difference between both trainings.
+        synchronize_batch_norm: the argument of `tfd.distribute`.
+        fit: other arguments of `fit`, such as `batch_size` (global) and `epochs`. Arrays are not
             shuffled. Each training gets a copy of the callbacks.
 
+    Returns:
+        A `Verification`, to be printed.
+
     Raises:
-        TrainingError: the strategy trains asynchronously; `builder` is not a function; the data
-            has no batch.
+        TrainingError: the strategy trains asynchronously, `builder` is not a function, or the data
+            contains no batch.
     """
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise TrainingError(

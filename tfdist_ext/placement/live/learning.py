@@ -50,26 +50,32 @@ def plan_placement(
     optimizer: str | keras.optimizers.Optimizer | None = None,
     budget: int | str | None = None,
 ) -> PlacementPlan:
-    """Plans where each variable of a model would live, without allocating any.
+    """Plans the placement of the variables of a model, without allocating them.
 
-    A function that builds the model is called once with variables that have a shape and no values:
-    a model of 200 GB is planned on a laptop. Keras's names and random numbers stay as they were.
+    A function that builds the model is called once, with variables that have no values. So you can
+    plan a model of 200 GB on a laptop. The call does not change the names and random numbers of
+    Keras. Pass one of `ps`, `devices` and `workers`.
 
     Args:
-        model_or_builder: a function without arguments that returns a model whose layers are built
-            (with keras.Input, or `model.build`); or such a model.
-        ps: number of parameter servers; or
-        devices: names of the devices of one machine, as ["CPU:0", "GPU:0"]; or
-        workers: number of workers that share the optimizer's slots (`shard_optimizer=True`), which
-            takes no rules.
-        rules: as [Rule("users/.*", Sharded(4))], or a table of pattern -> placement or its text.
-        optimizer: the optimizer whose slots lie beside the variables, by name or as an object; by
-            default the model's.
-        budget: the most that each server, device or worker may hold, in bytes or as "8GiB".
+        model_or_builder: a function without arguments that returns a built model, or a built model.
+            `keras.Input` or `model.build` builds a model.
+        ps: the number of parameter servers.
+        devices: the names of the devices of one machine, such as ["CPU:0", "GPU:0"].
+        workers: the number of workers that divide the optimizer state (`shard_optimizer=True`).
+            `workers` cannot be combined with `rules`.
+        rules: a list such as [Rule("users/.*", Sharded(4))], or a dict such as
+            {"users/.*": "sharded(4)"}.
+        optimizer: the optimizer whose slots are planned, by name or as an object. The default is
+            the optimizer of the model.
+        budget: the largest size per server, device or worker, in bytes or as a string such as
+            "8GiB".
+
+    Returns:
+        A `PlacementPlan`.
 
     Raises:
-        PlacementError: a model that is not built, invalid rules, or variables that do not fit, with
-            the smallest budget that is enough.
+        PlacementError: the model is not built, a rule is invalid, or the variables do not fit. The
+            message contains the smallest sufficient budget.
     """
     model, optimizer, specs = _learn(model_or_builder, optimizer)
     if workers is None:

@@ -1,13 +1,12 @@
-"""The contract of a strategy, as tests: subclass StrategyConformance, return a strategy.
+"""Tests for custom strategies: subclass StrategyConformance and return a strategy.
 
     class TestMyStrategy(StrategyConformance):
         def strategy(self):
             return MyStrategy(devices=3)
 
-Each check is a method that pytest collects; it can also be called directly. It raises
-AssertionError with what it checked, the right value and the value it got. A module of checks
-belongs to each part of the interface of a strategy. Training is checked here, by assertions that
-tests of distributed training use, too.
+Each check is a method that pytest collects. It can also be called directly. A check that fails
+raises an AssertionError with the expected and the actual value. This module checks training, with
+assertions that are useful for other tests, too. The other modules check the methods of a strategy.
 """
 
 from __future__ import annotations
@@ -36,17 +35,16 @@ __all__ = [
 def assert_same_on_all_replicas(
     value: Any, *, strategy: tf.distribute.Strategy | None = None, atol: float = 0.0
 ) -> None:
-    """Assert that every replica has the same value, NaN being equal to NaN.
+    """Asserts that every replica has the same value. NaN equals NaN.
 
     Args:
-        value: what `strategy.run` returned, a variable, or a structure of them.
-        strategy: the strategy of the value; None: the strategy of the open scope. With several
-            workers it is required, and all workers must call this, because their values are
-            gathered.
-        atol: the largest difference.
+        value: a result of `strategy.run`, a variable, or a structure of them.
+        strategy: the strategy of the value. By default, the strategy of the current scope. With
+            several workers, pass the strategy, and make this call on all workers.
+        atol: the largest allowed difference.
 
     Raises:
-        AssertionError: with the replica, the place and the values.
+        AssertionError: the values differ. The message contains a replica and its value.
     """
     strategy = strategy or tf.distribute.get_strategy()
     for keys, leaf in keras.tree.flatten_with_path(value):
@@ -69,18 +67,18 @@ def assert_trains_like_one_device(
     tolerance: float = 1e-6,
     **options: Any,
 ) -> None:
-    """Assert that `tfd.verify` finds a model equal on a strategy and on one device.
+    """Asserts that a model trains on a strategy as it does on one device, with `tfd.verify`.
 
     Args:
-        builder: as of `tfd.verify`.
-        data: as of `tfd.verify`.
-        strategy: as of `tfd.verify`.
-        tolerance: the largest relative difference of a variable, log or prediction. A difference
-            that rounding explains counts as equal, too.
-        options: more arguments of `tfd.verify`, such as steps, batch_size (global) and epochs.
+        builder: the argument of `tfd.verify`.
+        data: the argument of `tfd.verify`.
+        strategy: the argument of `tfd.verify`.
+        tolerance: the largest relative difference of a variable, log or prediction. A larger
+            difference also counts as equal if rounding explains it.
+        options: other arguments of `tfd.verify`, such as steps, batch_size (global) and epochs.
 
     Raises:
-        AssertionError: with the table of `tfd.verify`: what differs, by how much, and why.
+        AssertionError: the results differ. The message is the table of `tfd.verify`.
     """
     result = verify(builder, data, strategy, tolerance=tolerance, **options)
     if not result.equal:
@@ -134,14 +132,14 @@ def _build() -> keras.Model:
 
 
 class StrategyConformance(VariableChecks, ReplicaChecks):
-    """The contract of a synchronous strategy on the devices of one machine.
+    """Tests of a synchronous strategy on the devices of one machine.
 
-    A subclass defines `strategy()`. It may leave checks out (`test_gather = None`), override a
-    check with one that is marked `xfail`, and set:
+    A subclass defines `strategy()`. To skip a check, set it to None (`test_gather = None`). To
+    expect a failure, override the check and mark it with `pytest.mark.xfail`.
 
     Attributes:
-        tolerance: the largest difference of trained numbers from those of one device; 1e-6 by
-            default.
+        tolerance: the largest difference between a training on the strategy and on one device. The
+            default is 1e-6.
     """
 
     def test_trains_like_one_device(self) -> None:

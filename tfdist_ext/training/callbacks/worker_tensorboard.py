@@ -21,32 +21,31 @@ _SLOW = 0.2  # of a step that the others wait for a worker: then the worker is n
 
 @filter_traceback
 class WorkerTensorBoard(keras.callbacks.Callback):
-    """Writes each worker's step times for TensorBoard. Pass it on every worker.
+    """Writes the step times of each worker for TensorBoard. Pass it to `fit` on every worker.
 
-    Each worker writes to its own folder, `log_dir/worker-0` and so on, and one TensorBoard shows
-    them as runs:
+    Each worker writes to its own folder, such as `log_dir/worker-0`. TensorBoard shows each folder
+    as a run with these values:
 
-    - `own_ms`: milliseconds of a step in which the worker computes for itself: from the end of the
-      last step until it waits for the other workers.
-    - `step_ms`: milliseconds of the whole step, about the same on all workers.
-    - The loss and each metric over the worker's rows, at the end of each epoch.
+    - `own_ms`: the time of a step before the worker waits for the other workers, in milliseconds.
+    - `step_ms`: the time of the whole step, in milliseconds. It is nearly equal on all workers.
+    - The loss and each metric of the rows of the worker, at the end of each epoch.
 
-    At the end of an epoch the chief prints which workers the others wait for, if they wait for more
-    than a fifth of a step. `jit_compile=True` is off in such a `fit`, with one warning, because XLA
-    cannot read the time.
+    If the other workers wait for a worker for more than a fifth of a step, the chief prints the
+    name of this worker at the end of the epoch. The callback turns off `jit_compile=True`, with a
+    warning, because XLA cannot read the time.
 
     Args:
-        log_dir: a folder; the workers need not share it.
-        update_freq: number of steps per point, which is their mean.
+        log_dir: a folder, which can be different on each machine.
+        update_freq: the number of steps per point. Each point is a mean.
 
     Attributes:
-        own_ms: the mean `own_ms` of each worker in the last epoch, as an array in the order of
-            workers; the same on every worker.
+        own_ms: an array with the mean `own_ms` of each worker in the last epoch. All workers have
+            the same array.
 
     Raises:
-        TrainingError: TensorBoard is not installed, or `update_freq` is less than 1. In `fit`:
-            another `fit` than that of `tfd.distribute`, two of these callbacks, or parameter
-            servers.
+        TrainingError: TensorBoard is not installed, or `update_freq` is less than 1. In `fit`: the
+            model is not from `tfd.distribute`, there are two of these callbacks, or the strategy
+            uses parameter servers.
     """
 
     def __init__(self, log_dir: str | Path, *, update_freq: int = 1):

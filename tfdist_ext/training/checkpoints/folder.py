@@ -82,8 +82,7 @@ def checkpoints_in(folder: str) -> list[str]:
 def finished_checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
     """Returns the checkpoints of `fit(checkpoint_dir=directory)`, the oldest first.
 
-    Old ones are removed while the training runs: the last three stay. For a folder in a remote
-    store the paths are strings.
+    `fit` keeps the last three checkpoints. The paths in a remote store are strings.
     """
     paths: list[Any] = checkpoints_in(folder := os.fspath(directory))
     return paths if "://" in folder else [Path(path) for path in paths]
@@ -91,7 +90,7 @@ def finished_checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
 
 @filter_traceback
 def training_is_done(directory: str | os.PathLike[str]) -> bool:
-    """Returns whether the `fit` that saves to `directory` has completed."""
+    """Returns whether the training that saves to `directory` is complete."""
     return epochs_when_done(os.fspath(directory)) is not None
 
 

@@ -77,16 +77,15 @@ class Progress:
     """The progress of a training.
 
     Attributes:
-        epoch: completed epochs, and so the number of the next one, counted from 0.
-        step: completed global batches, as the optimizer counts them.
-        first_epoch: the epoch in which the data was at its beginning.
-        seed: where the order of examples starts; 0 if they are not shuffled.
-        batches: completed global batches of the next epoch.
-        batch_size: examples in each of them; 0 if not known, or of a ShardedDataset.
+        epoch: the number of completed epochs. It is also the index of the next epoch.
+        step: the number of completed steps, as the optimizer counts them.
+        first_epoch: the epoch in which the reading position of the data was 0.
+        seed: the seed of the order of examples; 0 without shuffling.
+        batches: the number of completed global batches of the next epoch.
+        batch_size: the global batch size; 0 if it is not known, or with a ShardedDataset.
         data: the state of a ShardedDataset; None with other data.
-        trained: the logs of the last epoch's training if its validation is still to be done, else
-            None.
-        stopped: a callback has stopped the training.
+        trained: the training logs of an epoch that is not validated yet, else None.
+        stopped: whether a callback stopped the training.
     """
 
     epoch: int = 0

@@ -74,7 +74,7 @@ class SavingMixin:
     def save(self, filepath: str | Path, overwrite: bool = True, **kwargs: Any) -> None:
         """Writes the model like `keras.Model.save`. Plain Keras can load it.
 
-        Call it on every task: the chief writes, and all wait until the file is there.
+        Call it on every task. The chief writes the file, and the other tasks wait for it.
         """
         save = functools.partial(self._model.save, filepath, overwrite=overwrite, **kwargs)
         with whole_slots(self._reduction, self._model):
@@ -84,11 +84,11 @@ class SavingMixin:
     def export(self, filepath: str | Path, **kwargs: Any) -> None:
         """Writes a SavedModel like `keras.Model.export`, for `tf.saved_model.load`.
 
-        Call it on every task: the chief writes, and all wait until it is there. The chief needs
-        memory for a copy of the model.
+        Call it on every task. The chief writes the files, and the other tasks wait for them. The
+        chief needs memory for a copy of the model.
 
         Raises:
-            TrainingError: the model has no variables yet, or it cannot be copied.
+            TrainingError: the model has no variables yet, or cannot be copied.
         """
         run_on_chief(
             self._reduction,
@@ -98,10 +98,10 @@ class SavingMixin:
 
     @on_every_worker
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Writes all state to one file: weights, optimizer, metrics, random seeds, epoch, step.
+        """Writes a checkpoint: weights, optimizer, metrics, random seeds, epoch and step.
 
-        Call it on every task: the chief writes, and all wait until the file is there. It appears
-        when it is complete. `restore_checkpoint` reads it on any strategy.
+        Call it on every task. The chief writes the file, and the other tasks wait for it. The file
+        appears when it is complete. `restore_checkpoint` can read it on any strategy.
 
         Raises:
             TrainingError: the model has no variables yet, the path is a folder, or the file cannot
@@ -124,19 +124,19 @@ class SavingMixin:
 
     @on_every_worker
     def restore_checkpoint(self, path: str | os.PathLike[str]) -> Progress:
-        """Restores the state from a file of `save_checkpoint`, saved by any strategy.
+        """Restores a checkpoint of `save_checkpoint` or `fit`, from any strategy.
 
-        Call it on every task: the chief reads, and sends what it has read to the others. A model
-        that is not compiled takes the weights only.
+        Call it on every task. The chief reads the file and sends the values to the other tasks. If
+        the model is not compiled, only the weights are restored.
 
         Returns:
-            The progress. Its `.epoch` is the number of completed epochs, to be passed as
-            `fit(initial_epoch=...)`, and its `.step` the number of steps.
+            The progress of the training. `.epoch` is the number of completed epochs, which you can
+            pass as `fit(initial_epoch=...)`. `.step` is the number of completed steps.
 
         Raises:
-            TrainingError: on every task: there is no such file, it is not a checkpoint, it is
-                incomplete or damaged, or it is of another model or optimizer. The model is
-                unchanged then.
+            TrainingError: the file does not exist, is not a checkpoint, is incomplete or damaged,
+                or belongs to another model or optimizer. All tasks raise the same error, and the
+                model does not change.
         """
         self._complete_state("restore_checkpoint")
         self._progress, _ = restore_checkpoint(self._model, self._reduction, os.fspath(path))
@@ -146,7 +146,7 @@ class SavingMixin:
     def load_weights(self, filepath: str | Path, *args: Any, **kwargs: Any) -> None:
         """Loads weights like `keras.Model.load_weights`. Only the chief needs the file.
 
-        Call it on every task: the chief reads, and sends what it has read to the others.
+        Call it on every task. The chief reads the file and sends the weights to the other tasks.
         """
         load = functools.partial(type(self._model).load_weights, self._model, filepath)
 

@@ -412,31 +412,33 @@ def running_step(context: StepContext | None) -> Iterator[None]:
 def all_rows(x: Any) -> Any:
     """Returns the rows of all replicas, in the order of the global batch.
 
-    For what looks at more than one row at a time: losses over in-batch negatives (SimCLR, CLIP,
-    retrieval), statistics over the batch (Barlow Twins), queues of features (MoCo, NNCLR). Use it
-    in `call`, `train_step`, `test_step`, a loss or a metric; every replica must call it.
+    Use it for losses and layers that compare rows: losses with in-batch negatives (SimCLR, CLIP,
+    retrieval), statistics of the batch (Barlow Twins), and queues of features (MoCo, NNCLR). Call
+    it in `call`, `train_step`, `test_step`, a loss or a metric, on every replica.
 
         z = tfd.all_rows(self.projector(x))      # (rows of the global batch, width)
         loss = contrastive_loss(z)               # the same number on each replica
         self.queue.assign(tf.concat([z, self.queue[: -tf.shape(z)[0]]], axis=0))
 
-    It is differentiable. The gradient equals that of one device, whether each replica computes the
-    loss of all rows, or the mean loss of its own rows against all rows.
+    The function is differentiable. The gradient equals the gradient of one device, whether each
+    replica computes the loss of all rows, or the mean loss of its own rows against all rows.
 
     Args:
-        x: a tensor of numbers or booleans, or a structure of them (tuples, lists, dicts, None).
-            Axis 0 holds this replica's rows of the batch, one entry for each row: call it before
-            rows are dropped, repeated or put together.
+        x: a tensor of numbers or booleans, or a structure of tensors (tuples, lists, dicts, None).
+            Axis 0 has one entry for each row of this replica. Call the function before you drop,
+            repeat or merge rows.
 
     Returns:
-        The same structure. Axis 0 holds the rows of the global batch. Outside of a step, on one
-        replica, and under ParameterServerStrategy (where a global batch is one worker's step), `x`
-        as it is.
+        The same structure, with the rows of the global batch on axis 0. Outside of a step, with one
+        replica, and under ParameterServerStrategy, where one worker computes the whole global
+        batch, returns `x` unchanged.
 
     Raises:
-        TrainingError: not a dense tensor of numbers or booleans; a call inside of a tf.function, a
-            cond or a loop of the step's own, where replicas cannot wait for each other.
-        tf.errors.InvalidArgumentError: axis 0 has another length than this replica's rows.
+        TrainingError: `x` is not a dense tensor of numbers or booleans, or the call is inside a
+            `tf.function`, a `tf.cond` or a loop in the step, where replicas cannot wait for each
+            other.
+        tf.errors.InvalidArgumentError: the length of axis 0 is not the number of rows of this
+            replica.
     """
     context = current_step()
     if context is None or context.replicas == 1:
