@@ -74,14 +74,12 @@ def _verify(options: argparse.Namespace) -> Verification:
         strategy = create_strategy(options.strategy or "mirrored", logical_cpus=options.devices)
     else:
         strategy = create_strategy(options.strategy or "multi_worker_mirrored")
-    data = data_function()
-    fit = {"batch_size": options.batch_size} if isinstance(data, tuple) else {}
     return verify(
         builder,
-        data,
+        data_function,
         strategy,
         steps=options.steps,
         tolerance=options.tolerance,
         synchronize_batch_norm=options.synchronize_batch_norm,
-        **fit,
+        batch_size=options.batch_size,
     )

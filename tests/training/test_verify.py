@@ -33,13 +33,12 @@ def rows() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X, Y))
 
 
-def shuffled() -> tf.data.Dataset:
-    return rows().shuffle(48).batch(12)
+def shuffled(seed: int | None = None) -> tf.data.Dataset:
+    return rows().shuffle(48, seed=seed).batch(12)
 
 
 def verify(build: Callable[[], keras.Model], data: Any = (X, Y), **options: Any) -> Verification:
-    if isinstance(data, tuple):
-        options = {"batch_size": 12, **options}
+    options = {"batch_size": 12, **options}
     return tfd.verify(build, data, tfd.create_strategy("mirrored"), **options)
 
 
@@ -182,7 +181,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Any, str, str]] = {
         "Keras metric",
     ),
     "BatchNormalization": (batch_norm_model, (X, Y), "weight", "synchronize_batch_norm=True"),
-    "unseeded shuffle": (equal_model, shuffled, "data", "a seed"),
+    "unseeded shuffle": (equal_model, shuffled, "data", "Seed shuffle()"),
     "metric": (lambda: model(metrics=[MeanOfRatios()]), (X, Y), "log share", "denominator"),
     "drifting copies": (
         lambda: model(optimizer=DrawsByNumpy(0.1)),
@@ -197,7 +196,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Any, str, str]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_causes(case: str) -> None:
     build, data, place, advice = CASES[case]
-    result = verify(build, data() if callable(data) else data)
+    result = verify(build, data)
     assert not result.equal
     assert [len(result.causes), advice in result.causes[0]] == [1, True], str(result)
     assert any(name.startswith(place) for name in result.unequal)
@@ -220,6 +219,13 @@ def test_settings_that_make_a_model_equal() -> None:
     assert verify(equal_model, ((X[:n], Y[:n]) for n in (12, 6))).equal
     sharded = tfd.data.from_arrays((X, Y), global_batch_size=12, seed=0)
     assert verify(equal_model, sharded).equal
+
+
+def test_a_seeded_shuffle_is_equal() -> None:
+    """The dataset shuffles anew when it is read again, and a second worker reads it once, too."""
+    assert verify(equal_model, lambda: shuffled(seed=1)).equal
+    assert verify(equal_model, dataset := shuffled(seed=1)).equal
+    assert verify(equal_model, lambda: dataset).equal
 
 
 def convolution() -> keras.Model:
@@ -267,6 +273,8 @@ def test_arguments_that_cannot_be_compared() -> None:
         verify(equal_model, rows().take(0).batch(2))
     with pytest.raises(tfd.TrainingError, match="batch_size must be a whole number from 1, got 0"):
         verify(equal_model, batch_size=0)
+    with pytest.raises(tfd.TrainingError, match=r"validation_split.*Pass validation_data"):
+        verify(equal_model, validation_split=0.25)
 
 
 def test_relative_differences() -> None:

@@ -43,8 +43,8 @@ __all__ = ["Trainings", "verify"]
 _SEED = 1337
 
 _ORDER = (
-    "The data has a different order each time it is read. Pass shuffle() a seed and"
-    " reshuffle_each_iteration=False, or use tfd.data.from_arrays."
+    "The data function returns different batches when it is called again, so two workers would"
+    " train on different data. Seed shuffle() and all random numbers in the function."
 )
 _RANDOM = (
     "The model draws random numbers from np.random, or from another source that Keras does not"
@@ -106,23 +106,26 @@ def verify(
     Args:
         builder: a function without arguments that returns the compiled model. It is called several
             times.
-        data: arrays `(x, y)` or `(x, y, sample_weight)`, or a dataset that yields global batches.
+        data: arrays `(x, y)` or `(x, y, sample_weight)`, a dataset that yields global batches, or a
+            function without arguments that returns one of them. A function is called twice: if the
+            results differ, the data is not the same on all workers.
         strategy: a synchronous strategy.
-        steps: the number of global batches.
+        steps: the number of global batches per epoch. Both trainings use the first batches, in the
+            same order.
         tolerance: the largest relative difference that counts as equal. A larger difference also
             counts as equal if rounding explains it. To estimate rounding, `verify` trains plain
             Keras again with the last bits of weights and inputs changed. Rounding explains up to
             100 times the difference between both trainings.
         synchronize_batch_norm: the argument of `tfd.distribute`.
-        fit: other arguments of `fit`, such as `batch_size` (global) and `epochs`. Arrays are not
-            shuffled. Each training gets a copy of the callbacks.
+        fit: other arguments of `fit`, such as `batch_size` (global), `epochs` and
+            `validation_data`. Arrays are not shuffled. Each training gets a copy of the callbacks.
 
     Returns:
         A `Verification`, to be printed.
 
     Raises:
-        TrainingError: the strategy trains asynchronously, `builder` is not a function, or the data
-            contains no batch.
+        TrainingError: the strategy trains asynchronously, `builder` is not a function, the data
+            contains no batch, or `validation_split` is passed.
     """
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise TrainingError(
@@ -242,7 +245,7 @@ class Trainings:
 
     Args:
         builder: creates the compiled model.
-        data: arrays (x, y) or (x, y, sample_weight), or a dataset.
+        data: arrays (x, y) or (x, y, sample_weight), a dataset, or a function that returns one.
         steps: global batches to train on.
         fit: arguments of `fit`.
         synchronize_batch_norm: as of `tfd.distribute`.
@@ -250,7 +253,7 @@ class Trainings:
     Attributes:
         batches: the global batches of one epoch; the last one is smaller.
         rows: the number of rows of each batch.
-        order_changes: whether a dataset begins with another batch when it is read again.
+        order_changes: whether the data function returns another first batch when called again.
         unequal_copies: names of variables that have had different copies after a training.
     """
 
@@ -270,14 +273,21 @@ class Trainings:
         self._synchronize_batch_norm = synchronize_batch_norm
         self._fit = {"verbose": 0, "shuffle": False, **fit}
         check_counts(batch_size=self._fit.get("batch_size"), steps=steps)
-        self.batches = self._read(data, steps)
+        if self._fit.get("validation_split"):
+            raise TrainingError(
+                "verify does not take validation_split, because it trains on a few batches. Pass"
+                " validation_data."
+            )
+        made = data() if callable(data) else data
+        self.batches = self._read(made, steps)
         if not self.batches:
             raise TrainingError("The data passed to verify is empty: it has no batch.")
         self.order_changes = False
         self.unequal_copies: set[str] = set()
-        if not isinstance(data, Iterator):  # it can be read once
-            again = self._read(data, 1)
-            self.order_changes = _bytes_of(self.batches[0]) != _bytes_of(again[0])
+        # A dataset that exists may shuffle anew when it is read again, with a seed, too.
+        if callable(data) and (again := data()) is not made:
+            first = self._read(again, 1)
+            self.order_changes = not first or _bytes_of(self.batches[0]) != _bytes_of(first[0])
         self.rows = [int(batch_size_of(batch)) for batch in self.batches]
         if self.rows[-1] == self.rows[0]:  # parts of different sizes show more
             self.rows[-1] -= self.rows[0] // 2
