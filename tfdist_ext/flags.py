@@ -64,6 +64,12 @@ def strategy_flags() -> dict[str, Any]:
     """
     if "strategy_config" not in flags.FLAGS:
         return {}
+    if not flags.FLAGS.is_parsed():
+        raise flags.UnparsedFlagAccessError(
+            "create_strategy reads the flags of tfd.flags.define_strategy_flags(), which are not"
+            " parsed yet. Call it in the function that absl.app.run starts. If this program only"
+            " imports the script, call absl.flags.FLAGS.mark_as_parsed() first."
+        )
     given = {_SETTINGS.get(name, name): getattr(flags.FLAGS, name) for name in _NAMES}
     settings = {name: value for name, value in given.items() if value is not None}
     devices = settings.get("devices", ())

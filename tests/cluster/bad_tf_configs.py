@@ -127,7 +127,7 @@ BAD_TF_CONFIGS = (
     Bad(
         "an index the sparse form leaves out",
         _config({"worker": {"1": "a:1"}}),
-        "from 0 to 1, and have an address",
+        "task.index must have an address in cluster.worker",
         "0",
     ),
 )

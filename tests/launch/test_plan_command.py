@@ -59,7 +59,7 @@ def test_the_plan_of_workers_that_share_the_optimizer(
     weights = 4 * 16 * 10_000_000  # and two slots, of which each worker has a quarter
     assert "on 4 workers" in printed
     assert printed.count(f"{weights * 1.5 / 2**20:.2f} MiB") == 4
-    assert "on every worker, owners worker 0, worker 1, worker 2, worker 3" in printed
+    assert "on every worker, slots on worker 0, worker 1, worker 2, worker 3" in printed
 
 
 @pytest.mark.parametrize(

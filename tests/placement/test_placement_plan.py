@@ -45,7 +45,7 @@ def test_the_table() -> None:
     assert "load" in loads.splitlines()[2]
     assert "imbalance of load 1.000" in loads
     devices = str(plan(SPECS, devices=["CPU:0", "GPU:0"], default=lambda _: Owned()))
-    assert "on every device, owner CPU:0" in devices
+    assert "on every device, slots on CPU:0" in devices
 
 
 def test_a_plan_for_another_model_names_the_differences() -> None:

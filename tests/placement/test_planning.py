@@ -137,7 +137,7 @@ def test_workers_own_rows_of_a_variable() -> None:
     assert sum(each.stop - each.start for each in made.owned_shards_of("table")) == 1000
     assert len(made.owned_shards_of("whole")) == 1
     assert made.owned_shards_of("count") == ()
-    assert "on every worker, owners worker 0" in str(made)
+    assert "31.25 KiB on every worker, slots on worker 0" in str(made)
     assert PlacementPlan.from_json(made.to_json()) == made
     with pytest.raises(PlacementError, match="worker 0 would hold"):
         plan_owners(specs, 3, budget="1KiB")

@@ -244,7 +244,9 @@ def check_task(task: object, jobs: Jobs, where: str) -> None:
         raise refuse(where, what, list(jobs), advice)
     addresses = jobs[task.type]
     if not 0 <= index < len(addresses) or not addresses[index]:
-        what = f"task.index must be from 0 to {len(addresses) - 1}, and have an address"
+        what = f"task.index must be from 0 to {len(addresses) - 1}"
+        if 0 <= index < len(addresses):
+            what = f"task.index must have an address in cluster.{task.type}"
         advice = f"Correct it, or add the address of this task to cluster.{task.type}."
         raise refuse(where, what, index, advice)
 

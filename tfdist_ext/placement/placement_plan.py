@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.messages import optional_module, shown
+from tfdist_ext.messages import counted, optional_module, shown
 from tfdist_ext.placement.rules import nearest_paths
 from tfdist_ext.placement.specs import (
     UNITS,
@@ -229,13 +229,13 @@ class PlacementPlan:
 
     def _title(self) -> str:
         slots = any(spec.slots for spec in self.specs)
-        what = "ps tasks" if self.devices is None else "workers" if self._of_workers else "devices"
+        what = "ps task" if self.devices is None else "worker" if self._of_workers else "device"
         size = size_text(sum(self.bytes_by_task))
         if self.devices is not None:
             size += " in all copies"
         return (
-            f"{len(self.specs)} variables, {size}{' with optimizer slots' * slots}, on"
-            f" {self.tasks} {what}"
+            f"{counted(len(self.specs), 'variable')}, {size}{' with optimizer slots' * slots}, on"
+            f" {counted(self.tasks, what)}"
         )
 
     def _largest(self) -> list[VariableSpec]:
@@ -243,14 +243,15 @@ class PlacementPlan:
 
     def _place_text(self, path: str) -> str:
         """Where a variable is, as "ps 2" or "4 pieces: ps 0, ps 1, ps 3, ps 5"."""
-        _, place = self._of(path)
+        spec, place = self._of(path)
         names = [self.names()[task] for task in sorted(set(place.tasks))]
         listed = ", ".join(names[:_LISTED]) + ", ..." * (len(names) > _LISTED)
         copies = f"on every {'worker' if self._of_workers else 'device'}"
         if place.held is Held.COPIES:
             return copies
         if place.held is Held.OWNED:
-            return f"{copies}, {'owner' if len(names) == 1 else 'owners'} {listed}"
+            owned = "slots" if spec.slots else "updated"
+            return f"{size_text(spec.weight_bytes)} {copies}, {owned} on {listed}"
         if len(place.tasks) == 1:
             return names[0]
         return f"{len(place.tasks)} pieces: {listed}"
