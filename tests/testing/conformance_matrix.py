@@ -24,7 +24,7 @@ def devices(count: int) -> list[str]:
 # Rows of docs/tensorflow_facts.md, by their beginning.
 FACTS = "docs/tensorflow_facts.md: {}"
 OUTER_TENSOR = FACTS.format(
-    "In eager code, `all_reduce` of a tensor made outside of `strategy.run`"
+    "In eager code, `all_reduce` of a tensor made outside of `strategy.run` counts the tensor once"
 )
 
 
