@@ -138,6 +138,8 @@ def test_workers_own_rows_of_a_variable() -> None:
     assert len(made.owned_shards_of("whole")) == 1
     assert made.owned_shards_of("count") == ()
     assert "31.25 KiB on every worker, slots on worker 0" in str(made)
+    without_slots = plan_owners([VariableSpec("table", (1000, 8))], 1, is_cut=lambda spec: True)
+    assert "31.25 KiB on every worker, updated on worker 0" in str(without_slots)
     assert PlacementPlan.from_json(made.to_json()) == made
     with pytest.raises(PlacementError, match="worker 0 would hold"):
         plan_owners(specs, 3, budget="1KiB")

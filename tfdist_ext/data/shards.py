@@ -192,7 +192,7 @@ def shard_files(patterns: Patterns, shard: Shard, *, check: bool = True) -> list
     Args:
         patterns: a path, a pattern (`*`, `?`, `[a-z]`) or a list of them, on any file system of
             `tf.io.gfile`. All tasks must see the same files under the same names.
-        shard: the shard whose files are returned.
+        shard: the index of the shard, and the number of shards.
         check: if True, reads the length fields of TFRecord files, so that a truncated file raises
             an error immediately.
 

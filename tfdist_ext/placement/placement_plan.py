@@ -78,8 +78,8 @@ class PlacementPlan:
     def owner_of(self, path: str) -> int | None:
         """Returns the device that holds the slots of an owned variable and updates it.
 
-        Returns None for other variables, and for a variable with several owners, whose rows
-        `owned_shards_of` returns.
+        Returns None if the variable is not owned. If several workers own rows of the variable,
+        returns the owner of the first rows. `owned_shards_of` returns all owners.
         """
         _, place = self._of(path)
         return place.tasks[0] if place.held is Held.OWNED else None

@@ -136,7 +136,7 @@ class OnDevice(Placement):
 @filter_traceback
 @dataclass(frozen=True)
 class Rule:
-    """The placement of all variables whose path matches a pattern.
+    """Places the variables that match a pattern.
 
     Attributes:
         pattern: the path of one variable, or a regular expression that matches whole paths. A path

@@ -59,7 +59,7 @@ class Explanation:
             create is "made elsewhere".
         reason: why `create_strategy` chose the strategy.
         replicas: the number of replicas in sync over all tasks. It is 1 under
-            ParameterServerStrategy, whose workers train asynchronously.
+            ParameterServerStrategy, because its workers train asynchronously.
         devices: the devices of this task that compute steps. Empty for the default strategy and
             ParameterServerStrategy, which do not list their devices.
         considered: one line for each strategy that was not chosen, with the reason.

@@ -87,8 +87,8 @@ class StrategyTemplate(tf.distribute.Strategy):
     ) -> tf.Variable:
         """Hook: creates a variable on one or more devices.
 
-        The strategy calls this hook for every variable except those with
-        `synchronization=ON_READ`, such as the state of metrics, which every replica has.
+        The strategy does not call this hook for variables with `synchronization=ON_READ`, such as
+        the state of metrics. Each replica has its own value of these variables.
 
         Args:
             spec: the path, shape, dtype and bytes of the variable, and whether it is trainable. The

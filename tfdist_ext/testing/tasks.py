@@ -51,7 +51,7 @@ def run_tasks(
         fn: a function. cloudpickle copies the functions and NumPy arrays that it uses.
         cluster: the number of tasks of each type, such as {"worker": 2, "ps": 1}, or the number of
             workers. A cluster with `ps` also gets a chief, which is the coordinator. None runs one
-            process without TF_CONFIG, whose name is "process".
+            process named "process", without TF_CONFIG.
         timeout: the time limit in seconds. After it, each task prints its stack traces and is
             killed.
         args: the arguments of `fn`, the same for each task.

@@ -141,7 +141,7 @@ class DistributedModel(SavingMixin):
 
     @property
     def keras_model(self) -> keras.Model:
-        """The Keras model, whose variables are on the devices of the strategy."""
+        """The Keras model. Its variables are on the devices of the strategy."""
         return self._model
 
     @property

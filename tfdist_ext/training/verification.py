@@ -32,8 +32,8 @@ class Verification:
         differences: maps each variable, log and prediction to its largest difference, relative to
             its largest number. The difference is `inf` if only one training has NaN, or if the
             shapes differ.
-        rounding: the differences between two trainings in plain Keras, one of which starts with the
-            last bits of weights and inputs changed. Empty if no difference exceeds `tolerance`.
+        rounding: the differences between two trainings in plain Keras. In the second training, the
+            last bits of weights and inputs are changed. Empty if no difference exceeds `tolerance`.
         tolerance: the largest relative difference that counts as equal.
         causes: probable causes of the differences, and their remedies. The most probable cause is
             first.
@@ -55,7 +55,7 @@ class Verification:
 
     @property
     def unequal(self) -> list[str]:
-        """The names whose differences rounding does not explain, the largest first."""
+        """The names of values that differ by more than rounding, the largest difference first."""
         found = [name for name, value in self.differences.items() if value > self.allowed(name)]
         return sorted(found, key=lambda name: -self.differences[name])
 

@@ -99,8 +99,8 @@ def verify(
 ) -> Verification:
     """Trains a model in plain Keras and on a strategy, and compares the results.
 
-    Both trainings use the same global batches, of which the last one is smaller. The comparison
-    includes weights, other variables, optimizer state, logs, and predictions after the training.
+    Both trainings use the same global batches. The last batch is smaller. The comparison includes
+    weights, other variables, optimizer state, logs, and predictions after the training.
     With several workers, all workers make this call with the same data.
 
     Args:
@@ -284,7 +284,7 @@ class Trainings:
             raise TrainingError("The data passed to verify is empty: it has no batch.")
         self.order_changes = False
         self.unequal_copies: set[str] = set()
-        # A dataset that exists may shuffle anew when it is read again, with a seed, too.
+        # A dataset is not compared with itself: a seeded shuffle has a new order in each iteration.
         if callable(data) and (again := data()) is not made:
             first = self._read(again, 1)
             self.order_changes = not first or _bytes_of(self.batches[0]) != _bytes_of(first[0])

@@ -65,8 +65,8 @@ def plan_placement(
             `workers` cannot be combined with `rules`.
         rules: a list such as [Rule("users/.*", Sharded(4))], or a dict such as
             {"users/.*": "sharded(4)"}.
-        optimizer: the optimizer whose slots are planned, by name or as an object. The default is
-            the optimizer of the model.
+        optimizer: an optimizer, by name or as an object. The plan includes its slots. The default
+            is the optimizer of the model.
         budget: the largest size per server, device or worker, in bytes or as a string such as
             "8GiB".
 
