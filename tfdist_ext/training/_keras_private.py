@@ -1,7 +1,7 @@
 """The one place where Keras's private names are used, each with the reason.
 
 `REPLACED` lists the functions of Keras and TensorFlow, private and public, that do something else
-while a step is traced, or runs eagerly. Keras's losses, layers and optimizers call each other, and
+while a step is traced. Keras's losses, layers and optimizers call each other, and
 user code calls them directly, so there is no other way to change what they do. `substitutes` says
 what they do in a thread; other threads get the originals.
 
@@ -118,6 +118,10 @@ _REPLACED = {
         "returns the gradient of the global batch; no later function knows the loss",
         "tensorflow:GradientTape.gradient",
     ),
+    "vectorize": (
+        "computes the gradients of single rows in `tape.jacobian` and `tf.vectorized_map`",
+        f"{_OPS}.parallel_for.control_flow_ops:_pfor_impl",
+    ),
     "loss": (
         "computes Dice and Tversky, ratios of sums, from the rows of all replicas",
         "keras:losses.Loss.__call__",
@@ -145,6 +149,7 @@ _REPLACED = {
     "update_mean": (
         "counts a single number, the mean over a part, with the part's share",
         "keras:metrics.Mean.update_state",
+        "keras:metrics.Sum.update_state",
     ),
     "moments": (
         "weights replicas by their rows, also in the gradient, and applies the mask",
@@ -169,7 +174,6 @@ _REPLACED = {
     "draw": (
         "creates all operations; those in `random_numbers.RANDOM` draw the rows of the part",
         "tensorflow.python.framework.op_def_library:_apply_op_helper",
-        "tensorflow.python.pywrap_tfe:TFE_Py_FastPathExecute",
     ),
     "shuffle": (
         "shuffles the rows of all replicas",
@@ -347,7 +351,7 @@ def _dispatching(key: str, original: Any) -> Any:
 
 
 def _dispatching_by_type(key: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a wrapper of a function that makes operations of all types.
+    """Returns a wrapper of the function that makes operations of all types in a graph.
 
     The substitute of a type gets the operation's function of `tf.raw_ops`, the result of the
     operation that was asked for, and the arguments of the operation by name.
@@ -355,27 +359,17 @@ def _dispatching_by_type(key: str, original: Callable[..., Any]) -> Callable[...
 
     @functools.wraps(original)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        # As TensorFlow's generated gen_*_ops.py call them. In a graph: type, and arguments by name.
-        # In eager code: context, type, name, inputs, and names and values of attributes.
-        in_graph = isinstance(args[0], str)
-        kind = args[0] if in_graph else args[1]
+        # As TensorFlow's generated gen_*_ops.py call it: type, and arguments by name.
+        kind = args[0]
         substitute = _step.substitutes.get(kind)
         if substitute is None:
             return original(*args, **kwargs)
         if _step.called is not None:
             _step.called.add(key)
-        raw = getattr(tf.raw_ops, kind)
-        result = original(*args, **kwargs)
+        *others, outputs = original(*args, **kwargs)
         kwargs.pop("name", None)
         with substitutes({kind: None}):
-            if in_graph:
-                *others, outputs = result
-                return (*others, [substitute(raw, outputs[0], **kwargs)])
-            values = args[3:]
-            first = next(i for i, value in enumerate([*values, ""]) if isinstance(value, str))
-            inputs = zip(inspect.signature(raw).parameters, values[:first], strict=False)
-            attributes = zip(values[first::2], values[first + 1 :: 2], strict=True)
-            return substitute(raw, result, **dict(inputs), **dict(attributes))
+            return (*others, [substitute(getattr(tf.raw_ops, kind), outputs[0], **kwargs)])
 
     return dispatch
 
@@ -469,8 +463,22 @@ def take(parts: Structure, indices: tf.Tensor) -> Structure:
 
 
 def symbolic_build(model: keras.Model, batch: Structure) -> None:
-    """Build model, metrics, losses and optimizer. Private: Keras builds metrics in a step."""
-    NAMES.of(model, "_symbolic_build", "metrics and optimizers before a step")(data_batch=batch)
+    """Build model, metrics, losses and optimizer. Private: Keras builds metrics in a step.
+
+    Keras calls the model as in a test. A model that fails there may still train, such as one with
+    RandomCrop before Flatten.
+    """
+    build = NAMES.of(model, "_symbolic_build", "metrics and optimizers before a step")
+    try:
+        build(data_batch=batch)
+    except ValueError:
+        original = model.call
+
+        def call(*args: Any, **named: Any) -> Any:
+            return original(*args, **{**named, **({"training": True} if named else {})})
+
+        with redirect_methods(model, call=call):
+            build(data_batch=batch)
 
 
 def call_symbolically(function: Callable[..., Any], *args: Any, **named: Any) -> Any:

@@ -297,6 +297,7 @@ class GlobalBatches:
         begin: returns the global batch of a pass that the first pass begins with, from the data's
             own position.
         needs_row_count: the tasks have to sum the rows of their parts of each global batch.
+        reads_own_shard: each of several workers reads its own rows of each global batch.
         reads_once: the data is a Python iterator, which has no second pass.
         dataset: a dataset of one pass of whole global batches, if each task reads all of them.
         arrays: all of the data, if each task has it in memory.
@@ -311,6 +312,7 @@ class GlobalBatches:
     is_infinite: bool = False
     begin: Callable[[], int] = lambda: 0
     needs_row_count: bool = False
+    reads_own_shard: bool = False
     reads_once: bool = False
     dataset: tf.data.Dataset | None = None
     arrays: Structure = None

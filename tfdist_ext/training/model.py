@@ -92,7 +92,6 @@ from tfdist_ext.training.synchronous.engine import (
     SynchronousProgram,
 )
 from tfdist_ext.training.synchronous.model_step import OneTrace
-from tfdist_ext.training.variables import check_built
 from tfdist_ext.user_frames import filter_traceback, warn
 
 __all__ = ["DistributedModel", "check_counts", "distribute"]
@@ -309,7 +308,6 @@ class DistributedModel(SavingMixin):
 
     def _loop(self, kind: str, *, timed: bool = False) -> Loop:
         """Returns the loop of "train" or "test" steps; a new one after `compile`."""
-        check_built(self._model)
         model, compiled = self._model, _compiled_parts(self._model)
         found = self._loops.get((kind, timed))
         if found is None or found.made_for != compiled:
@@ -601,7 +599,8 @@ class DistributedModel(SavingMixin):
                 check(batches.arrays)
             if batches.dataset is not None:
                 inspect = functools.partial(check, dataset=batches.dataset)
-        return Epochs(batches, self._engine.feed, steps, inspect)
+        feed = functools.partial(self._engine.feed, eagerly=bool(self._model.run_eagerly))
+        return Epochs(batches, feed, steps, inspect)
 
     def _build(self, batches: GlobalBatches, kind: str) -> None:
         """Create variables, metrics and optimizer slots, before a step is traced."""

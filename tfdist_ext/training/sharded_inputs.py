@@ -104,6 +104,7 @@ def _batches_of_function(
         is_infinite=is_infinite,
         begin=lambda: data.steps_done if from_position else 0,
         needs_row_count=shard.count > 1,
+        reads_own_shard=shard.count > 1,
         advance=data.advance if from_position else lambda steps: None,
         ended=data.end_epoch if from_position else lambda: None,
     )

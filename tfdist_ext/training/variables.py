@@ -338,11 +338,10 @@ def with_inner_optimizers(
     return list({id(each): each for each in (optimizer, *inner)}.values())
 
 
-def check_built(model: keras.Model) -> None:
-    """Raise a TrainingError if an optimizer of the model has no variables."""
-    for name, optimizer in optimizers_of(model).items():
-        if not optimizer.built:
-            raise TrainingError(
-                f"the optimizer {type(model).__name__}.{name} has no variables. Call its"
-                " build(variables) in the function given to distribute(), after the model is built."
-            )
+def check_built(optimizer: keras.optimizers.Optimizer) -> None:
+    """Raise a TrainingError if an optimizer that a step uses has no variables."""
+    if not optimizer.built:
+        raise TrainingError(
+            f"A step uses the optimizer {optimizer.name!r}, which has no variables. Call its"
+            " build(variables) in the function given to distribute(), after the model is built."
+        )

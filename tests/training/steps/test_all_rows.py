@@ -251,7 +251,7 @@ def test_in_batch_negatives_of_a_part_are_warned_of() -> None:
         ours.fit(VIEWS[:8], VIEWS[:8, 0, :1], batch_size=8, verbose=0)
 
     with pytest.warns(
-        UserWarning, match="loss compares rows of the batch.*of 2 replicas.*all_rows"
+        UserWarning, match="step compares rows of the batch.*of 2 replicas.*all_rows"
     ):
         train(loss(lambda x: x))
     train(loss(tfd.all_rows))  # warnings are errors

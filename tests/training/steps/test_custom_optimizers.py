@@ -190,12 +190,11 @@ class NoisyByKeras(Noisy):
     by_keras = True
 
 
-@pytest.mark.parametrize("settings", [{}, {"run_eagerly": True}])
-def test_noise_of_an_optimizer_is_the_same_on_all_replicas(settings: dict[str, Any]) -> None:
+def test_noise_of_an_optimizer_is_the_same_on_all_replicas() -> None:
     """tf.random draws on each replica by itself, so the copies of a variable would drift apart."""
 
     def build(kind: type) -> keras.Model:
-        return compiled(stack(keras.layers.Dense(1)), kind(0.1), **settings)
+        return compiled(stack(keras.layers.Dense(1)), kind(0.1))
 
     for one_trace in (True, False):
         model = tfd.distribute(lambda: build(Noisy), mirrored(3), one_trace=one_trace)

@@ -240,6 +240,7 @@ def test_a_step_calls_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not expected - seen
 
 
+@pytest.mark.filterwarnings("ignore:The step relates values")
 @pytest.mark.parametrize("key", PLANTED)
 def test_a_way_past_a_function_is_an_error(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for planted in PLANTED[key]:
@@ -257,6 +258,7 @@ def test_a_way_past_a_function_is_an_error(key: str, monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
 
 
+@pytest.mark.filterwarnings("ignore:The step relates values")
 def test_a_function_that_is_gone_is_missed_by_those_who_need_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

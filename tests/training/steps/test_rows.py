@@ -112,17 +112,55 @@ def test_the_lookups_of_one_table() -> None:
     assert total.values[:, 0].numpy().tolist() == [2, 2, 2, 1, 1, 1, 1, 2, 2]
 
 
-BLOCKS = {
-    "rows": (lambda x: x, 1),
-    "two blocks": (lambda x: tf.concat([x, 2 * x], 0), 2),
-    "a layer after": (lambda x: tf.matmul(tf.concat([x, x, x], 0), x, transpose_b=True), 3),
-    "drawn as many": (lambda x: tf.zeros([2 * tf.shape(x)[0], 3]), 1),
-    "noise as large": (lambda x: tf.random.normal(tf.shape(tf.concat([x, x], 0))), 2),
-    "columns": (lambda x: tf.concat([x, x], 1), 1),
-}
+def selected(x: Any) -> Any:
+    return tf.boolean_mask(x, x[:, 0] > 0)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_blocks_of_rows(name: str) -> None:
-    function, blocks = BLOCKS[name]
-    assert traced(lambda x: rows.blocks_of_rows(tf.shape(function(x)))) == blocks
+# Of a batch of (rows, length, 4) numbers: axis, blocks, whether they are selected; None: no rows.
+ROWS: dict[str, tuple[Any, Any]] = {
+    "rows": (lambda x: x, (0, 1, False)),
+    "two blocks": (lambda x: tf.concat([x, 2 * x], 0), (0, 2, False)),
+    "tiled": (lambda x: tf.tile(x, [4, 1, 1]), (0, 4, False)),
+    "a layer after": (lambda x: tf.reduce_sum(tf.concat([x, x, x], 0), 1) + 1, (0, 3, False)),
+    "as many zeros": (lambda x: tf.zeros([2 * tf.shape(x)[0], 3]), (0, 1, False)),
+    "noise as large": (lambda x: tf.zeros_like(tf.concat([x, x], 0)), (0, 2, False)),
+    "columns": (lambda x: tf.concat([x, x], 1), (0, 1, False)),
+    "stacked": (lambda x: tf.stack([x, x]), (1, 1, False)),
+    "stacked behind": (lambda x: tf.stack([x, x], 1), (0, 1, False)),
+    "stacked, as blocks": (lambda x: tf.reshape(tf.stack([x, x, x]), [-1, 4]), (0, 3, False)),
+    "blocks, stacked": (
+        lambda x: tf.reshape(tf.concat([x[:, 0], x[:, 1]], 0), [2, -1, 4]), (1, 1, False)
+    ),
+    "halves": (lambda x: tf.reshape(x, [2, -1, 4]), (1, 0, False)),
+    "words": (lambda x: tf.reshape(x, [-1, 4]), (0, 1, False)),
+    "time first": (lambda x: tf.transpose(x, [1, 0, 2]), (1, 1, False)),
+    "time first and back": (
+        lambda x: tf.transpose(tf.exp(tf.transpose(x, [1, 0, 2])), [1, 0, 2]), (0, 1, False)
+    ),
+    "mean of rows": (lambda x: tf.reduce_mean(x, 0), None),
+    "mean of words": (lambda x: tf.reduce_mean(x, 1), (0, 1, False)),
+    "a row": (lambda x: x[0], None),
+    "a word": (lambda x: x[:, 0], (0, 1, False)),
+    "with a new axis": (lambda x: x[None, :, 0], (1, 1, False)),
+    "squeezed": (lambda x: tf.squeeze(tf.stack([x]), [0]), (0, 1, False)),
+    "unstacked": (lambda x: tf.unstack(x, 4, -1)[0], (0, 1, False)),
+    "product": (lambda x: tf.matmul(x[:, 0], tf.ones([4, 3])), (0, 1, False)),
+    "covariance": (lambda x: tf.matmul(x[:, 0], x[:, 0], transpose_a=True), None),
+    "looked up": (lambda x: tf.gather(tf.ones([9, 2]), tf.cast(x, tf.int32)), (0, 1, False)),
+    "selected": (selected, (0, 1, True)),
+    "selected entries": (lambda x: tf.square(x[x > 0]), (0, 1, True)),
+    "selected by place": (lambda x: tf.gather_nd(x, tf.where(x > 0)), (0, 1, True)),
+    "first rows": (lambda x: x[:3] + 1, (0, 1, True)),
+    "range of words": (lambda x: tf.range(tf.shape(x)[1]), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_how_a_tensor_holds_rows(name: str) -> None:
+    function, expected = ROWS[name]
+
+    def found(x: Any) -> Any:
+        x = tf.cast(x, tf.float32)
+        return rows.rows_of(function(x), EqualTensors(x))
+
+    assert traced(found, (None, None, 4)) == expected

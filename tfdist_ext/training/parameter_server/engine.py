@@ -72,8 +72,9 @@ class ParameterServerEngine:
         )
         return None
 
-    def feed(self, batches: GlobalBatches) -> tf.data.Dataset | WorkerBatches:
+    def feed(self, batches: GlobalBatches, *, eagerly: bool) -> tf.data.Dataset | WorkerBatches:
         """The input that programs iterate over."""
+        del eagerly  # `make_program` warns
         if isinstance(batches, WorkerBatches):
             return batches
         with tf.device("CPU:0"):

@@ -11,7 +11,7 @@ Between workers, a value whose size may differ from step to step is padded; see
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -36,7 +36,10 @@ from tfdist_ext.training._keras_private import not_called, raw_value, substitute
 from tfdist_ext.training.steps.rows import (
     EqualTensors,
     Gradient,
+    Key,
     Lookups,
+    Rows,
+    rows_of,
     with_unknown_rows,
 )
 from tfdist_ext.training.steps.step_timer import Waits
@@ -109,6 +112,8 @@ class ReplicaSums:
         what = [STATISTIC] * len(values) if what is None else what
         for value, each in zip(values, what, strict=True):
             _set_shape(value, each)
+        dtypes = [value.dtype for value in values]
+        values = [_real(value) for value in values]
         lookups = [Lookups(value, self.equal) for value in values]
         parts = [part for each in lookups for part in each.parts]
         of_parts = [
@@ -118,6 +123,7 @@ class ReplicaSums:
         ]
         sums = iter(self.synchronize(lambda mine: self._sums(mine, of_parts), parts))
         summed = [each.joined([next(sums) for _ in each.parts]) for each in lookups]
+        summed = [_as_before(total, dtype) for total, dtype in zip(summed, dtypes, strict=True)]
         self.equal.add(summed)
         return summed
 
@@ -211,20 +217,20 @@ class StepContext:
         batch: the argument of the replica's step, a structure of tensors.
         cut_evenly: the parts are as `shards.bounds` cuts the global batch.
         batch_size: rows of a complete global batch; None if not known.
-        weight_shapes: the shapes of the model's variables.
         sums_in_apply: gradients are summed where an optimizer gets them, not where a tape computes
             them. The step must not change them between the two.
 
     Attributes:
         rows_read: rows that the part's tensors have: one row where the part has none of its own.
-        size: rows of the part's tensors, where they are known as a number.
         replicas, equal, graph: those of `sums`.
         on_tpu: whether the replica runs on a TPU, where copies of variables cannot be reached one
             by one.
         substitutes: the functions that replace Keras's functions in this step, by key.
         called: the keys of the replaced functions that the step has called.
         has_all_rows_tensors: whether the step has called `all_rows`.
-        computes_gradients: True while a gradient tape is computing gradients.
+        computes_gradients: True while a gradient tape is computing gradients, and in a vectorized
+            map, which computes those of single rows.
+        exact: by the key of a tensor that is computed over all rows, what it is computed from.
         row_numbers: shuffled numbers of rows in the global batch.
     """
 
@@ -235,7 +241,6 @@ class StepContext:
     batch: Structure
     cut_evenly: bool = True
     batch_size: int | None = None
-    weight_shapes: Set[tuple[int | None, ...]] = frozenset()
     sums_in_apply: bool = False
 
     def __post_init__(self) -> None:
@@ -248,7 +253,6 @@ class StepContext:
         self.on_tpu = isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy)
         if self.replicas > 1 and self.graph is not None and not self.on_tpu:
             self.batch = with_unknown_rows(self.batch)
-        self.size = next(x for x in tf.nest.flatten(self.batch) if x is not None).shape[0]
         self.equal = self.sums.equal
         self.equal.add(self.batch, equal=False)
         self.equal.add(self.global_rows)
@@ -256,6 +260,7 @@ class StepContext:
         self.called: set[str] = set()
         self.has_all_rows_tensors = False
         self.computes_gradients = False
+        self.exact: dict[Key, Sequence[tf.Tensor]] = {}
         self.row_numbers: list[tf.Tensor] = []
         self._position: tuple[tf.Tensor, tf.Tensor] | None = None
 
@@ -281,36 +286,36 @@ class StepContext:
                     self._position = before[0], rows[0]
         return self._position
 
-    def rows_in(self, value: tf.Tensor) -> Literal["part", "batch", "unclear"] | None:
-        """Returns whether a floating tensor has rows of this part or of the batch, or none.
+    def rows_of(self, value: tf.Tensor) -> Rows | None:
+        """Returns how a tensor holds the rows of this part, or of all parts; None if it does not.
 
-        In a graph, rows are in a dimension of unknown size. In an eager step, they are in a first
-        dimension as long as the part. A multiple of this length may be several numbers for each
-        row ("unclear"). Rows of the whole batch come from `all_rows`.
+        In a graph, rows are in a dimension of unknown size. On a TPU, where all sizes are known,
+        they are in a first dimension as long as the part.
         """
-        if not tf.is_tensor(value) or not value.dtype.is_floating or not value.shape.rank:
+        if self.replicas == 1 or not value.shape.rank:
             return None
-        sizes = value.shape.as_list()
-        if None in sizes or self.size is None:
-            is_batch = self.has_all_rows_tensors and self.equal.has(value)
-            return None if None not in sizes else "batch" if is_batch else "part"
-        if self.has_all_rows_tensors and not tf.is_symbolic_tensor(value):
-            global_rows = int(self.position()[1])
-            if global_rows > self.size and sizes[0] % global_rows == 0:
-                return "batch"
-        if sizes[0] == self.size:
-            return "part"
-        return "unclear" if sizes[0] and sizes[0] % self.size == 0 else None
+        if not self.on_tpu:
+            return rows_of(value, self.equal)
+        leaves = [leaf for leaf in tf.nest.flatten(self.batch) if leaf is not None]
+        return Rows(0) if value.shape[0] == leaves[0].shape[0] else None
+
+    def rows_in(self, value: tf.Tensor) -> Literal["part", "batch"] | None:
+        """Returns whether a floating tensor has rows of this part, or of all parts, or none."""
+        if not tf.is_tensor(value) or not (value.dtype.is_floating or value.dtype.is_complex):
+            return None
+        if self.has_all_rows_tensors and value.shape.rank and self.equal.has(value):
+            return "batch" if None in value.shape.as_list() else None
+        return None if self.rows_of(value) is None else "part"
 
     def weighted(self, value: Gradient) -> Gradient:
-        """Returns a floating value times `batch_fraction`, any other value unchanged.
+        """Returns a floating or complex value times `batch_fraction`, any other one unchanged.
 
         A part of 0 rows gives 0, never NaN.
         """
         if isinstance(value, tf.IndexedSlices):
             return tf.IndexedSlices(self.weighted(value.values), value.indices, value.dense_shape)
         value = tf.convert_to_tensor(value)
-        if self.replicas == 1 or not value.dtype.is_floating:
+        if self.replicas == 1 or not (value.dtype.is_floating or value.dtype.is_complex):
             return value
         return tf.math.multiply_no_nan(value, self.batch_fraction(value.dtype))
 
@@ -319,7 +324,7 @@ class StepContext:
 
         The mean over parts is then the sum over all rows.
         """
-        if self.rows_in(values) not in ("part", "unclear"):
+        if self.rows_in(values) != "part":
             return total
         return tf.math.divide_no_nan(total, self.batch_fraction(total.dtype))
 
@@ -366,6 +371,24 @@ class StepContext:
         totals = list(summed(*values))
         self.equal.add(totals)
         return totals
+
+
+def _real(value: Gradient) -> Gradient:
+    """A complex value as real numbers, which collectives can sum."""
+    if not value.dtype.is_complex:
+        return value
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(_real(value.values), value.indices, None)
+    return tf.stack([tf.math.real(value), tf.math.imag(value)], -1)
+
+
+def _as_before(value: Gradient, dtype: tf.DType) -> Gradient:
+    """Undoes `_real` for a value of this dtype."""
+    if not dtype.is_complex:
+        return value
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(_as_before(value.values, dtype), value.indices, None)
+    return tf.complex(value[..., 0], value[..., 1])
 
 
 _DIGITS = np.array([1, 1 << 24, 1 << 48])  # float32 holds integers up to 2**24

@@ -20,6 +20,7 @@ from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.messages import shown
 from tfdist_ext.strategies._tf_private import is_recording
+from tfdist_ext.strategies.reductions import STATISTIC
 from tfdist_ext.strategies.traced_replica import computed_once, replica_id
 from tfdist_ext.training._keras_private import (
     Original,
@@ -41,9 +42,10 @@ from tfdist_ext.training.steps.context import (
     reduced_for,
     running_step,
 )
+from tfdist_ext.training.steps.mixing import mixed_rows
 from tfdist_ext.training.steps.parts import OptimizerParts, sums_of_parts
 from tfdist_ext.training.steps.random_numbers import RANDOM, REFUSED_IN_UPDATES, rows_at
-from tfdist_ext.training.steps.rows import Gradient, compared_rows
+from tfdist_ext.training.steps.rows import Gradient, tensor_key
 from tfdist_ext.training.steps.scope import (
     ReplicaScope,
     check_equal,
@@ -56,6 +58,7 @@ from tfdist_ext.training.variables import (
     LocalCopies,
     UpdatesInPlace,
     broadcast_from_owner,
+    check_built,
     default_strategy_scope,
     is_updated_once,
     local_copy,
@@ -66,7 +69,13 @@ from tfdist_ext.training.variables import (
 )
 from tfdist_ext.user_frames import warn
 
-__all__ = ["check_activity_regularizers", "check_called", "own_applies", "substitutes_of"]
+__all__ = [
+    "check_activity_regularizers",
+    "check_called",
+    "own_applies",
+    "substitutes_of",
+    "warn_of_mixed_rows",
+]
 
 
 def substitutes_of(context: StepContext) -> Mapping[str, Callable[..., Any]]:
@@ -79,6 +88,7 @@ def substitutes_of(context: StepContext) -> Mapping[str, Callable[..., Any]]:
         "clear_losses": _clear_losses,
         "added_loss": _added_loss,
         "gradient": _gradient,
+        "vectorize": _vectorize,
         "update_mean": _update_mean,
         "moments": _moments,
         "replicas": _replicas,
@@ -229,6 +239,7 @@ def _apply(
     It is `optimizer.apply(grads, variables)`, or `apply_gradients(zip(grads, variables))` of an
     optimizer of the user's. It may be a method that is not linear, or has a state of its own.
     """
+    check_built(optimizer)
     grads = list(grads)
     has_pairs = bool(grads) and isinstance(grads[0], tuple | list)
     if has_pairs:
@@ -298,7 +309,7 @@ def _apply_to_parts(
     dense: list[int] = []
     sparse: list[int] = []
     for number, (gradient, part) in enumerate(zip(grads, parts, strict=False)):
-        if gradient is not None and not context.equal.has(gradient):
+        if gradient is not None and context.replicas > 1 and not context.equal.has(gradient):
             gradient = context.weighted(gradient)
             (sparse if isinstance(gradient, tf.IndexedSlices) else dense).append(number)
         elif gradient is not None:
@@ -358,11 +369,21 @@ def _update_mean(
     """Updates a mean. A single number is the mean of the part, and counts once in a step."""
     share = context.batch_fraction(metric.dtype)
     if sample_weight is None and len(getattr(values, "shape", ())) == 0:
+        warn_of_mixed_rows(context, values)
         sample_weight = share
     elif context.rows_in(values) == "batch":  # equal on all replicas
         weights = tf.ones_like(values) if sample_weight is None else sample_weight
         sample_weight = tf.cast(weights, metric.dtype) * share
     return original(metric, values, sample_weight)
+
+
+def _vectorize(context: StepContext, original: Original, *args: Any, **named: Any) -> Any:
+    """Traces the function of a vectorized map, in which a gradient is that of a single row."""
+    before, context.computes_gradients = context.computes_gradients, True
+    try:
+        return original(*args, **named)
+    finally:
+        context.computes_gradients = before
 
 
 def _moments(
@@ -374,7 +395,9 @@ def _moments(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns mean and variance of each channel, of a synchronized layer over all replicas."""
     if not layer.synchronized:
-        return original(layer, inputs, mask)
+        moments = original(layer, inputs, mask)
+        context.exact.update({tensor_key(each): [inputs] for each in _symbolic(moments)})
+        return moments
     counted = tf.ones_like(inputs)
     if mask is not None:
         counted *= tf.cast(tf.cast(mask, tf.bool), inputs.dtype)[..., tf.newaxis]
@@ -404,6 +427,22 @@ def _reduce_loss(
     dtype: tf.DType | str | None = None,
 ) -> tf.Tensor:
     """Reduces a loss over the part, so that the weighted mean over parts is the global loss."""
+    loss = _reduced(context, original, values, sample_weight, mask, reduction, dtype)
+    if loss is not values:
+        before = _symbolic([values, sample_weight])
+        context.exact.update({tensor_key(each): before for each in _symbolic(loss)})
+    return loss
+
+
+def _reduced(
+    context: StepContext,
+    original: Original,
+    values: tf.Tensor,
+    sample_weight: tf.Tensor | None,
+    mask: tf.Tensor | None,
+    reduction: str | None,
+    dtype: tf.DType | str | None,
+) -> tf.Tensor:
     if reduction not in _REDUCTIONS:
         raise TrainingError(
             f"The reduction {reduction!r} of a loss is not supported on several replicas. Use"
@@ -422,15 +461,19 @@ def _reduce_loss(
         return values * context.sums.all_reduce([weigh(weights)])[0]
     if reduction == "sum":
         return context.sum_over_rows(loss, values)
-    if reduction != "mean_with_sample_weight":
-        sample_weight = None
-    if sample_weight is None and mask is None:
+    counted = sample_weight if reduction == "mean_with_sample_weight" else None
+    rows = context.rows_of(values)
+    is_selection = rows is not None and (rows.is_selection or not rows.blocks)
+    if counted is None and mask is None and not is_selection:
         return loss  # divided by the number of rows
     # Keras's `apply_mask` scales the weights so that the sum is divided by the rows that count.
     ones = tf.ones_like(values, loss.dtype)
-    divisor = original(ones, sample_weight=sample_weight, mask=mask, reduction="sum")
+    divisor = original(ones, sample_weight=counted, mask=mask, reduction="sum")
     mine = context.where_nonempty(divisor)
     (whole,) = context.sums.all_reduce([mine])
+    if is_selection:  # the part may have none of the selected rows
+        total = original(values, sample_weight=sample_weight, mask=mask, reduction="sum")
+        return tf.math.divide_no_nan(total, context.batch_fraction(total.dtype)) / whole
     return loss * tf.math.divide_no_nan(mine, whole * context.batch_fraction(loss.dtype))
 
 
@@ -443,10 +486,16 @@ def _loss_of_batch(
     *more: Any,
     **named: Any,
 ) -> tf.Tensor:
-    """Calls a loss. Without an axis, Dice and Tversky are ratios of sums over the whole batch."""
+    """Calls a loss; those that relate rows to each other, with the rows of all replicas.
+
+    Without an axis, Dice and Tversky are ratios of sums over the whole batch.
+    """
     is_ratio = type(loss).call is keras.losses.Dice.call and loss.fn in _RATIOS
     if is_ratio and loss.get_config().get("axis") is None:
         y_true, y_pred = all_rows((y_true, y_pred))
+    elif isinstance(loss, keras.losses.Circle):
+        y_true, y_pred, *more = all_rows((y_true, y_pred, *more))
+        named = all_rows(named)
     return original(loss, y_true, y_pred, *more, **named)
 
 
@@ -500,53 +549,58 @@ def _gradient(
     *options: Any,
     **named_options: Any,
 ) -> Structure:
-    """Returns a tape's gradient with respect to variables: that of the global batch.
+    """Returns a tape's gradient of the loss of the global batch.
 
-    A loss with one number per row is a sum over rows, not a mean. Inside another tape, or a graph
-    in the step's graph, it is the gradient of the part, and `_apply` sums it.
+    That of a variable is summed over all replicas. That of a tensor with rows has the rows of this
+    part. A loss with one number per row is a sum over rows, not a mean. Inside another tape, or a
+    graph in the step's graph, the gradient of a variable is that of the part, and `_apply` sums it.
     """
-    variables = tf.nest.flatten(sources)
-    to_variables = all(isinstance(each, tf.Variable | keras.Variable) for each in variables)
-    if not to_variables or context.replicas == 1 or context.computes_gradients:
+    if context.replicas == 1 or context.computes_gradients:
         return original(tape, target, sources, output_gradients, *options, **named_options)
     targets = tf.nest.flatten(target)
-    _warn_of_compared_rows(context, targets)
+    warn_of_mixed_rows(context, targets)
     upstream = _upstream(context, targets, output_gradients)
     context.computes_gradients = True
     try:
         made = original(tape, target, sources, upstream, *options, **named_options)
     finally:
         context.computes_gradients = False
-    # Replicas cannot wait for each other in inner graphs. On TPUs Keras's optimizer sums. A tape
-    # that still records would want the gradient of the sum.
+    # Replicas cannot wait for each other in inner graphs. On TPUs Keras's optimizer sums. Another
+    # tape would want the gradient of the sum.
     is_summed_later = context.sums_in_apply or context.on_tpu
-    if current_graph() is not context.graph or is_summed_later or is_recording():
-        return made
+    is_inside = current_graph() is not context.graph or _is_inside_of_another(tape)
     flat = tf.nest.flatten(made)
-    weighted = [context.weighted(each) for each in flat if each is not None]
+    summed: dict[int, Any] = {}
+    for number, source in enumerate(tf.nest.flatten(sources)):
+        is_variable = isinstance(source, tf.Variable | keras.Variable)
+        if flat[number] is None or (is_variable and (is_inside or is_summed_later)):
+            continue
+        flat[number] = context.weighted(flat[number])
+        if is_variable or (context.equal.has(source) and not is_inside):
+            summed[number] = source
     what = [
-        reduced_for("gradient", variable)
-        for each, variable in zip(flat, variables, strict=True)
-        if each is not None
+        reduced_for("gradient", source)
+        if isinstance(source, tf.Variable | keras.Variable)
+        else STATISTIC
+        for source in summed.values()
     ]
-    rest = iter(context.sums.all_reduce(weighted, what))
-    return tf.nest.pack_sequence_as(made, [None if each is None else next(rest) for each in flat])
+    sums = context.sums.all_reduce([flat[number] for number in summed], what)
+    for number, total in zip(summed, sums, strict=True):
+        flat[number] = total
+    return tf.nest.pack_sequence_as(made, flat)
+
+
+def _is_inside_of_another(tape: tf.GradientTape) -> bool:
+    """Whether another tape records. A persistent tape may be asked in its own scope."""
+    try:
+        with tape.stop_recording():
+            return is_recording()
+    except (RuntimeError, ValueError):  # it does not record
+        return is_recording()
 
 
 def _upstream(context: StepContext, targets: list[tf.Tensor], given: Structure) -> list[tf.Tensor]:
-    """Returns the upstream gradient of each target; those of rows are divided by `batch_fraction`.
-
-    Raises:
-        TrainingError: a target may or may not have rows.
-    """
-    for target in targets:
-        if context.rows_in(target) == "unclear":
-            raise TrainingError(
-                f"The gradient of a loss of shape {target.shape} is not supported in an eager step:"
-                " the loss may have several numbers for each row of this replica. Sum the loss"
-                " first, with tf.reduce_sum(loss, axis=...) to one number per row, or with"
-                " tf.reduce_sum(loss) if it has no rows."
-            )
+    """Returns the upstream gradient of each target, of rows divided by `batch_fraction`."""
     upstream = list(map(tf.ones_like, targets)) if given is None else tf.nest.flatten(given)
     return [
         each * tf.math.reciprocal_no_nan(context.batch_fraction(each.dtype))
@@ -556,14 +610,22 @@ def _upstream(context: StepContext, targets: list[tf.Tensor], given: Structure) 
     ]
 
 
-def _warn_of_compared_rows(context: StepContext, targets: list[tf.Tensor]) -> None:
-    """Warns once, while the first replica is traced, of a loss such as in-batch negatives."""
-    if context.graph is None or context.on_tpu or replica_id() % context.local_replicas:
+def warn_of_mixed_rows(context: StepContext, targets: Structure) -> None:
+    """Warns once, while the first replica is traced, if a step mixes the rows of the batch."""
+    if context.replicas == 1 or context.graph is None or context.on_tpu:
         return
-    if name := compared_rows(targets, context.equal):
+    if replica_id() % context.local_replicas == 0 and (
+        found := mixed_rows(_symbolic(targets), context.equal, context.exact)
+    ):
         warn(
-            f"The loss compares rows of the batch with each other, in {name!r}. Each of"
-            f" {context.replicas} replicas compares only its own rows, so the loss differs from one"
-            " device. Take one side from tfd.all_rows: logits = tf.matmul(queries,"
-            " tfd.all_rows(candidates), transpose_b=True)."
+            f"The step {found.what}, in {found.name!r}. Each of {context.replicas} replicas sees"
+            " only its own rows, so the result differs from one device. Compute it from the rows"
+            " of all replicas, such as tfd.all_rows(x) in place of x. For a loss over pairs of"
+            " rows, take one side from tfd.all_rows: tf.matmul(queries, tfd.all_rows(candidates),"
+            " transpose_b=True). For a mean of selected rows, give a loss that returns one number"
+            " for each row to compile."
         )
+
+
+def _symbolic(values: Structure) -> list[tf.Tensor]:
+    return list(filter(tf.is_symbolic_tensor, tf.nest.flatten(values, expand_composites=True)))

@@ -5,14 +5,11 @@ stateless generators count, so a replica can draw its rows of that tensor withou
 them: it begins at a later counter (`_drawn`). `keras.random`, Keras's layers and `tf.random` all
 draw by operations of a few types. The step makes another operation in place of each of them.
 
-The first dimension of a tensor that is drawn is the batch if its size is unknown while the step is
-traced and depends on the part of the batch. The tensor has the same number of entries for each row
-of the part, and the entries of a row are one after another. If tensors of rows are concatenated,
-such as generated and real images, each replica draws its rows of each of them. A literal batch size
-is an error.
-
-In an eager step all sizes are numbers. There the first dimension is the batch if it is the number
-of the part's rows or a multiple of that number. Any other tensor is the same on all replicas.
+A dimension of a tensor that is drawn holds the batch if its size depends on the part of the batch.
+It has the same number of entries for each row, one after another. If tensors of rows are
+concatenated or tiled, such as generated and real images, each replica draws its rows of each of
+them. Of selected rows, the replicas count how many each has. A shape in which the rows cannot be
+found, and a literal batch size, are errors.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
@@ -32,7 +28,7 @@ from tfdist_ext.training._keras_private import (
     substitutes,
 )
 from tfdist_ext.training.steps.context import StepContext, gather_rows
-from tfdist_ext.training.steps.rows import SAME_ORDER, behind, blocks_of_rows, first_size
+from tfdist_ext.training.steps.rows import SAME_ORDER, Rows, behind, tensor_key
 
 __all__ = ["RANDOM", "REFUSED_IN_UPDATES", "rows_at"]
 
@@ -41,29 +37,74 @@ __all__ = ["RANDOM", "REFUSED_IN_UPDATES", "rows_at"]
 _PARAMETERS = frozenset(["alpha", "counts", "lam", "logits", "probs"])
 
 
-def _blocks_of_rows(context: StepContext, shape: tf.Tensor, known: tf.TensorShape) -> int:
-    """Returns how many tensors of this part's rows, one after another, a shape begins with, or 0.
+def _rows_drawn(context: StepContext, shape: tf.Tensor, known: tf.TensorShape) -> Rows | None:
+    """Returns how a tensor of this shape holds the rows of the part; None if it has none.
 
     Args:
         known: what is known of the shape while the step is traced.
     """
     if context.replicas == 1 or known.rank == 0:
-        return 0
-    if tf.is_symbolic_tensor(shape) and (known.rank is None or known[0] is None):
-        return 0 if context.equal.has(first_size(shape)) else blocks_of_rows(shape)
-    if tuple(known) in context.weight_shapes:
-        return 0
-    if context.graph is not None and known[0] == context.batch_size and known[0] > 1:
+        return None
+    if context.on_tpu:
+        return context.rows_of(tf.zeros(known))
+    if not tf.is_symbolic_tensor(shape):
+        shape = tf.constant(shape)
+    if known.rank and known[0] == (context.batch_size or 1) and known[0] > 1:
         raise TrainingError(
             f"A step draws random numbers of shape {known}, whose first dimension is the batch size"
             " as a number, but a replica has fewer rows. Write keras.ops.shape(x)[0] in place of"
             f" {known[0]}. If the numbers do not belong to rows, draw them with a first dimension"
             " of 1, and reshape them."
         )
-    # In an eager step all sizes are numbers. A multiple is several entries of each row.
-    if context.size is None or known[0] % context.size:
-        return 0
-    return 1 if context.size > 1 or known[0] == 1 else 0
+    source = behind(shape, ("Cast", "Identity"))
+    if source.op.type == "Shape":
+        found = [context.rows_of(source.op.inputs[0])]
+    elif source.op.type == "Pack":
+        sizes = enumerate(source.op.inputs)
+        found = [_rows_of_size(context, axis, size) for axis, size in sizes]
+    else:
+        is_equal = context.equal.has(behind(source, ("Cast", "ConcatV2", "Identity", "Pack")))
+        found = [None if is_equal else Rows(0)]
+    dimensions = [rows for rows in found if rows is not None]
+    if len(dimensions) > 1 or any(not rows.blocks for rows in dimensions):
+        raise TrainingError(
+            f"A step draws random numbers of shape {known}, in which the rows of the batch cannot"
+            " be found. Draw them with the rows as the first dimension, as in"
+            " keras.random.normal((keras.ops.shape(x)[0], 3, 8)), and transpose or reshape them."
+        )
+    return dimensions[0] if dimensions else None
+
+
+def _rows_of_size(context: StepContext, axis: int, size: tf.Tensor) -> Rows | None:
+    """How a dimension holds rows, if its size is `size`."""
+    size = behind(size, ("Cast", "Identity"))
+    if context.equal.has(size) and size.op.type != "StridedSlice":
+        return None
+    if size.op.type == "StridedSlice" and size.op.inputs[0].op.type == "Shape":
+        rows = context.rows_of(size.op.inputs[0].op.inputs[0])
+        index = tf.get_static_value(size.op.inputs[1])
+        if index is not None:
+            rank = size.op.inputs[0].shape[0] or 0
+            is_row = rows is not None and (index[0] % rank if rank else index[0]) == rows.axis
+            return rows._replace(axis=axis) if rows is not None and is_row else None
+    return None if context.equal.has(size) else Rows(axis)
+
+
+def _span(
+    context: StepContext, length: tf.Tensor, rows: Rows
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Returns (first entry, entries, entries of all parts) of one block of a dimension.
+
+    Args:
+        length: of the dimension on this replica.
+    """
+    if rows.is_selection:
+        mine = context.where_nonempty(length, 0)
+        before, total = context.sums.before_and_all(mine[tf.newaxis])
+        return before[0], length, tf.maximum(total[0], before[0] + length)
+    before, global_rows = context.position()
+    entries = -(-length // (rows.blocks * context.rows_read))  # of a row
+    return before * entries, context.rows_read * entries, global_rows * entries
 
 
 def _drawn(
@@ -83,48 +124,59 @@ def _drawn(
         whole: what the operation draws with these arguments.
         op: the type of the operation.
     """
-    if not (blocks := _blocks_of_rows(context, shape, whole.shape)):
+    rows = _rows_drawn(context, shape, whole.shape)
+    if rows is None:
         return whole
+    if rows.axis or rows.blocks != 1:
+        return _part_of_all(context, draw, whole, rows, shape=shape, counter=counter, **named)
     sizes = tf.cast(shape, tf.int64)
     group = group_size(whole.dtype)
     width = tf.reduce_prod(sizes[1:])
-    entries = -(-sizes[0] // (blocks * context.rows_read))  # of a row in a block
-    before, global_rows = context.position()
-    length = -(-sizes[0] // blocks) * width
-    pieces = []
-    for block in range(blocks):
-        first = (block * global_rows + before) * entries * width
-        dropped = first % group
-        start = counter_at(counter, first - dropped, op, whole.dtype)
-        # A replica begins with a whole group, and drops the values before its own.
-        values = draw(**{**named, "shape": [length + group - 1], "counter": start})
-        pieces.append(tf.slice(values, [dropped], [length]))
-    drawn = tf.concat(pieces, 0)[: sizes[0] * width]
-    return tf.ensure_shape(tf.reshape(drawn, shape), whole.shape)
+    first = _span(context, sizes[0], rows)[0] * width
+    dropped = first % group
+    start = counter_at(counter, first - dropped, op, whole.dtype)
+    # A replica begins with a whole group, and drops the values before its own.
+    length = sizes[0] * width
+    values = draw(**{**named, "shape": [length + group - 1], "counter": start})
+    drawn = tf.reshape(tf.slice(values, [dropped], [length]), shape)
+    return _with_rows(context, tf.ensure_shape(drawn, whole.shape), rows)
 
 
 def _drawn_whole(context: StepContext, draw: Original, whole: tf.Tensor, **named: Any) -> tf.Tensor:
     """Draws for all rows, and returns this part's: for other generators.
 
-    Everything is drawn, with any parameters for the rows of other replicas. Without this, replicas
-    that share a trace would draw the same by `tf.random.normal` after `tf.random.set_seed`.
+    Without this, replicas that share a trace would draw the same by `tf.random.normal` after
+    `tf.random.set_seed`.
     """
     shape = named["shape"] if "shape" in named else tf.shape(named["logits"])
-    if not _blocks_of_rows(context, shape, whole.shape):
-        return whole
-    sizes = tf.cast(shape, tf.int64)
-    before, global_rows = context.position()
-    entries = -(-sizes[0] // context.rows_read)
-    first, of_all = before * entries, global_rows * entries
+    rows = _rows_drawn(context, shape, whole.shape)
+    return whole if rows is None else _part_of_all(context, draw, whole, rows, **named)
+
+
+def _part_of_all(
+    context: StepContext, draw: Original, whole: tf.Tensor, rows: Rows, **named: Any
+) -> tf.Tensor:
+    """Draws everything, with any parameters for the rows of other replicas."""
+    shape = named["shape"] if "shape" in named else tf.shape(whole)
+    sizes, axis = tf.cast(shape, tf.int64), rows.axis
+    first, length, total = _span(context, sizes[axis], rows)
     for name in _PARAMETERS & named.keys():
         value = tf.convert_to_tensor(named[name])
-        if value.shape.rank == whole.shape.rank and value.shape[0] in (None, whole.shape[0]):
-            around = [[first, of_all - first - sizes[0]], *[[0, 0]] * (value.shape.rank - 1)]
+        if value.shape.rank == whole.shape.rank and value.shape[axis] in (None, whole.shape[axis]):
+            around = [[0, 0]] * value.shape.rank
+            around[axis] = [first, total - first - length]
             named[name] = tf.pad(value, around, constant_values=1)
     if "shape" in named:
-        named["shape"] = tf.concat([[of_all], sizes[1:]], 0)
-    drawn = draw(**named)[first : first + sizes[0]]
-    return tf.ensure_shape(drawn, whole.shape)
+        named["shape"] = tf.concat([sizes[:axis], [rows.blocks * total], sizes[axis + 1 :]], 0)
+    inner = tf.reduce_prod(sizes[axis + 1 :])
+    blocks = tf.reshape(draw(**named), [-1, total, inner])
+    drawn = tf.reshape(blocks[:, first : first + length], tf.shape(whole))
+    return _with_rows(context, tf.ensure_shape(drawn, whole.shape), rows)
+
+
+def _with_rows(context: StepContext, drawn: tf.Tensor, rows: Rows) -> tf.Tensor:
+    context.equal.rows[tensor_key(drawn)] = rows
+    return drawn
 
 
 def _shuffled(
@@ -136,15 +188,14 @@ def _shuffled(
     batch. `rows_at` finds these rows.
     """
     x = keras.ops.convert_to_tensor(x)
-    has_rows = not context.equal.has(x) if x.shape[0] is None else x.shape[0] == context.size
-    if axis != 0 or context.replicas == 1 or not has_rows:
+    rows = context.rows_of(x)
+    if axis != 0 or rows is None or rows.axis != 0:
         return original(x, axis, seed)
     before, _ = context.position()
     are_numbers = _are_row_numbers(x)
-    rows = x + tf.cast(before, x.dtype) if are_numbers else x
-    # In an eager step the number of all rows is a multiple of the part's.
+    of_batch = x + tf.cast(before, x.dtype) if are_numbers else x
     with substitutes(dict.fromkeys(_BY_COUNTER)):
-        shuffled = original(gather_rows(context, [rows])[0], 0, seed)
+        shuffled = original(gather_rows(context, [of_batch])[0], 0, seed)
     mine = shuffled[before : before + context.rows_read]
     mine.set_shape(x.shape)
     if are_numbers:
@@ -153,8 +204,6 @@ def _shuffled(
 
 
 def _are_row_numbers(x: tf.Tensor) -> bool:
-    if not tf.is_symbolic_tensor(x):
-        return x.shape.rank == 1 and np.array_equal(x, np.arange(x.shape[0]))
     while x.op.type in ("Cast", "Identity"):
         x = x.op.inputs[0]
     return x.op.type == "Range" and tf.get_static_value(x.op.inputs[0]) == 0
@@ -169,7 +218,7 @@ def rows_at(context: StepContext, x: Any, indices: Any, axis: int | None) -> Any
 
 def _are_shuffled_numbers(context: StepContext, indices: Any) -> bool:
     """Whether indices are what a shuffle returned, also after a cast or a reshape."""
-    if context.row_numbers and tf.is_symbolic_tensor(indices):
+    if context.row_numbers:
         indices = behind(indices, SAME_ORDER)
     return any(indices is each for each in context.row_numbers)
 

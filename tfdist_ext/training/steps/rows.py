@@ -14,8 +14,9 @@ these slices are summed (`Lookups`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.data.pipelines import Structure
@@ -25,12 +26,13 @@ __all__ = [
     "EqualTensors",
     "Gradient",
     "Lookups",
+    "Rows",
     "behind",
-    "blocks_of_rows",
-    "compared_rows",
-    "first_size",
     "follows_from",
     "places_rows",
+    "rows_of",
+    "tensor_key",
+    "unknown_sizes",
     "with_unknown_rows",
 ]
 
@@ -38,8 +40,8 @@ __all__ = [
 # Of a variable: dense, or slices of what was looked up.
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
-# A tensor as a graph knows it: id of the graph, name. An eager tensor: its own id.
-_Key: TypeAlias = tuple[int, str] | int
+# A tensor as a graph knows it: id of the graph, name.
+Key: TypeAlias = tuple[int, str]
 
 # Stateful operations whose result follows from their inputs.
 _READS = {
@@ -48,41 +50,63 @@ _READS = {
 }
 
 
+class Rows(NamedTuple):
+    """How a tensor of a step holds the rows of the part.
+
+    Attributes:
+        axis: the dimension of the rows.
+        blocks: how often all rows follow one another in this dimension, as two times in
+            `tf.concat([x, x], 0)`; 0 if that is not known.
+        is_selection: the dimension holds selected rows, or entries of rows. Its length is not a
+            fixed number for each row.
+    """
+
+    axis: int
+    blocks: int = 1
+    is_selection: bool = False
+
+
 class EqualTensors:
-    """The tensors of a replica's step that are the same on every replica.
+    """The tensors of a replica's step that are the same on every replica, as all eager ones are.
 
     Args:
         batch: tensors that may differ.
+
+    Attributes:
+        rows: how some tensors hold rows, by their keys; see `rows_of`.
     """
 
     def __init__(self, batch: Structure = ()):
-        self._known: dict[_Key, bool] = {}
-        self._alive: list[tf.Tensor] = []  # the ids of eager tensors are their keys
+        self._known: dict[Key, bool] = {}
+        leaves = tf.nest.flatten(batch)
+        # The parts of ragged and sparse tensors have several entries for each row.
+        composite = [leaf for leaf in leaves if not isinstance(leaf, tf.Tensor)]
+        parts = [part for leaf in composite for part in _leaves(leaf)]
+        self.rows = {tensor_key(part): Rows(0, is_selection=True) for part in parts}
         self.add(batch, equal=False)
 
     def add(self, values: Structure, *, equal: bool = True) -> None:
         """Note that these tensors are the same on every replica, or may differ."""
         for tensor in _leaves(values):
-            self._known[_key(tensor)] = equal
-            self._alive.append(tensor)
+            self._known[tensor_key(tensor)] = equal
 
     def has(self, values: Structure | Gradient) -> bool:
         """Whether these tensors are known to be the same on every replica."""
         return all(map(self._is_equal, _leaves(values)))
 
     def _is_equal(self, tensor: tf.Tensor) -> bool:
-        if not tf.is_symbolic_tensor(tensor):  # nothing tells what an eager tensor follows from
-            return self._known.get(_key(tensor), False)
         stack = [tensor]
         while stack:
-            key, inputs = _key(stack[-1]), _inputs(stack[-1])
-            found = [None] if inputs is None else [self._known.get(_key(each)) for each in inputs]
+            key, inputs = tensor_key(stack[-1]), _inputs(stack[-1])
+            found = (
+                [None] if inputs is None else [self._known.get(tensor_key(each)) for each in inputs]
+            )
             if key in self._known or inputs is None or False in found or None not in found:
                 self._known.setdefault(key, all(found))
                 stack.pop()
             else:
                 stack.append(inputs[found.index(None)])
-        return self._known[_key(tensor)]
+        return self._known[tensor_key(tensor)]
 
 
 def _inputs(tensor: tf.Tensor) -> Sequence[tf.Tensor] | None:
@@ -115,17 +139,17 @@ def _is_other_size(tensor: tf.Tensor) -> bool:
 
 def _leaves(values: Structure | Gradient) -> list[tf.Tensor]:
     leaves = tf.nest.flatten(values, expand_composites=True)
-    return [leaf for leaf in leaves if tf.is_tensor(leaf)]
+    return list(filter(tf.is_symbolic_tensor, leaves))
 
 
-def _key(tensor: tf.Tensor) -> _Key:
-    return (id(tensor.graph), tensor.name) if tf.is_symbolic_tensor(tensor) else id(tensor)
+def tensor_key(tensor: tf.Tensor) -> Key:
+    return id(tensor.graph), tensor.name
 
 
 def follows_from(value: tf.Tensor, sources: Sequence[tf.Tensor]) -> bool:
     """Whether a value of a graph is computed from any of these tensors of the graph."""
-    wanted = set(map(_key, sources))
-    return any(_key(tensor) in wanted for tensor in _tensors_before([value]))
+    wanted = set(map(tensor_key, sources))
+    return any(tensor_key(tensor) in wanted for tensor in _tensors_before([value]))
 
 
 def _tensors_before(
@@ -136,39 +160,16 @@ def _tensors_before(
     Args:
         follows: whether to go on to an input.
     """
-    waiting, seen = list(targets), set[_Key]()
+    waiting, seen = list(targets), set[Key]()
     while waiting:
         tensor = waiting.pop()
-        if _key(tensor) not in seen:
-            seen.add(_key(tensor))
+        if tensor_key(tensor) not in seen:
+            seen.add(tensor_key(tensor))
             yield tensor
             waiting += filter(follows, tensor.op.inputs)
 
 
-# Operations by which losses compare rows with each other.
-_COMPARING = {
-    *("BatchMatMulV2", "Einsum", "Equal", "Greater", "GreaterEqual", "Less", "LessEqual"),
-    *("MatMul", "NotEqual", "SquaredDifference", "Sub"),
-}
-
-
-def compared_rows(targets: Sequence[tf.Tensor], equal: EqualTensors) -> str | None:
-    """Returns the name of an operation that compares a part's rows with each other, or None.
-
-    It makes two dimensions of unknown size from two tensors that have one each. Neither of them is
-    equal on all replicas, nor a range of numbers, as in a mask of lengths.
-    """
-    for tensor in _tensors_before([each for each in targets if tf.is_symbolic_tensor(each)]):
-        inputs = tensor.op.inputs
-        if tensor.op.type in _COMPARING and _unknown_sizes(tensor) == 2:
-            ranges = [behind(each, SAME_ORDER).op.type == "Range" for each in inputs]
-            one_each = [_unknown_sizes(each) for each in inputs] == [1, 1]
-            if one_each and not any(ranges) and not any(map(equal.has, inputs)):
-                return str(tensor.op.name)
-    return None
-
-
-def _unknown_sizes(tensor: tf.Tensor) -> int:
+def unknown_sizes(tensor: tf.Tensor) -> int:
     """How many dimensions of a tensor have an unknown size."""
     return 0 if tensor.shape.rank is None else tensor.shape.as_list().count(None)
 
@@ -209,34 +210,131 @@ def places_rows(value: tf.Tensor, equal: EqualTensors, *, is_metric: bool) -> st
         return tensor.shape == value.shape and not equal.has(tensor)
 
     for tensor in _tensors_before(filter(follows, [value]), follows):
-        if _unknown_sizes(tensor) or tensor.op.type in kinds:
+        if unknown_sizes(tensor) or tensor.op.type in kinds:
             return str(tensor.op.type)
     return None
 
 
-def first_size(shape: tf.Tensor) -> tf.Tensor:
-    """The tensor that gives the first number of a shape: a scalar, or a shape itself."""
-    return behind(shape, ("Cast", "ConcatV2", "Identity", "Pack"))
+_SELECTING = {"DynamicPartition", "DynamicStitch", "Unique", "UniqueV2", "Where"}
+_REDUCING = {"All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "Sum"}
 
 
-def blocks_of_rows(size: tf.Tensor) -> int:
-    """Returns how many tensors of rows were concatenated to the one that has a shape.
+def rows_of(tensor: tf.Tensor, equal: EqualTensors) -> Rows | None:
+    """Returns how a tensor of a graph holds the rows of the part; None if it has no rows.
 
-    Two for a discriminator's batch of real and generated images.
-
-    Args:
-        size: a shape, or the tensor itself.
+    The rows of the batch are in its first dimension. From there, the operations that lead to the
+    tensor are followed. An operation that is not known keeps the dimension.
     """
-    while size.op.inputs:
-        if _is_concatenation(size.op) and size.shape.rank and size.shape[0] is None:
-            return sum(map(blocks_of_rows, size.op.inputs[:-1]))
-        of_rows = [each for each in size.op.inputs if each.shape.rank and each.shape[0] is None]
-        size = (of_rows or size.op.inputs)[0]
-    return 1
+    if equal.has(tensor) and tensor_key(tensor) not in equal.rows:
+        return None
+    path = []
+    while (key := tensor_key(tensor)) not in equal.rows and tensor.op.type not in _SELECTING:
+        if (source := _source_of_rows(tensor, equal)) is None:
+            break
+        path.append((tensor, source))
+        tensor = source
+    if not unknown_sizes(tensor) or (equal.has(tensor) and key not in equal.rows):
+        return None
+    first = tensor.shape.as_list().index(None) if tensor.shape.rank else 0
+    found = Rows(0, is_selection=True) if tensor.op.type in _SELECTING else Rows(first)
+    rows: Rows | None = equal.rows.get(key, found)
+    for result, source in reversed(path):
+        if rows is not None:
+            rows = _rows_after(result, source, rows, equal)
+    return rows
 
 
-def _is_concatenation(op: tf.Operation) -> bool:
-    return op.type == "ConcatV2" and tf.get_static_value(op.inputs[-1]) == 0
+def _source_of_rows(tensor: tf.Tensor, equal: EqualTensors) -> tf.Tensor | None:
+    """The input of an operation from which its result has unknown sizes."""
+    op = tensor.op
+    if op.type in ("GatherV2", "GatherNd", "ResourceGather") and unknown_sizes(op.inputs[1]):
+        return op.inputs[1]
+    if op.inputs and op.inputs[0].op.type == "Shape":  # such as noise, drawn with this shape
+        return op.inputs[0].op.inputs[0]
+    of_part = (each for each in op.inputs if unknown_sizes(each) and not equal.has(each))
+    return next(of_part, None)
+
+
+def _rows_after(
+    result: tf.Tensor, source: tf.Tensor, rows: Rows, equal: EqualTensors
+) -> Rows | None:
+    """How the result of an operation holds the rows of one of its inputs."""
+    op, axis, rank = result.op, rows.axis, source.shape.rank or 0
+    constants = [tf.get_static_value(each) for each in op.inputs[1:]]
+    if op.type == "Transpose" and constants[0] is not None:
+        return rows._replace(axis=constants[0].tolist().index(axis))
+    if op.type == "Tile" and constants[0] is not None:
+        return rows._replace(blocks=rows.blocks * int(constants[0][axis]))
+    if op.type == "Pack":
+        return rows._replace(axis=axis + (op.get_attr("axis") % (rank + 1) <= axis))
+    if op.type == "ExpandDims" and constants[0] is not None:
+        return rows._replace(axis=axis + (int(constants[0]) % (rank + 1) <= axis))
+    if op.type == "ConcatV2" and constants[-1] is not None and constants[-1] % rank == axis:
+        parts = [rows_of(each, equal) for each in op.inputs[:-1]]
+        return rows._replace(blocks=sum(each.blocks for each in parts if each is not None))
+    if op.type == "Reshape":
+        return _rows_after_reshape(result, source, rows)
+    if op.type in _REDUCING and constants[0] is not None:
+        gone = [int(each) % rank for each in np.reshape(constants[0], [-1])]
+        keeps = op.type not in ("ArgMax", "ArgMin") and op.get_attr("keep_dims")
+        return None if axis in gone else _without(rows, () if keeps else gone)
+    if op.type == "Squeeze":
+        return _without(rows, [each % rank for each in op.get_attr("squeeze_dims")])
+    if op.type == "Unpack":
+        gone = op.get_attr("axis") % rank
+        return None if gone == axis else _without(rows, [gone])
+    if op.type == "MatMul":
+        is_left = source is op.inputs[0]
+        is_transposed = op.get_attr("transpose_a" if is_left else "transpose_b")
+        is_contracted = is_transposed == (axis == (0 if is_left else 1))
+        return None if is_contracted else rows._replace(axis=0 if is_left else 1)
+    if op.type == "StridedSlice":
+        return _rows_after_slice(op, rows)
+    if op.type in ("GatherV2", "GatherNd", "ResourceGather") and source is op.inputs[1]:
+        return rows
+    missing = (result.shape.rank or rank) - rank  # of dimensions, which broadcasting adds
+    return rows._replace(axis=axis + max(missing, 0))
+
+
+def _without(rows: Rows, dimensions: Collection[int]) -> Rows:
+    """Rows after dimensions before theirs were removed."""
+    return rows._replace(axis=rows.axis - sum(each < rows.axis for each in dimensions))
+
+
+def _rows_after_reshape(result: tf.Tensor, source: tf.Tensor, rows: Rows) -> Rows:
+    before, after = source.shape.as_list(), result.shape.rank and result.shape.as_list()
+    if not after:
+        return rows
+    if rows.axis == 0 and after[0] == rows.blocks and after[1:2] == [None]:
+        return Rows(1)
+    if before[: rows.axis] == after[: rows.axis] and after[rows.axis] is None:
+        return rows
+    ahead = before[: rows.axis]
+    if after[0] is None and None not in ahead:  # dimensions before the rows are merged with them
+        return rows._replace(axis=0, blocks=rows.blocks * int(np.prod(ahead)))
+    return Rows(after.index(None) if None in after else 0, 0)
+
+
+def _rows_after_slice(op: tf.Operation, rows: Rows) -> Rows | None:
+    """Rows after `x[...]`, whose specification has one entry for each dimension."""
+    masks = {name: op.get_attr(f"{name}_mask") for name in ("shrink_axis", "new_axis", "ellipsis")}
+    begin, end = op.get_attr("begin_mask"), op.get_attr("end_mask")
+    axis, dimension = 0, 0  # of the result, and of the input
+    for place in range(int(op.inputs[1].shape[0] or 0)):
+        has = {name: bool(mask >> place & 1) for name, mask in masks.items()}
+        if has["ellipsis"]:
+            break
+        if has["new_axis"]:
+            axis += 1
+            continue
+        if dimension == rows.axis:
+            if has["shrink_axis"]:
+                return None
+            is_whole = begin >> place & 1 and end >> place & 1
+            return rows._replace(axis=axis) if is_whole else Rows(axis, is_selection=True)
+        axis += not has["shrink_axis"]
+        dimension += 1
+    return rows._replace(axis=rows.axis - dimension + axis)
 
 
 # Which output of an operation has distinct numbers. Keras and TensorFlow look up sparse ids by it.
@@ -303,8 +401,8 @@ class Lookups:
 
 
 def _concatenated(indices: tf.Tensor) -> list[tf.Tensor]:
-    made_by = behind(indices, SAME_ORDER).op if tf.is_symbolic_tensor(indices) else None
-    if made_by is None or not _is_concatenation(made_by):
+    made_by = behind(indices, SAME_ORDER).op
+    if made_by.type != "ConcatV2" or tf.get_static_value(made_by.inputs[-1]) != 0:
         return [indices]
     return [part for each in made_by.inputs[:-1] for part in _concatenated(each)]
 
@@ -312,8 +410,6 @@ def _concatenated(indices: tf.Tensor) -> list[tf.Tensor]:
 def _kind_of(indices: tf.Tensor, equal: EqualTensors) -> Literal["equal", "distinct", "rows"]:
     if equal.has(indices):
         return "equal"
-    if not tf.is_symbolic_tensor(indices):
-        return "rows"
     source = behind(indices, SAME_ORDER)
     return "distinct" if _OF_DISTINCT.get(source.op.type) == source.value_index else "rows"
 

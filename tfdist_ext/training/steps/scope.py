@@ -42,6 +42,7 @@ from tfdist_ext.training.steps.context import (
     current_step,
     outside_of_inner_graphs,
 )
+from tfdist_ext.training.steps.mixing import adds_rows
 from tfdist_ext.training.steps.rows import follows_from, places_rows
 from tfdist_ext.training.variables import is_updated_once, local_copies
 from tfdist_ext.user_frames import warn
@@ -164,6 +165,8 @@ class ReplicaScope(StepScope):
                 super().add_update(update)
                 return
             self.copies.add(variable)
+        if context is not None and context.replicas > 1 and not self._in_inner_graph():
+            value = self._over_all_rows(variable, tf.convert_to_tensor(value), context)
         if context is not None and variable not in self.copies and not self._in_inner_graph():
             # Where replicas share the variable, all write the same value.
             (value,) = context.mean([value], [variable])
@@ -240,6 +243,31 @@ class ReplicaScope(StepScope):
                 value = context.where_nonempty(value, self.state_mapping[id(variable)])
         super().add_update((variable, value))
 
+    def _over_all_rows(
+        self, variable: keras.Variable, value: tf.Tensor, context: StepContext
+    ) -> tf.Tensor:
+        """What a step has added to a variable of aggregation "sum", added over all replicas.
+
+        Raises:
+            TrainingError: an integer of another aggregation depends on the part of the batch.
+        """
+        if context.equal.has(value) or context.on_tpu:
+            return value
+        if variable.aggregation == "sum":
+            before = tf.cast(self.copies.copy_of(variable).read_value(), value.dtype)
+            (added,) = context.sums.all_reduce([context.where_nonempty(value - before)])
+            return before + added
+        if not value.dtype.is_floating:
+            raise _rows_written(context, variable, value.op.type)
+        if how := adds_rows(value, context.equal):
+            warn(
+                f"A step adds {how} of this replica's part of the batch to {variable.path!r}, which"
+                f" is averaged over {context.replicas} replicas. If the step only adds to the"
+                ' variable, create it with add_weight(..., aggregation="sum"). Otherwise use the'
+                " rows of all replicas: rows = tfd.all_rows(rows)."
+            )
+        return value
+
     def _in_inner_graph(self) -> bool:
         return current_graph() is not self._graph
 
@@ -294,7 +322,20 @@ class StepOutputs:
             if name not in self._of_metrics
         }
         for name, value in others.items():
-            dtype = value.dtype
+            dtype, context = value.dtype, current_step()
+            if tf.is_symbolic_tensor(value) and not value.shape.is_fully_defined():
+                raise TrainingError(
+                    f"The custom step of {type(self._model).__name__} returns a value for each row"
+                    f" as {name!r}. Return one number, such as tf.reduce_mean(value), or the"
+                    " result() of a metric."
+                )
+            if warns and not dtype.is_floating and not (context and context.equal.has(value)):
+                raise TrainingError(
+                    f"The custom step of {type(self._model).__name__} returns {name!r} of"
+                    f" {dtype.name}, which depends on the rows of this replica. Only floating"
+                    " numbers are averaged over replicas. Return the result() of a metric, such as"
+                    " keras.metrics.Sum."
+                )
             if warns and not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
                 raise TrainingError(
                     f"The custom step of {type(self._model).__name__} returns {dtype.name} values"
@@ -438,7 +479,8 @@ def _rows_written(
         f"What a step assigns to {name!r} must be the same on all {context.replicas} replicas, but"
         f" {how!r} writes rows of this replica's part of the batch, or a number that depends on"
         " them. Use the rows of all replicas: rows = tfd.all_rows(rows). Do the same for indices"
-        " and counts. A keras.metrics.Metric counts over all replicas."
+        ' and counts. A variable to which a step only adds may have aggregation="sum" in'
+        " add_weight. A keras.metrics.Metric counts over all replicas."
     )
 
 

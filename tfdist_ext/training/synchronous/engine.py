@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.data.pipelines import Structure
+from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies._tf_private import per_replica
 from tfdist_ext.training.inputs import BatchIterator, Epoch, Execution, GlobalBatches, Parts
 from tfdist_ext.training.steps.step_timer import StepTimer
@@ -161,7 +162,7 @@ class SynchronousProgram:
     def _next_agreed(self, batches: BatchIterator, before: Carried) -> tuple[tf.Tensor, Carried]:
         """The next step of data of which workers have different numbers of rows."""
         batch = self._next_batch(batches)
-        rows, parts_with_data = self._synchronize(self._reduction.rows_of_all, batch)
+        rows, parts_with_data = self._synchronize(self._step.rows_of_all, batch)
         return parts_with_data > 0, tf.cond(
             rows > 0, lambda: self._one_step(batch, before, rows), lambda: before
         )
@@ -250,7 +251,7 @@ class Predictor:
         step, on = self._step, self._reduction
         if not tf.executing_eagerly():
             on.peers.enters("compiling")
-        rows_of_all = on.rows_of_all(batch)[0] if needs_row_count else None
+        rows_of_all = step.rows_of_all(batch)[0] if needs_row_count else None
         states, outputs = step(batch, step.states.at_start(), rows_of_all)
         if step.updates_metrics:  # layers may update metrics in their call
             step.states.over_all(states, {}, tf.constant(0.0))
@@ -258,7 +259,7 @@ class Predictor:
 
     def _rows_of_all(self, *parts: tf.Tensor) -> tf.Tensor:
         """The rows of all replicas of all workers, from those of this worker's replicas."""
-        if self._reduction.multi_worker:
+        if self._reduction.multi_worker and not tf.executing_eagerly():
             return self._reduction.strategy.gather(per_replica(parts, always=True), axis=0)
         if len(parts) == 1:
             return parts[0]
@@ -286,9 +287,24 @@ class SynchronousEngine:
         devices = [] if isinstance(strategy, tf.distribute.TPUStrategy) else on.devices
         self._seeds = Seeds(devices, on.from_chief)
 
-    def feed(self, batches: GlobalBatches) -> Iterable[Parts]:
-        """The input that the programs iterate over: the parts of this task's replicas."""
+    def feed(self, batches: GlobalBatches, *, eagerly: bool) -> Iterable[Parts]:
+        """The input that the programs iterate over: the parts of this task's replicas.
+
+        Args:
+            eagerly: steps run once on each task, on the whole global batch.
+
+        Raises:
+            TrainingError: the workers read different batches, and steps run eagerly.
+        """
         on = self.reduction
+        if eagerly and batches.reads_own_shard:
+            raise TrainingError(
+                "run_eagerly=True computes each global batch on every worker, but from_dataset_fn"
+                " gives each worker its own examples. Debug with one worker, or with arrays, a"
+                " tf.data.Dataset, from_arrays or from_tfrecords."
+            )
+        if eagerly:
+            return batches.on_host(0, 1, 1)
         if on.feeds_on_host:
             return batches.on_host(on.first_replica, on.local_replicas, on.replicas)
         return batches.distributed(self._strategy)

@@ -22,7 +22,7 @@ from tfdist_ext.strategies._tf_private import lightly_optimized
 from tfdist_ext.strategies.owned_sums import owned_sums_of
 from tfdist_ext.strategies.shared_step import SharedStep, kind_of
 from tfdist_ext.strategies.stages import NotSharedError
-from tfdist_ext.strategies.traced_replica import replica_id
+from tfdist_ext.strategies.traced_replica import replica_id, replica_number
 from tfdist_ext.training._keras_private import (
     drawing_from,
     global_seed_generator,
@@ -33,6 +33,7 @@ from tfdist_ext.training._keras_private import (
     uses_keras_step,
 )
 from tfdist_ext.training.inputs import Part, Parts
+from tfdist_ext.training.state import broadcast_state
 from tfdist_ext.training.steps import exact
 from tfdist_ext.training.steps.context import ReplicaSums, StepContext, running_step
 from tfdist_ext.training.steps.scope import (
@@ -93,7 +94,8 @@ class ModelStep:
         self.reduction = reduction
         self.timer = timer
         variables, self._others = metrics_and_others(model)
-        self.states = MetricStates(reduction, variables)
+        self._eagerly = bool(model.run_eagerly)
+        self.states = MetricStates(reduction, variables, eagerly=self._eagerly)
         self.outputs = StepOutputs(model, kind)
         self.updates_metrics = False
         self.batch_size: int | None = None
@@ -103,13 +105,12 @@ class ModelStep:
         self._one_trace = one_trace
         self._replaced = [*step_targets(), *exact.own_applies(model)]
         self._metric_objects = metrics_of(model)
-        self._local = OwnCopies(reduction.strategy, reduction.local_replicas)
-        self._weight_shapes = frozenset(tuple(variable.shape) for variable in self._others)
+        self._replicas = 1 if self._eagerly else reduction.replicas
+        self._local_replicas = 1 if self._eagerly else reduction.local_replicas
+        self._local = OwnCopies(reduction.strategy, self._local_replicas)
         self._sums_in_apply = owned_sums_of(reduction.strategy) is not None and uses_keras_step(
             model, "train"
         )
-        self._checked = False
-        self._eagerly = bool(model.run_eagerly)
         # XLA knows no time of day.
         compiles = kind != "predict" and not self._eagerly and timer is None
         self._jit_compile = compiles and model.jit_compile
@@ -131,7 +132,7 @@ class ModelStep:
         """How the step is traced, in words."""
         replicas = self.reduction.local_replicas
         if self._eagerly:
-            return "none: run_eagerly=True"
+            return "none: run_eagerly=True runs each step once, on the whole global batch"
         if self._why_trace_each is not None and replicas > 1:
             return f"a trace for each of {replicas} replicas: {self._why_trace_each}"
         by_xla = ", compiled by XLA" if self._jit_compile else ""
@@ -158,7 +159,7 @@ class ModelStep:
         # A shared step is optimized already, and the graph around it has little to gain.
         optimization = lightly_optimized() if is_shared else contextlib.nullcontext()
         try:
-            with optimization:
+            with optimization, self._noting_fixed_rows():
                 result = function(*args)
         except tf.errors.CancelledError as error:
             if not is_shared:
@@ -166,6 +167,8 @@ class ModelStep:
             raise self._error_of_replica(function, args) from error
         if draws:
             self._seeds.end()
+        if self._eagerly:  # random numbers of TensorFlow differ between workers
+            broadcast_state(self.reduction, self.model)
         return result
 
     def __call__(
@@ -174,12 +177,12 @@ class ModelStep:
         """Run the step on one global batch, in cross-replica context.
 
         Args:
-            batch: the parts of the local replicas.
-            states: the metrics' states of the local replicas.
+            batch: the parts of the local replicas; of an eager step, one part with all rows.
+            states: the metrics' states of the local replicas, or of the eager step.
             rows: of the global batch, where a part itself does not know.
 
         Returns:
-            For each local replica the new states, and its outputs.
+            For each local replica, or for the eager step, the new states and its outputs.
         """
         with (
             replacing(self._replaced),
@@ -197,7 +200,9 @@ class ModelStep:
     def _results(self, batch: Parts, states: States, rows: tf.Tensor | None) -> list[ReplicaResult]:
         """The results of the local replicas: one trace for all replicas, or one for each."""
         reduction = self.reduction
-        if self._why_trace_each is None and not tf.executing_eagerly():
+        if self._eagerly:
+            return [self._run_eagerly(batch[0], states[0])]
+        if self._why_trace_each is None:
             args = [
                 (part, mine, rows)
                 for part, mine in zip(reduction.parts(batch), states, strict=True)
@@ -207,6 +212,24 @@ class ModelStep:
             except (NotSharedError, StrategyError) as why:
                 self._trace_for_each(str(why))
         return reduction.run(self._run_once, batch, states, rows)
+
+    def _run_eagerly(self, batch: Part, states: list[tf.Tensor]) -> ReplicaResult:
+        """Run a step once, as plain Keras does, and copy what it wrote to the other replicas."""
+        strategy, first = self.reduction.strategy, self.reduction.first_replica
+        device = next(iter(self.reduction.devices), None)
+        with strategy.scope(), tf.distribute.ReplicaContext(strategy, first), tf.device(device):
+            result = self._run_replica(batch, states, None)
+        for copies in self._copies():
+            for copy in copies[1:]:
+                if copy is not copies[0]:
+                    copy.assign(copies[0])
+        return result
+
+    def rows_of_all(self, batch: Parts) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns (rows of the global batch, how many parts have data), over all tasks."""
+        if self._eagerly:
+            return batch[0][0], batch[0][1]
+        return self.reduction.rows_of_all(batch)
 
     def _shared_step(self, args: Sequence[Sequence[Any]]) -> SharedStep:
         reduction, kind = self.reduction, kind_of(args)
@@ -263,7 +286,8 @@ class ModelStep:
             ReplicaScope(metrics, self._others, self._local) as scope,
             self._seeds.of_replica(scope.updated),
         ):
-            returned = self._step(part[-1] if context is None else context.batch)
+            with self._noting_fixed_rows():
+                returned = self._step(part[-1] if context is None else context.batch)
             outputs = self._outputs(returned, scope, before, context)
         if context is not None:
             self._check(scope, context)
@@ -272,6 +296,20 @@ class ModelStep:
         new = self.states.stacked(scope.states())
         ready = None if waits is None else waits.ready(new)
         return new, scope.written(context), outputs, ready
+
+    @contextlib.contextmanager
+    def _noting_fixed_rows(self) -> Iterator[None]:
+        """Scope in which errors say that a replica has fewer rows than the batch."""
+        try:
+            yield
+        except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
+            if self._replicas > 1 and self.batch_size and not hasattr(error, "__notes__"):
+                error.add_note(
+                    f"tfdist_ext: each of {self._replicas} replicas gets a part of the"
+                    f" {self.batch_size} rows of a batch, and x.shape[0] is None in the step. If"
+                    " the error comes from a fixed number of rows, write keras.ops.shape(x)[0]."
+                )
+            raise
 
     def _outputs(
         self,
@@ -282,8 +320,8 @@ class ModelStep:
     ) -> Any:
         """The outputs of the replica; the context is None in plain Keras."""
         if self._kind == "predict":
-            return returned if context is None else _own_rows(returned, context.rows)
-        several = self.reduction.replicas > 1
+            return returned if context is None else _own_rows(returned, context)
+        several = self._replicas > 1
         outputs = self.outputs.others(returned, scope, before, warns=several)
         if context is None:
             return outputs
@@ -298,12 +336,11 @@ class ModelStep:
         context = StepContext(
             rows,
             of if rows_of_all is None else rows_of_all,
-            ReplicaSums(reduction.replicas, between_workers=reduction.between_workers, waits=waits),
-            reduction.local_replicas,
+            ReplicaSums(self._replicas, between_workers=reduction.between_workers, waits=waits),
+            self._local_replicas,
             batch,
             cut_evenly=rows_of_all is None,
             batch_size=self.batch_size,
-            weight_shapes=self._weight_shapes,
             sums_in_apply=self._sums_in_apply,
         )
         context.substitutes = exact.substitutes_of(context)
@@ -311,15 +348,11 @@ class ModelStep:
 
     def _check(self, scope: ReplicaScope, context: StepContext) -> None:
         """Check that the step has called the functions that are replaced."""
-        # Later eager steps do not call what their inner graphs called while they were traced.
-        if self._checked and tf.executing_eagerly():
-            return
-        if self._kind != "predict":
+        if self._kind != "predict" and not self._eagerly:
             losses = set(map(id, scope.losses))
             exact.check_called(self.model, self._kind, context.called, scope.updated, losses)
             if context.replicas > 1:
                 exact.check_activity_regularizers(self.model)
-        self._checked = True
 
     def _copies(self) -> Iterator[Sequence[tf.Variable]]:
         """The variables that a step may use: of each, the copies of all local replicas."""
@@ -428,14 +461,33 @@ def trace_for_each(
     return None if one_trace else "one_trace=False"
 
 
-def _own_rows(outputs: Structure, rows: tf.Tensor) -> Structure:
-    """The outputs of one replica; none where it has no rows and ran on another replica's row."""
+def _own_rows(outputs: Structure, context: StepContext) -> Structure:
+    """The predictions of one replica; none where it has no rows and ran on another replica's row.
+
+    Raises:
+        TrainingError: they are not one row for each row of the batch, in order.
+    """
+    several = context.replicas > 1 and not context.on_tpu
+    if several:
+        exact.warn_of_mixed_rows(context, outputs)
 
     def own_rows(value: tf.Tensor) -> tf.Tensor:
         if value.shape.rank == 0:
             return value
+        counts = context.rows > 0
+        if several and isinstance(value, tf.Tensor):
+            rows = context.rows_of(value)
+            if rows is None and context.equal.has(value):
+                counts = tf.equal(replica_number(), 0)  # one device has it once
+            elif rows is None or rows.axis or rows.blocks != 1:
+                raise TrainingError(
+                    f"predict_step returns a tensor of shape {value.shape} that does not have one"
+                    " row for each row of the batch, in their order, so the results of"
+                    f" {context.replicas} replicas cannot be put together. Return one row for each"
+                    " example: stack several predictions of a row along axis 1."
+                )
         length = batch_size_of(value)
         nothing = tf.zeros_like(length)
-        return rows_between(value, nothing, tf.where(rows > 0, length, nothing))
+        return rows_between(value, nothing, tf.where(counts, length, nothing))
 
     return keras.tree.map_structure(own_rows, outputs)

@@ -199,13 +199,19 @@ class MetricStates:
     The states of one shape, dtype and aggregation are one tensor: a loop in the graph passes each
     tensor on by itself, and sends it from device to device.
 
+    Args:
+        eagerly: each task computes the whole global batch once, so there is one state on each task.
+
     Attributes:
         variables: the variables of the metrics.
     """
 
-    def __init__(self, on: SynchronousReduction, variables: Sequence[keras.Variable]):
+    def __init__(
+        self, on: SynchronousReduction, variables: Sequence[keras.Variable], *, eagerly: bool
+    ):
         self.variables = variables
         self._on = on
+        self._eagerly = eagerly
         kinds: dict[Any, list[int]] = {}
         for place, variable in enumerate(variables):
             kind = variable.aggregation, tuple(variable.shape), variable.dtype
@@ -220,6 +226,8 @@ class MetricStates:
         all others, so that `over_all` counts the value once.
         """
         values = self.stacked([raw_value(variable) for variable in self.variables])
+        if self._eagerly:
+            return [values]
         zeros = [
             tf.zeros_like(value) if aggregation == "sum" else value
             for value, aggregation in zip(values, self._aggregations, strict=True)
@@ -259,7 +267,9 @@ class MetricStates:
             (the values of the variables, outputs, report), the same on every worker.
         """
         on, stacked = self._on, states[0]
-        if on.replicas > 1:
+        if self._eagerly:
+            report = tf.constant(on.sum_over_workers(report))
+        elif on.replicas > 1:
             of_task = [*outputs.values(), report]
             # Of an output that is not a mean, the chief's counts.
             kinds = ["sum" if value.dtype.is_floating else None for value in of_task]

@@ -1,0 +1,189 @@
+"""Operations of a step that mix rows of the batch, and therefore depend on how it is split.
+
+A replica's step sees only its own rows. What puts them in another order, compares them with each
+other, or divides by a statistic of them, gives other numbers than one device. `mixed_rows` finds
+such operations in the graph of a step by the types in the tables of this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.training.steps.rows import (
+    SAME_ORDER,
+    EqualTensors,
+    behind,
+    rows_of,
+    tensor_key,
+    unknown_sizes,
+)
+
+__all__ = ["MixedRows", "adds_rows", "mixed_rows"]
+
+
+class MixedRows(NamedTuple):
+    """An operation that mixes rows.
+
+    Attributes:
+        name: of the operation.
+        what: what the operation does, as a sentence without its subject.
+    """
+
+    name: str
+    what: str
+
+
+def _of_input(number: int) -> Callable[[tf.Operation], Collection[int]]:
+    """The dimensions that a constant input of an operation names."""
+
+    def axes(op: tf.Operation) -> Collection[int]:
+        value = tf.get_static_value(op.inputs[number])
+        return [] if value is None else np.reshape(value, [-1]).tolist()
+
+    return axes
+
+
+def _reversed(op: tf.Operation) -> Collection[int]:
+    strides = tf.get_static_value(op.inputs[3])
+    return [] if strides is None else np.flatnonzero(strides < 0).tolist()
+
+
+# Operations that put entries in another order -> the dimensions in which they do.
+_ORDERING: dict[str, Callable[[tf.Operation], Collection[int]]] = {
+    "Cumprod": _of_input(1),
+    "Cumsum": _of_input(1),
+    "CumulativeLogsumexp": _of_input(1),
+    "RandomShuffle": lambda op: [0],
+    "ReverseV2": _of_input(1),
+    "Roll": _of_input(2),
+    "StridedSlice": _reversed,
+    "TopKV2": lambda op: [-1],
+}
+
+# Operations by which losses compare rows with each other.
+_COMPARING = {
+    *("BatchMatMulV2", "Einsum", "Equal", "Greater", "GreaterEqual", "Less", "LessEqual"),
+    *("MatMul", "NotEqual", "SquaredDifference", "Sub"),
+}
+
+# Operations by which rows are set in relation to a statistic of all rows, such as their mean.
+_DIVIDING = {"DivNoNan", "RealDiv", "Xdivy"}
+_RELATING = _DIVIDING | {"Maximum", "Minimum", "Mul", "Pow", "SquaredDifference", "Sub"}
+
+_SIZES = {"Rank", "Shape", "ShapeN", "Size"}
+
+
+def mixed_rows(
+    targets: Iterable[tf.Tensor],
+    equal: EqualTensors,
+    exact: dict[tuple[int, str], Sequence[tf.Tensor]],
+) -> MixedRows | None:
+    """Returns an operation before these tensors that mixes rows of the part; None without one.
+
+    Args:
+        exact: by the key of a tensor that is computed over all rows, the tensors before it to go
+            on with.
+    """
+    statistics: dict[tuple[int, str], bool] = {}
+    for tensor in _tensors_before(targets, exact):
+        op = tensor.op
+        if op.type in _ORDERING and (rows := rows_of(op.inputs[0], equal)):
+            rank = op.inputs[0].shape.rank or 1
+            if rows.axis in [axis % rank for axis in _ORDERING[op.type](op)]:
+                return MixedRows(op.name, "puts rows of the batch in another order")
+        if op.type in _COMPARING and _compares_rows(tensor, equal):
+            return MixedRows(op.name, "compares rows of the batch with each other")
+        if op.type == "Mean" and (rows := rows_of(op.inputs[0], equal)) and rows.is_selection:
+            axes = _of_input(1)(op)
+            if rows.axis in [axis % op.inputs[0].shape.rank for axis in axes]:
+                return MixedRows(op.name, "takes the mean of selected rows")
+        if op.type in _RELATING:
+            left, right = op.inputs
+            pairs = [(left, right)] if op.type in _DIVIDING else [(left, right), (right, left)]
+            for rows_side, other in pairs:
+                is_related = op.type in _DIVIDING or unknown_sizes(rows_side)
+                if is_related and _is_statistic(other, equal, exact, statistics):
+                    return MixedRows(op.name, "relates values to a statistic of the batch")
+    return None
+
+
+def _tensors_before(
+    targets: Iterable[tf.Tensor], exact: dict[tuple[int, str], Sequence[tf.Tensor]]
+) -> Iterator[tf.Tensor]:
+    waiting, seen = list(targets), set[tuple[int, str]]()
+    while waiting:
+        tensor = waiting.pop()
+        if (key := tensor_key(tensor)) in seen:
+            continue
+        seen.add(key)
+        if key not in exact:
+            yield tensor
+        waiting += exact.get(key, tensor.op.inputs)
+
+
+def _compares_rows(tensor: tf.Tensor, equal: EqualTensors) -> bool:
+    """Whether an operation makes two dimensions of rows from two tensors that have one each.
+
+    Neither of them is equal on all replicas, nor a range of numbers, as in a mask of lengths.
+    """
+    inputs = tensor.op.inputs
+    if unknown_sizes(tensor) != 2 or [unknown_sizes(each) for each in inputs] != [1, 1]:
+        return False
+    ranges = [behind(each, SAME_ORDER).op.type == "Range" for each in inputs]
+    return not any(ranges) and not any(map(equal.has, inputs))
+
+
+def _is_statistic(
+    tensor: tf.Tensor,
+    equal: EqualTensors,
+    exact: dict[tuple[int, str], Sequence[tf.Tensor]],
+    known: dict[tuple[int, str], bool],
+) -> bool:
+    """Whether a tensor without rows is computed from the values of this part's rows.
+
+    Args:
+        known: what was found before, by key of a tensor.
+    """
+    waiting, seen = [tensor], list[tuple[int, str]]()
+    result = False
+    while waiting and not result:
+        key = tensor_key(each := waiting.pop())
+        if key in exact or known.get(key) is False or key in seen:
+            continue
+        seen.append(key)
+        if known.get(key) or (unknown_sizes(each) and each is not tensor):
+            result = True
+        elif not unknown_sizes(each) and each.op.type not in _SIZES and not equal.has(each):
+            waiting += each.op.inputs
+    known.update(dict.fromkeys(seen if not result else seen[:1], result))
+    return result
+
+
+_LINEAR = {"AddN", "AddV2", "Cast", "Identity", "Mul", "Neg", "Reshape", "Sub"}
+
+
+def adds_rows(value: tf.Tensor, equal: EqualTensors) -> str | None:
+    """Returns what a value adds up over this part's rows: "a sum" or "a count"; None for neither.
+
+    A mean is neither of them, as all that is divided.
+    """
+    waiting = [value]
+    while waiting:
+        tensor = waiting.pop()
+        op = tensor.op
+        if unknown_sizes(tensor) or equal.has(tensor):
+            continue
+        if op.type == "Sum" and (rows := rows_of(op.inputs[0], equal)):
+            rank = op.inputs[0].shape.rank or 1
+            if rows.axis in [axis % rank for axis in _of_input(1)(op)]:
+                return "a sum"
+        if op.type in ("Size", "StridedSlice") and (
+            op.type == "Size" or op.inputs[0].op.type == "Shape"
+        ):
+            return "a count"
+        waiting += op.inputs if op.type in _LINEAR else ()
+    return None
