@@ -15,7 +15,7 @@ A message says what is wrong, the value, and what to do.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 __all__ = [
     "ClusterConfigError",
@@ -39,9 +39,13 @@ class TfDistError(Exception):
 
     help_page: ClassVar[str] = "docs/error_messages.md"
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)
-        self.add_note(f"Help: {self.help_page} in the repository of tfdist_ext")
+    # AutoGraph makes an error of a user's tf.function anew, with its type, only of such classes.
+    __init__ = Exception.__init__
+
+    def __new__(cls, *args: object) -> Self:
+        error = super().__new__(cls, *args)
+        error.add_note(f"Help: {cls.help_page} in the repository of tfdist_ext")
+        return error
 
 
 class ClusterConfigError(TfDistError, ValueError):

@@ -58,11 +58,19 @@ def _filtered(function: _Public) -> _Public:
             return function(*args, **kwargs)
         except Exception as error:
             keras = sys.modules.get("keras")
-            if keras is None or keras.config.is_traceback_filtering_enabled():
+            is_on = keras is None or keras.config.is_traceback_filtering_enabled()
+            if is_on and not _is_in_autograph(sys._getframe(1)):
                 _filter_chain(error)
             raise  # without a value, so that Python does not add the frame of `called`
 
     return called  # type: ignore[return-value]  # it takes what the function takes
+
+
+def _is_in_autograph(frame: FrameType | None) -> bool:
+    """Whether AutoGraph has called; it makes the error anew from all frames."""
+    while frame is not None and "__autograph_generated" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _filter_chain(error: BaseException) -> None:

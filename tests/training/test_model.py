@@ -155,9 +155,15 @@ def test_steps_are_made_again_when_settings_change() -> None:
         model.fit(X, Y, batch_size=16, shuffle=False, verbose=0)
     for mine, keras_ in zip(ours.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_allclose(mine, keras_, atol=1e-6)
-    assert tfd.explain(ours).steps[0] == "train: none: run_eagerly=True"
+    assert (
+        tfd.explain(ours).steps[0]
+        == "train: none: run_eagerly=True runs each step once, on the whole global batch"
+    )
     np.testing.assert_allclose(ours.predict(X, verbose=0), plain.predict(X, verbose=0), atol=1e-6)
-    assert tfd.explain(ours).steps[-1] == "predict: none: run_eagerly=True"
+    assert (
+        tfd.explain(ours).steps[-1]
+        == "predict: none: run_eagerly=True runs each step once, on the whole global batch"
+    )
 
 
 def test_limits_of_keras() -> None:

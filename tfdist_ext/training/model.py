@@ -615,7 +615,7 @@ class DistributedModel(SavingMixin):
         """Returns a sentence about BatchNormalization that is not synchronized, or ""."""
         layers = batch_normalization_layers(self._model)
         names = [layer.name for layer in layers if layer.trainable and not layer.synchronized]
-        if not names or self._strategy.num_replicas_in_sync == 1:
+        if not names or self._strategy.num_replicas_in_sync == 1 or self._model.run_eagerly:
             return ""
         return (
             f"BatchNormalization is not synchronized in {counted(len(names), 'layer')}"

@@ -260,3 +260,49 @@ def test_an_own_integer_variable_cannot_count_the_rows_of_a_part() -> None:
     build = between_dense(OwnVariables, directly, count_rows)
     with pytest.raises(tfd.TrainingError, match=r"'Variable:0' must .*tfd.all_rows"):
         distributed_fit(build, X[:16], Y[:16])
+
+
+class Counts(keras.layers.Layer):
+    """Counts rows in an integer, and adds up numbers of rows, in variables of aggregation "sum"."""
+
+    def __init__(self, aggregation: str = "sum", dtype_of_count: str = "int64") -> None:
+        super().__init__()
+        settings = {"initializer": "zeros", "trainable": False, "aggregation": aggregation}
+        self.rows = self.add_weight(shape=(), dtype=dtype_of_count, **settings)
+        self.total = self.add_weight(shape=(5,), **settings)
+        self.calls = self.add_weight(shape=(), dtype="int32", **settings)
+
+    def call(self, x: Any) -> Any:
+        self.rows.assign_add(keras.ops.cast(keras.ops.shape(x)[0], self.rows.dtype))
+        self.total.assign_add(0.01 * keras.ops.sum(x, axis=0))
+        self.calls.assign_add(1)
+        return x
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+def test_a_variable_of_aggregation_sum_adds_up_all_rows(name: str) -> None:
+    _, ours = assert_trains_as_keras(
+        between_dense(CountsAndDense), X[:41], Y[:41], strategy=strategy_of(name), **FIT
+    )
+    layer = ours.keras_model.layers[1].counts
+    assert (int(layer.rows), int(layer.calls)) == (82, 6)
+
+
+class CountsAndDense(keras.layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(5)
+        self.counts = Counts()
+
+    def call(self, x: Any) -> Any:
+        return self.counts(self.dense(x))
+
+
+def test_other_variables_cannot_count_the_rows_of_a_part() -> None:
+    def build(kind: str) -> keras.Model:
+        return compiled(stack(Counts("none", kind), keras.layers.Dense(1)))
+
+    with pytest.raises(tfd.TrainingError, match="same on all 2 replicas"):
+        distributed_fit(lambda: build("int64"), X[:16], Y[:16])
+    with pytest.warns(UserWarning, match="averaged over 2 replicas.*aggregation=.sum."):
+        distributed_fit(lambda: build("float32"), X[:16], Y[:16])

@@ -144,3 +144,29 @@ def test_a_masked_mean_over_all_rows() -> None:
 def test_a_masked_mean_by_an_ignored_class() -> None:
     build = tagger(keras.losses.SparseCategoricalCrossentropy(ignore_class=0))
     assert_trains_as_keras(build, WORDS, NEXT, strategy=mirrored(3), **FIT)
+
+
+class HalfDice(keras.losses.Loss):
+    """A loss of the user's own, with one of Keras's that is a ratio over the batch inside."""
+
+    def call(self, y: Any, p: Any) -> Any:
+        return 0.5 * keras.losses.Dice()(y, p)
+
+
+def dice(y: Any, p: Any) -> Any:
+    return keras.losses.Dice()(y, p)
+
+
+def test_losses_of_keras_over_the_batch_inside_of_others() -> None:
+    assert_trains_as_keras(
+        classifier(HalfDice(), metrics=[dice]), X[:ROWS], CLASSES, strategy=mirrored(3), **FIT
+    )
+
+
+def test_circle_compares_the_rows_of_all_replicas() -> None:
+    def build() -> keras.Model:
+        layers = keras.layers.Dense(3), keras.layers.UnitNormalization()
+        return compiled(stack(*layers), 0.001, keras.losses.Circle(gamma=2))
+
+    given = {"sample_weight": WEIGHTS, "strategy": mirrored(3), **FIT}
+    assert_trains_as_keras(build, X[:ROWS], NEXT[:, 0], **given)

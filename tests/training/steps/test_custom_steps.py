@@ -114,3 +114,78 @@ def test_summaries_of_a_step_have_the_tags_of_the_user(tmp_path: Path) -> None:
     steps = [*enumerate(means), (4, means[0])]
     assert found.pop(in_call) == [(step, pytest.approx(mean, rel=1e-5)) for step, mean in steps]
     assert not found
+
+
+class UsesOne(Net):
+    """Has a second optimizer, which a later phase of the training would use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second: Any = None
+        self.uses_second = False
+
+    def train_step(self, data: Any) -> Any:
+        optimizer = self.second if self.uses_second else self.optimizer
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(*data, self(data[0]))
+        optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"own": loss}
+
+
+def test_an_optimizer_that_a_step_does_not_use_needs_no_variables() -> None:
+    def build() -> keras.Model:
+        model = compiled(UsesOne())
+        model(X[:1])
+        model.second = keras.optimizers.Adam(0.1)
+        return model
+
+    _, ours = assert_trains_as_keras(build, X[:32], Y[:32], **FIT)
+    assert np.isfinite(ours.evaluate(X, Y, verbose=0))
+    ours.keras_model.uses_second = True
+    ours.compile("sgd", "mse")
+    with pytest.raises(tfd.TrainingError, match="optimizer 'adam', which has no variables"):
+        ours.fit(X, Y, verbose=0)
+
+
+@pytest.mark.filterwarnings("ignore:The step relates values")
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        lambda x: x * tf.ones([x.shape[0], 1]),
+        lambda x: tf.reshape(x, [16, 5]),
+    ],
+)
+def test_a_fixed_number_of_rows_is_named_as_the_cause(fixed: Any) -> None:
+    class Fixed(Net):
+        def call(self, x: Any) -> Any:
+            return super().call(fixed(x))
+
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16, drop_remainder=True)
+    model = tfd.distribute(lambda: compiled(Fixed()), mirrored())
+    with pytest.raises((TypeError, ValueError, tf.errors.InvalidArgumentError)) as caught:
+        model.fit(data, verbose=0)
+    assert "write keras.ops.shape(x)[0]" in caught.value.__notes__[-1]
+
+
+def test_a_refusal_in_a_function_of_the_user_keeps_its_type() -> None:
+    @tf.function
+    def every(x: Any) -> Any:
+        return tfd.all_rows(x)
+
+    class Gathers(Net):
+        def train_step(self, data: Any) -> Any:
+            return {"own": tf.reduce_mean(every(data[0]))}
+
+    with pytest.raises(tfd.TrainingError, match=r"sum over replicas is inside a tf\.function"):
+        tfd.distribute(lambda: compiled(Gathers()), mirrored()).fit(X, Y, verbose=0)
+
+
+def test_a_model_that_only_trains_is_built() -> None:
+    """Keras's RandomCrop has another output size in a test than Flatten expects."""
+
+    def build() -> keras.Model:
+        layers = [keras.layers.RandomCrop(4, 4, seed=1), keras.layers.Flatten()]
+        return compiled(keras.Sequential([keras.Input((6, 6, 1)), *layers, keras.layers.Dense(1)]))
+
+    images = np.random.default_rng(1).normal(size=(20, 6, 6, 1)).astype("float32")
+    assert_trains_as_keras(build, images, Y[:20], **FIT)

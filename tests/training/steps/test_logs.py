@@ -185,3 +185,42 @@ def test_a_metric_that_the_model_does_not_know_is_named() -> None:
 
     with pytest.raises(tfd.TrainingError, match=r"'seen/total'.*attribute of the model"):
         distributed_fit(lambda: OneLog(log), X, Y, **FIT)
+
+
+@pytest.mark.parametrize(
+    ("log", "message"),
+    [
+        (lambda x: tf.shape(x)[0], "int32, which depends on the rows of this replica"),
+        (lambda x: tf.reduce_mean(x, 1), "a value for each row as 'log'"),
+    ],
+)
+def test_logs_that_replicas_cannot_combine_are_named(log: Any, message: str) -> None:
+    class Returns(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            return {"log": log(data[0])}
+
+    def build() -> keras.Model:
+        return compiled(Returns([keras.Input((3,)), keras.layers.Dense(1)]))
+
+    with pytest.raises(tfd.TrainingError, match=message):
+        tfd.distribute(build, strategy_of("mirrored")).fit(X, Y, verbose=0)
+
+
+class SumOfLosses(keras.Sequential):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.total = keras.metrics.Sum(name="total")
+
+    def train_step(self, data: Any) -> Any:
+        self.total.update_state(tf.reduce_mean(data[0] ** 2))
+        return {"total": self.total.result(), "same": tf.constant(3)}
+
+
+def test_a_sum_counts_a_mean_once_in_each_step() -> None:
+    def build() -> keras.Model:
+        return compiled(SumOfLosses([keras.Input((3,)), keras.layers.Dense(1)]))
+
+    _, expected = plain_fit(build, X, Y, **FIT)
+    _, history = distributed_fit(build, X, Y, **FIT)
+    np.testing.assert_allclose(history["total"], expected["total"], rtol=1e-6)
+    assert history["same"] == expected["same"] == [3, 3]

@@ -78,6 +78,13 @@ class Draws(keras.layers.Layer):
         per_token = draw.normal((ops.shape(tokens)[0], 2), **own)
         words = ops.cast(ops.abs(10 * x), "int32")
         counted = tf.repeat(words, 2, axis=0)
+
+        def drop(value: Any) -> Any:
+            return draw.dropout(value, 0.5, **own)
+
+        def by_row(value: Any, blocks: int) -> Any:
+            return ops.transpose(ops.reshape(value, (blocks, -1, 5)), (1, 0, 2))
+
         return {
             "normal": draw.normal((rows, 3), mean=2.0, **own),
             "uniform": draw.uniform((rows,), 1.0, 3.0, **own),
@@ -111,6 +118,13 @@ class Draws(keras.layers.Layer):
             "mixed": ops.take(x, draw.shuffle(ops.arange(rows), **own), axis=0),
             "gathered": tf.gather(x, draw.shuffle(ops.arange(rows), **own)),
             "columns shuffled": draw.shuffle(x, axis=1, **own),
+            "samples first": ops.transpose(draw.normal((3, rows, 2), **own), (1, 0, 2)),
+            "rows last": ops.transpose(draw.uniform((4, rows), **own)),
+            "tiled": by_row(drop(ops.tile(x, (4, 1))), 4),
+            "stacked": by_row(drop(ops.stack([x, x])), 2),
+            "time first": ops.transpose(drop(ops.transpose(x))),
+            "repeated": ops.reshape(drop(ops.repeat(x, 4, axis=0)), (-1, 4, 5)),
+            "selected": tf.tensor_scatter_nd_update(x, tf.where(x > 0), drop(x[x > 0])),
         }
 
 
@@ -166,6 +180,17 @@ def test_the_rows_of_the_global_batch_as_a_number(draw: Any, as_dataset: bool) -
         data = {"x": tf.data.Dataset.from_tensor_slices((X, Y)).batch(16).prefetch(1)}
     with pytest.raises(tfd.TrainingError, match=r"shape \(16, 5\), .*keras\.ops\.shape\(x\)"):
         model.fit(**data, verbose=0)
+
+
+def test_a_shape_in_which_the_rows_cannot_be_found() -> None:
+    class Halves(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            halves = keras.ops.reshape(x, (2, -1, 5))
+            return keras.ops.reshape(keras.random.dropout(halves, 0.5, seed=1), (-1, 5))
+
+    model = tfd.distribute(lambda: drawing(Halves), mirrored())
+    with pytest.raises(tfd.TrainingError, match=r"shape \(2, None, 5\), in which the rows"):
+        model.predict(X[:16], verbose=0)
 
 
 @pytest.mark.filterwarnings("ignore:The step relates values")

@@ -6,11 +6,11 @@ have one row and one has none.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from training_cases import (
@@ -191,16 +191,11 @@ class SumOfOutputs(keras.losses.Loss):
         return keras.ops.mean(keras.ops.abs(y_true - y_pred), axis=0)
 
 
-@pytest.mark.parametrize("settings", [{}, {"run_eagerly": True}])
-def test_a_sum_of_numbers_that_belong_to_no_row(settings: dict[str, Any]) -> None:
-    """In an eager step three numbers would be three of the only row of a part."""
-    build = functools.partial(three_outputs, **settings)
-    arguments = {"strategy": mirrored(3), **FIT}
-    assert_trains_as_keras(build, X[:48], Y[:48], **arguments)
+def test_a_sum_of_numbers_that_belong_to_no_row() -> None:
+    def build() -> keras.Model:
+        return compiled(stack(keras.layers.Dense(3)), RATE, SumOfOutputs(reduction="sum"))
 
-
-def three_outputs(**settings: Any) -> keras.Model:
-    return compiled(stack(keras.layers.Dense(3)), RATE, SumOfOutputs(reduction="sum"), **settings)
+    assert_trains_as_keras(build, X[:48], Y[:48], strategy=mirrored(3), **FIT)
 
 
 class AddsTwoForEachRow(keras.layers.Layer):
@@ -209,10 +204,55 @@ class AddsTwoForEachRow(keras.layers.Layer):
         return x
 
 
-@pytest.mark.parametrize("settings", [{}, {"run_eagerly": True}])
-def test_an_added_loss_with_two_numbers_for_each_row(settings: dict[str, Any]) -> None:
+def test_an_added_loss_with_two_numbers_for_each_row() -> None:
     def build() -> keras.Model:
         layers = keras.layers.Dense(4), AddsTwoForEachRow(), keras.layers.Dense(1)
-        return compiled(stack(*layers), RATE, **settings)
+        return compiled(stack(*layers), RATE)
 
     same(build)
+
+
+def known(y: Any, p: Any) -> Any:
+    return tf.square(y - p)[~tf.math.is_nan(y)]
+
+
+class Positive(keras.losses.Loss):
+    def call(self, y: Any, p: Any) -> Any:
+        return tf.boolean_mask(tf.abs(y - p), y > 0)
+
+
+def by_place(y: Any, p: Any) -> Any:
+    return tf.gather_nd(tf.square(y - p), tf.where(y < 0.5))
+
+
+def test_losses_of_selected_entries_are_divided_by_all_of_them() -> None:
+    """The replicas select different numbers of entries, and some none."""
+
+    def build() -> keras.Model:
+        inputs = keras.Input((5,))
+        outputs = [keras.layers.Dense(3, name=f"output{i}")(inputs) for i in range(3)]
+        return compiled(keras.Model(inputs, outputs), RATE, [known, Positive(), by_place])
+
+    labels = X[:50, :3].copy()
+    labels[::3] = np.nan
+    targets = [labels, X[:50, :3], X[:50, 1:4]]
+    assert_trains_as_keras(build, X[:50], targets, strategy=mirrored(3), eager=False, **FIT)
+
+
+class AddsMeansOfWords(keras.layers.Layer):
+    """One number for each word of sequences, whose length is not known when a step is traced."""
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(tf.reduce_mean(x**2, [0, 2]))
+        return x
+
+
+def test_an_added_loss_with_one_number_for_each_word() -> None:
+    def build() -> keras.Model:
+        inputs = keras.Input((None, 5))
+        words = AddsMeansOfWords()(keras.layers.Dense(4)(inputs))
+        outputs = keras.layers.Dense(1)(keras.ops.mean(words, axis=1))
+        return compiled(keras.Model(inputs, outputs), RATE)
+
+    words = np.stack([X[:50], 2 * X[:50]], axis=1)
+    assert_trains_as_keras(build, words, Y[:50], strategy=mirrored(3), **FIT)

@@ -170,6 +170,8 @@ def clone_model(model: keras.Model) -> keras.Model:
                 copy = keras.models.clone_model(model, clone_function=_layer_again, recursive=True)
             else:
                 copy = _layer_again(model)
+            if type(copy) is not type(model):  # Keras clones a subclass of Sequential so
+                raise _cannot_be_copied(model, f"Keras makes a {type(copy).__name__} of it.")
             _build_as(model, copy)
     finally:
         model.compiled = compiled

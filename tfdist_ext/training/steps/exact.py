@@ -266,6 +266,7 @@ def _apply(
         for i, gradient in enumerate(grads[: len(variables)])
         if gradient is not None and not context.equal.has(gradient)
     ]
+    warn_of_mixed_rows(context, [grads[i] for i in local])
     sums = [context.weighted(grads[i]) for i in local]
     if not context.on_tpu:  # there Keras sums, after it has clipped
         sums = context.sums.all_reduce(sums, [reduced_for("gradient", variables[i]) for i in local])

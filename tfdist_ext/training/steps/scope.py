@@ -156,17 +156,17 @@ class ReplicaScope(StepScope):
         if key in self._metrics:
             self._update_metric(variable, value, context)
             return
+        if context is not None and context.replicas > 1 and not self._in_inner_graph():
+            value = self._over_all_rows(variable, tf.convert_to_tensor(value), context)
         if key not in self._watched:
             _check_is_no_metric(variable)
         elif not variable.trainable or self._in_inner_graph():
             if self.copies.is_collected(variable):
                 if self._in_inner_graph():
                     raise shared_by_replicas(raw_value(variable), self.copies.local_replicas)
-                super().add_update(update)
+                super().add_update((variable, value))
                 return
             self.copies.add(variable)
-        if context is not None and context.replicas > 1 and not self._in_inner_graph():
-            value = self._over_all_rows(variable, tf.convert_to_tensor(value), context)
         if context is not None and variable not in self.copies and not self._in_inner_graph():
             # Where replicas share the variable, all write the same value.
             (value,) = context.mean([value], [variable])
@@ -254,7 +254,7 @@ class ReplicaScope(StepScope):
         if context.equal.has(value) or context.on_tpu:
             return value
         if variable.aggregation == "sum":
-            before = tf.cast(self.copies.copy_of(variable).read_value(), value.dtype)
+            before = tf.cast(self.get_current_value(variable), value.dtype)
             (added,) = context.sums.all_reduce([context.where_nonempty(value - before)])
             return before + added
         if not value.dtype.is_floating:

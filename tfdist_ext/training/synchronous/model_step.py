@@ -148,6 +148,10 @@ class ModelStep:
 
     def call(self, function: Any, *args: Any) -> Any:
         """Call a function that `in_graph` made."""
+        with self._noting_fixed_rows():
+            return self._call(function, *args)
+
+    def _call(self, function: Any, *args: Any) -> Any:
         in_graph = not self._eagerly
         if in_graph and not function.experimental_get_tracing_count():
             with self._reporting_compilation():
@@ -159,7 +163,7 @@ class ModelStep:
         # A shared step is optimized already, and the graph around it has little to gain.
         optimization = lightly_optimized() if is_shared else contextlib.nullcontext()
         try:
-            with optimization, self._noting_fixed_rows():
+            with optimization:
                 result = function(*args)
         except tf.errors.CancelledError as error:
             if not is_shared:
@@ -286,8 +290,7 @@ class ModelStep:
             ReplicaScope(metrics, self._others, self._local) as scope,
             self._seeds.of_replica(scope.updated),
         ):
-            with self._noting_fixed_rows():
-                returned = self._step(part[-1] if context is None else context.batch)
+            returned = self._step(part[-1] if context is None else context.batch)
             outputs = self._outputs(returned, scope, before, context)
         if context is not None:
             self._check(scope, context)
