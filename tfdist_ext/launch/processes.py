@@ -150,12 +150,19 @@ class Tasks:
         self._on_end = on_end
         for plan in self._plan.tasks:
             self.all.append(self._start(plan))
+        if len(self.all) > 1:
+            self._report_ids(self.all)
 
     def start_again(self, task: TaskProcess) -> None:
         """Start another process in the place of one that has ended."""
         task.signal_group(signal.SIGKILL)
         task.output.wait()
-        self.all[self.all.index(task)] = self._start(task.plan, append=True)
+        self.all[self.all.index(task)] = again = self._start(task.plan, append=True)
+        self._report_ids([again])
+
+    def _report_ids(self, tasks: Sequence[TaskProcess]) -> None:
+        ids = ", ".join(f"{task.name} {task.pid}" for task in tasks)
+        self._report.write(f"tfdist: process ids: {ids}\n")
 
     def _start(self, plan: TaskPlan, *, append: bool = False) -> TaskProcess:
         output = TaskOutput(

@@ -16,19 +16,21 @@ import random
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from tfdist_ext.cluster.liveness.wire import port_is_free
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.messages import check_int
 
-__all__ = ["gpus_of", "one_gpu_each", "reserve_ports"]
+__all__ = ["gpus_of", "one_gpu_each", "reserve_ports", "watch_ports"]
 
 _LOWEST = 10_000  # below it live most services that have a number of their own
 # Without /proc: Linux's own range and that of IANA (macOS, BSD) together.
 _USUAL_RANGE = (32_768, 65_535)
+_LOOK_EVERY = 0.2  # seconds between two looks for a program that listens
 
 
 @contextmanager
@@ -57,6 +59,24 @@ def reserve_ports(count: int) -> Iterator[tuple[int, ...]]:
                 " for fewer tasks, or raise the limit of open files (ulimit -n)."
             )
         yield tuple(ports)
+
+
+@contextmanager
+def watch_ports(ports: Iterable[int], listens: threading.Event) -> Iterator[None]:
+    """Scope that sets the event when a program listens at one of these ports."""
+    ended = threading.Event()
+
+    def look() -> None:
+        while not listens.is_set() and not ended.wait(_LOOK_EVERY):
+            for port in ports:
+                with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+                    listens.set()
+
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def _candidates() -> list[int]:
