@@ -15,8 +15,10 @@ from task_programs import LEFT_OUT
 
 PROJECT = '''
 import os
+import json
 import subprocess
 import time
+import unittest
 
 import pytest
 
@@ -74,6 +76,22 @@ def test_passes(tfdist_cluster, request, offset, prepared):
     open(os.path.join(os.environ["SHARED_FOLDER"], file), "w").close()
 
 
+@pytest.mark.tfdist_cluster(worker=2)
+class TestMethods(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = os.environ["SHARED_FOLDER"]
+
+    def setUp(self):
+        self.task = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+
+    def test_method(self):
+        open(os.path.join(self.folder, f"method-{self.task}"), "w").close()
+
+    def test_method_fails(self):
+        self.assertEqual(self.task, 0)
+
+
 @pytest.mark.parametrize("tfdist_strategy", ["mirrored_4"], indirect=True)
 def test_a_strategy_of_its_own(tfdist_strategy):
     import tensorflow as tf
@@ -99,6 +117,8 @@ OUTCOMES = {
     "test_one_fails": "FAILED",
     "test_hangs": "FAILED",
     "test_killed_and_started_again": "PASSED",
+    "TestMethods::test_method": "PASSED",
+    "TestMethods::test_method_fails": "FAILED",
     "test_a_strategy_of_its_own[mirrored_4]": "PASSED",
     "test_a_strategy_of_another_cluster[multi_worker_2]": "ERROR",
 }
@@ -149,6 +169,11 @@ def test_a_failure_names_the_task_and_shows_the_values(run: str) -> None:
     assert re.search(r"^worker:1: AssertionError: .*\n\ntfdist_cluster = <", text, re.M)
     assert "At index 1 diff: 2 != 3" in text
     assert re.search(r"Captured output of worker:0 call -*\nhello from 0\n", text)
+
+
+def test_methods_of_a_unittest_test_case_run_in_the_cluster(run: str, shared: Path) -> None:
+    assert {file.name for file in shared.glob("method-*")} == {"method-0", "method-1"}
+    assert "worker:1: AssertionError: 1 != 0" in section(run, "TestMethods.test_method_fails")
 
 
 def test_a_hang_shows_where_each_task_is(run: str) -> None:
