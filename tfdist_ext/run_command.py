@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import os
 import shlex
@@ -133,7 +134,7 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
             ) as plan,
             watch_ports(plan.ports, joined),
         ):
-            yield plan
+            yield dataclasses.replace(plan, shows_ids=len(plan.tasks) > 1)
 
     if env.get("TF_CONFIG", "").strip():
         _say(
@@ -153,7 +154,7 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
         ended = run_with_restarts(planned, policy, log_dir, env, limits, stop)
         status = ended.exit_status
     finally:
-        if options.log_dir is None and status == 0:
+        if options.log_dir is None and (status == 0 or not any(log_dir.iterdir())):
             shutil.rmtree(log_dir, ignore_errors=True)
     if status:
         _say(f"logs: {log_dir}")

@@ -139,6 +139,15 @@ def test_a_job_starts_again_on_other_ports_until_it_is_done(tfdist, tmp_path: Pa
     assert "2 {" in (tmp_path / "restart-2" / "worker-1.log").read_text()
 
 
+def test_the_time_limit_is_of_all_starts_together(tfdist) -> None:
+    script = "[ $n = 0 ] && { sleep 1; exit 138; }; sleep 60"
+    begun = time.monotonic()
+    status, _, err = run(tfdist, script, "--max-restarts", "1", "--timeout", "2.5")
+    assert status == 124
+    assert 2.5 <= time.monotonic() - begun < 6
+    assert "not finished after 2.5 s (--timeout)" in err
+
+
 def test_an_exception_that_repeats_is_permanent(tfdist) -> None:
     script = """python3 -c '
 def step():

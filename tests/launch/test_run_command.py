@@ -87,6 +87,13 @@ def test_logs_nobody_asked_for_are_gone_after_success(tfdist, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_program_that_is_not_found_leaves_no_folder(tfdist, tmp_path):
+    launcher = tfdist("run", "--", "no-such-program", TMPDIR=str(tmp_path))
+    launcher.communicate(timeout=10)
+    assert launcher.returncode == 2
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_tasks_that_never_join_the_cluster_are_reported(tfdist):
     listens = (
         "import json, os, socket, time; config = json.loads(os.environ['TF_CONFIG']);"

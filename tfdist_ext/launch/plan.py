@@ -48,11 +48,13 @@ class LaunchPlan:
             task has to end with 0. With parameter servers it is the chief: the servers and the
             workers serve it, and TensorFlow's own never end by themselves.
         ports: of the tasks, on this machine.
+        shows_ids: whether the launcher reports the process ids.
     """
 
     tasks: tuple[TaskPlan, ...]
     coordinator: str | None = None
     ports: tuple[int, ...] = ()
+    shows_ids: bool = False
 
 
 @contextlib.contextmanager

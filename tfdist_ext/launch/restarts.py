@@ -133,7 +133,7 @@ def run_with_restarts(
     Raises:
         LaunchError: a start was not possible.
     """
-    began = time.monotonic()
+    limits = dataclasses.replace(limits, began=time.monotonic())
     history = _History(policy)
     if policy.max_restarts:
         env = {**env, STARTS_AGAIN: "1"}
@@ -141,11 +141,10 @@ def run_with_restarts(
         for number in itertools.count():
             folder = log_dir / f"restart-{number}" if number else log_dir
             since = time.monotonic()
-            left = limits.timeout and max(0.0, round(limits.timeout - (since - began), 1))
             with planned(history.workers, folder) as plan:
                 result = run_plan(
                     plan,
-                    dataclasses.replace(limits, timeout=left),
+                    limits,
                     env={**env, RESTARTS: str(number)},
                     stop=stop,
                     # Beside parameter servers, the others do the work of a worker that fails.
