@@ -67,6 +67,14 @@ def test_killed_and_started_again(tfdist_cluster):
         time.sleep(100)
 
 
+@pytest.mark.tfdist_cluster(worker=2)
+def test_xfails(tfdist_cluster, pytestconfig):
+    assert pytestconfig.getoption("--report-log") is None, "a file of the session"
+    if tfdist_cluster.task.index == 1:
+        pytest.xfail("a known fault")
+    time.sleep(100)
+
+
 @pytest.mark.slow
 @pytest.mark.tfdist_cluster(worker=1, ps=1)
 @pytest.mark.parametrize("offset", [1.0])
@@ -114,12 +122,14 @@ def test_a_strategy_of_another_cluster(tfdist_strategy):
 CONFTEST = """
 def pytest_addoption(parser):
     parser.addoption("--width", type=int, default=4)
+    parser.addoption("--report-log")
 """
 OUTCOMES = {
     "test_passes[1.0]": "PASSED",
     "test_one_fails": "FAILED",
     "test_hangs": "FAILED",
     "test_killed_and_started_again": "PASSED",
+    "test_xfails": "XFAIL",
     "TestMethods::test_method": "PASSED",
     "TestMethods::test_method_fails": "FAILED",
     "test_a_strategy_of_its_own[mirrored_4]": "PASSED",
@@ -141,7 +151,19 @@ def run(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> str:
     # Some are of pytest's own plugins, and some are overruled on the command line.
     options = "--strict-markers -W error -ra --verbosity=0 --ff -m 'not slow'"
     (folder / "pytest.ini").write_text(f"[pytest]\naddopts = {options}\nmarkers = slow\n")
-    command = [sys.executable, "-m", "pytest", "-vv", "-rA", "-m", "", "--width", "5"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-vv",
+        "-rA",
+        "-m",
+        "",
+        "--width",
+        "5",
+        "--report-log",
+        "log",
+    ]
     done = subprocess.run(
         command,
         cwd=folder,
@@ -161,7 +183,7 @@ def section(run: str, test: str) -> str:
 
 
 def test_outcomes(run: str) -> None:
-    pattern = r"^(PASSED|FAILED|ERROR) test_it\.py::(\S+)"
+    pattern = r"^(PASSED|FAILED|ERROR|XFAIL) test_it\.py::(\S+)"
     found = {name: outcome for outcome, name in re.findall(pattern, run, re.M)}
     assert found == OUTCOMES, run
 
