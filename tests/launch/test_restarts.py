@@ -50,6 +50,11 @@ def end(status: int, failed: int | None = None, workers: tuple[int, ...] = THREE
             THREE,
             "restart 2 of 3",
         ),
+        (  # days later it is another failure
+            [end(FAILED, 1, raised="OSError"), Attempt(FAILED, THREE, 2e5, 1, "OSError")],
+            THREE,
+            "restart 2 of 3",
+        ),
         ([end(KILLED, 1)] * 4, None, "all 3 restarts (--max-restarts) are used up"),
         ([end(PREEMPTED, 1)] * 9, THREE, "preempted; this does not count as a restart"),
     ],

@@ -27,6 +27,7 @@ __all__ = ["RESTARTS", "Attempt", "RestartPolicy", "next_attempt", "run_with_res
 RESTARTS = "TFDIST_RESTARTS"  # in the environment of tasks: how many starts were before this one
 _IN_A_ROW = 2  # failures in a row of one worker, after which it is left out
 _AT_ONCE = 10.0  # seconds; an earlier preemption counts, or a run could restart without end
+_REPEATS = 3600.0  # seconds; after a longer run, an exception that was raised before is no repeat
 _SIGNALS = 128  # the first exit status that is worth a restart
 
 # (workers, folder of logs) -> the plan of one start, its ports reserved meanwhile.
@@ -92,7 +93,8 @@ def next_attempt(
     if not _counts(last):
         return last.workers, "preempted; this does not count as a restart"
     if last.raised:
-        if any(attempt.raised == last.raised for attempt in past[:-1]):
+        is_known = any(attempt.raised == last.raised for attempt in past[:-1])
+        if is_known and last.seconds < _REPEATS:
             return None, "the same exception as before: not started again"
     elif last.status < _SIGNALS:
         return None, f"exit code {last.status} is a permanent failure: not started again"
