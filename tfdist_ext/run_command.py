@@ -25,9 +25,10 @@ from tfdist_ext.launch.exit_codes import (
     stall_timeout,
 )
 from tfdist_ext.launch.plan import LaunchPlan, local_plan, shell_line
-from tfdist_ext.launch.resources import gpus_of, one_gpu_each, watch_ports
+from tfdist_ext.launch.resources import gpus_of, watch_ports
 from tfdist_ext.launch.restarts import RestartPolicy, run_with_restarts
 from tfdist_ext.launch.run import Limits
+from tfdist_ext.messages import check_int
 
 __all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "run", "seconds_of"]
 
@@ -171,9 +172,18 @@ def _say(text: str) -> None:
 
 
 def _gpus(options: argparse.Namespace, env: Mapping[str, str]) -> list[str]:
+    """The GPU of each worker."""
     if options.ps or options.chief or options.evaluator:
         raise LaunchError(
             "--process-per-device starts workers only. Remove it, or remove --ps, --chief and"
             " --evaluator."
         )
-    return one_gpu_each(options.workers, gpus_of(env))
+    gpus = gpus_of(env)
+    if not gpus:
+        raise LaunchError(
+            "--process-per-device needs GPUs, and this machine has none. Use --workers N, which"
+            " divides the CPU cores among the workers."
+        )
+    count = len(gpus) if options.workers is None else options.workers
+    check_int(count, "--workers with --process-per-device", 1, len(gpus), error=LaunchError)
+    return gpus[:count]

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -23,20 +23,17 @@ from tfdist_ext.launch.plan import LaunchPlan, TaskPlan
 
 __all__ = ["StartProcess", "TaskProcess", "Tasks", "start_process"]
 
-_LOOK_EVERY = 1.0  # seconds between two looks at tasks that are stopped, or have left children
+_LOOK_EVERY = 1.0  # seconds between two looks for tasks that are stopped
 _UNKILLABLE = 5.0  # seconds; a process that SIGKILL has not ended by then will not end
 
 
 # (command, environment, descriptor for its output) -> the id of a process that leads a session of
-# its own, and a function that waits for its return code.
-StartProcess: TypeAlias = Callable[
-    [Sequence[str], Mapping[str, str], int], tuple[int, Callable[[], int]]
-]
+# its own; a function that waits for its return code; and one that frees the id.
+Started: TypeAlias = tuple[int, Callable[[], int], Callable[[], object]]
+StartProcess: TypeAlias = Callable[[Sequence[str], Mapping[str, str], int], Started]
 
 
-def start_process(
-    argv: Sequence[str], env: Mapping[str, str], output: int
-) -> tuple[int, Callable[[], int]]:
+def start_process(argv: Sequence[str], env: Mapping[str, str], output: int) -> Started:
     """Start a program."""
     process = subprocess.Popen(
         argv,
@@ -49,7 +46,16 @@ def start_process(
         start_new_session=True,
         env=env,
     )
-    return process.pid, process.wait
+
+    def wait() -> int:
+        if not hasattr(os, "waitid"):  # on some systems other than Linux
+            return process.wait()
+        # Not process.wait(), which frees the id: signals to the children would go to another group.
+        ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    return process.pid, wait, process.wait
 
 
 class TaskProcess:
@@ -57,15 +63,14 @@ class TaskProcess:
 
     Args:
         wait: waits for the return code of the process.
+        free: frees the id of the process after its end.
         on_end: called with this task and its return code, from a thread, at the moment it ends.
-        on_gone: called with the pid when the children have ended, too.
 
     Attributes:
         pid: the process, which leads a session of its own.
         output: what the process writes.
         returncode: None until the process has ended; -n where signal n ended it.
         began: when it was started, in monotonic time.
-        is_gone: whether the process and its children have ended. Their number may be in use again.
         ended_after: how long the run had lasted when it ended, in seconds.
         killed_because: why the launcher has killed it, in words; "" where it has not.
     """
@@ -75,61 +80,51 @@ class TaskProcess:
         plan: TaskPlan,
         pid: int,
         wait: Callable[[], int],
+        free: Callable[[], object],
         output: TaskOutput,
         on_end: Callable[[TaskProcess, int], object],
-        on_gone: Callable[[int], object],
     ) -> None:
         self.plan = plan
         self.name = plan.name
         self.pid = pid
         self.output = output
         self.returncode: int | None = None
-        self.is_gone = False
         self.began = time.monotonic()
         self.ended_after = 0.0
         self.killed_because = ""
-        self._ended = threading.Event()
+        self._free = free
+        self._is_reaped = False
         # One thread for each task, because the order in which tasks end decides which failure is
         # the root cause.
-        threading.Thread(
-            target=self._wait, args=(wait, on_end, on_gone), name=f"wait {self.name}", daemon=True
-        ).start()
+        self._waiting = threading.Thread(
+            target=self._wait, args=(wait, on_end), name=f"wait {self.name}", daemon=True
+        )
+        self._waiting.start()
 
-    def _wait(
-        self,
-        wait: Callable[[], int],
-        on_end: Callable[[TaskProcess, int], object],
-        on_gone: Callable[[int], object],
-    ) -> None:
+    def _wait(self, wait: Callable[[], int], on_end: Callable[[TaskProcess, int], object]) -> None:
         code = wait()
         self.signal_group(signal.SIGTERM)  # the children of the task end with it
         self.output.task_ended()
         on_end(self, code)
-        self._ended.set()
-        while not self.is_gone:  # the number of a group is not used again while it has members
-            time.sleep(_LOOK_EVERY)
-            self.signal_group(0)
-        on_gone(self.pid)
 
     def reap(self) -> None:
-        """Wait for the end of a process that was killed."""
-        self._ended.wait(_UNKILLABLE)  # it may be stuck in the kernel, on a dead disk
+        """Wait for the end of a process that was killed; no signal goes to it any more."""
+        self._waiting.join(_UNKILLABLE)  # it may be stuck in the kernel, on a dead disk
+        self._is_reaped = True
+        if not self._waiting.is_alive():
+            self._free()
         self.output.task_ended()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process, if it has not ended."""
-        if not self._ended.is_set():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+        """Send a signal to the process alone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
     def signal_group(self, number: int) -> None:
         """Send a signal to the process and to its children that are still there."""
-        with contextlib.suppress(PermissionError):
-            try:
-                if not self.is_gone:
-                    os.killpg(self.pid, number)
-            except ProcessLookupError:
-                self.is_gone = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if not self._is_reaped:
+                os.killpg(self.pid, number)
 
 
 class Tasks:
@@ -179,6 +174,7 @@ class Tasks:
     def start_again(self, task: TaskProcess) -> None:
         """Start another process in the place of one that has ended."""
         task.signal_group(signal.SIGKILL)
+        task.reap()
         task.output.wait()
         self.all[self.all.index(task)] = again = self._start(task.plan, append=True)
         self._report_ids([again])
@@ -200,9 +196,10 @@ class Tasks:
         defaults = {"PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "1"}
         env = {**defaults, **self._env, **plan.env}
         try:
-            pid, wait = self._start_process(self._argv(plan), env, output.write_end)
+            pid, wait, free = self._start_process(self._argv(plan), env, output.write_end)
             # Before anybody can see the output of the task.
-            self._watchdog.add(pid)
+            others = [task.pid for task in self.all if task.plan is not plan]
+            self._watchdog.watch([pid, *others])
         except (OSError, ValueError) as error:
             raise LaunchError(
                 f"{plan.name} could not be started: {plan.argv[0]!r}: {error}; "
@@ -210,7 +207,7 @@ class Tasks:
             ) from error
         finally:
             output.start()
-        return TaskProcess(plan, pid, wait, output, self._on_end, self._watchdog.remove)
+        return TaskProcess(plan, pid, wait, free, output, self._on_end)
 
     def _argv(self, plan: TaskPlan) -> tuple[str, ...]:
         name = self._env.get(PREEMPTION_SIGNAL, "SIGTERM")
@@ -249,7 +246,7 @@ class Tasks:
         return bool(self.running()) or self._has_leftovers()
 
     def _has_leftovers(self) -> bool:
-        groups = {task.pid for task in self.all if not task.is_gone}
+        groups = {task.pid for task in self.all}
         with contextlib.suppress(OSError):
             for name in os.listdir("/proc"):
                 state, group = _state_and_group(int(name)) if name.isdigit() else ("", 0)
@@ -292,8 +289,6 @@ class _Watchdog:
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        self._groups: set[int] = set()
-        self._lock = threading.Lock()
         # Away from the launcher's group, so that what ends the launcher does not end the watchdog.
         self._process = subprocess.Popen(
             ["/bin/sh", "-c", self._SCRIPT],
@@ -304,30 +299,16 @@ class _Watchdog:
             env=env,
         )
 
-    def add(self, group: int) -> None:
-        """Kill this group, too, if this process is killed."""
-        with self._lock:
-            self._groups.add(group)
-            self._tell()
-
-    def remove(self, group: int) -> None:
-        """Do not kill this group: its processes have ended."""
-        with self._lock:
-            self._groups.discard(group)
-            self._tell()
-
-    def _tell(self) -> None:
+    def watch(self, groups: Iterable[int]) -> None:
+        """Kill these groups, and no others, if this process is killed."""
         assert self._process.stdin is not None
-        line = " ".join(f"-{group}" for group in self._groups) + "\n"
         with contextlib.suppress(OSError, ValueError):  # killed from outside: the run continues
-            self._process.stdin.write(line.encode())
+            self._process.stdin.write((" ".join(f"-{group}" for group in groups) + "\n").encode())
             self._process.stdin.flush()
 
     def dismiss(self) -> None:
         """Stop watching: all processes have ended."""
-        with self._lock:
-            self._groups.clear()
-            self._tell()
+        self.watch(())
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()

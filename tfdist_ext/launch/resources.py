@@ -23,9 +23,8 @@ from pathlib import Path
 
 from tfdist_ext.cluster.liveness.wire import port_is_free
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.messages import check_int
 
-__all__ = ["gpus_of", "one_gpu_each", "reserve_ports", "watch_ports"]
+__all__ = ["gpus_of", "reserve_ports", "watch_ports"]
 
 _LOWEST = 10_000  # below it live most services that have a number of their own
 # Without /proc: Linux's own range and that of IANA (macOS, BSD) together.
@@ -100,25 +99,6 @@ def _binds(lock: socket.socket, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def one_gpu_each(workers: int | None, gpus: list[str]) -> list[str]:
-    """The GPU of each worker.
-
-    Args:
-        workers: how many; None: one for each GPU.
-
-    Raises:
-        LaunchError: more workers than GPUs, or no GPU.
-    """
-    if not gpus:
-        raise LaunchError(
-            "--process-per-device needs GPUs, and this machine has none. Use --workers N, which"
-            " divides the CPU cores among the workers."
-        )
-    count = len(gpus) if workers is None else workers
-    check_int(count, "--workers with --process-per-device", 1, len(gpus), error=LaunchError)
-    return gpus[:count]
 
 
 def gpus_of(env: Mapping[str, str]) -> list[str]:

@@ -42,16 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Check the marks of a test, and parametrize the fixture `tfdist_strategy`."""
-    if _is_marked(metafunc.definition):
-        from tfdist_ext.errors import TfDistError
-        from tfdist_ext.testing.isolated_run import needs_of
-
-        try:
-            needs_of(metafunc.definition, None)
-        except TfDistError as error:
-            message = f"In {metafunc.definition.name}: {error}"
-            raise pytest.fail.Exception(message, pytrace=False) from None
+    """Parametrize the fixture `tfdist_strategy`."""
     if "tfdist_strategy" in metafunc.fixturenames and not _is_parametrized(metafunc.definition):
         names = _strategy_names(metafunc.config)
         metafunc.parametrize("tfdist_strategy", names, indirect=True)

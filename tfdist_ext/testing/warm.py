@@ -23,6 +23,7 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 
 from tfdist_ext.launch import function_task
+from tfdist_ext.launch.processes import Started
 
 __all__ = ["WarmProcess", "start", "start_function"]
 
@@ -63,16 +64,14 @@ class WarmProcess:
         return status
 
 
-def start(
-    argv: Sequence[str], env: Mapping[str, str], output: int
-) -> tuple[int, Callable[[], int]]:
+def start(argv: Sequence[str], env: Mapping[str, str], output: int) -> Started:
     """Start a task that runs a function; for `run_plan`.
 
     Args:
         argv: the command of `function_plan`; the last word is the file of the call.
     """
     process = start_function(function_task.main, (argv[-1],), env, output)
-    return process.pid, process.wait
+    return process.pid, process.wait, lambda: None  # its server frees the id
 
 
 def start_function(
