@@ -83,6 +83,16 @@ def test_the_first_failure_is_the_root_cause(run_tasks, tmp_path):
     assert "worker:0 killed by SIGTERM (signal 15)" in ran.err
 
 
+def test_the_report_does_not_repeat_a_traceback(run_tasks):
+    fails = """python3 -c '
+def step():
+    raise ValueError("not today")
+step()'"""
+    ran = run_tasks({"worker:0": fails})
+    assert ", in step" in ran.out
+    assert "the last lines of worker:0:\n    ValueError: not today\ntfdist:" in ran.err + "tfdist:"
+
+
 def test_who_fails_because_of_another_is_not_blamed(run_tasks, tmp_path):
     failed = tmp_path / "failed"
     # All the others fail by themselves as soon as they notice, and with another code.

@@ -14,6 +14,7 @@ from processes import is_alive
 
 from tfdist_ext import __version__, cli
 from tfdist_ext.cluster import ClusterConfig
+from tfdist_ext.errors import TaskError
 
 pytestmark = pytest.mark.timeout(25)
 
@@ -165,6 +166,16 @@ def test_errors_are_one_line_and_a_link(capsys, words, said):
     assert line.startswith("tfdist: error: ")
     assert said in line
     assert link.startswith("Help: docs/error_messages.md#")
+
+
+def test_a_traceback_that_was_shown_is_not_repeated(capsys, monkeypatch):
+    def fails(*_):
+        raise TaskError("worker:1 failed first, exit status 1:\nTraceback\n  step\nOSError: full")
+
+    monkeypatch.setattr(cli.env_command, "run", fails)
+    _, _, err = run_main(capsys, "env")
+    said = err.splitlines()[0]
+    assert said == "tfdist: error: worker:1 failed first, exit status 1: OSError: full"
 
 
 def test_help_and_version(capsys):

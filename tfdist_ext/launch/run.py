@@ -357,9 +357,10 @@ def failure_report(
     lines = [f"{task.name} {what}, after {after:.1f} s: {how}"]
     if task.returncode == -signal.SIGKILL and verb == "failed" and not task.killed_because:
         lines.append("tfdist did not send this signal: is the machine out of memory?")
-    if task.output.last_lines:
+    if last := list(task.output.last_lines):
+        last = last[-1:] if last[-1] == task.output.raised else last  # the traceback was shown
         lines.append(f"the last lines of {task.name}:")
-        lines += [f"    {line}" for line in task.output.last_lines]
+        lines += [f"    {line}" for line in last]
     elif not task.killed_because:
         lines.append(f"{task.name} wrote nothing")
     if task.plan.log_file is not None:

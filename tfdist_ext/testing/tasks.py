@@ -69,9 +69,10 @@ def run_tasks(
     with tempfile.TemporaryDirectory(prefix="tfdist-") as folder:
         ended = run_function(fn, args, cluster, timeout, folder=Path(folder), env=env)
     if ended.failed:
-        lines = [ended.message]
+        lines, cause = [ended.message], ended.message.partition("\n")[2]
         for name, text in ended.outputs.items():
-            if shown := text.strip():
+            # Each task that failed in the same way has written the same traceback.
+            if shown := (text.replace(cause, "(the traceback above)") if cause else text).strip():
                 cut = "" if len(shown) <= _MAX_OUTPUT else f", the last {_MAX_OUTPUT} characters"
                 lines.append(f"---- output of {name}{cut}\n{shown[-_MAX_OUTPUT:]}")
         raise TaskError("\n".join(lines), ended.failed)
