@@ -12,6 +12,7 @@ import os
 import pkgutil
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -81,7 +82,7 @@ COMMANDS_BY = {
     ],
     "tests/test_docs.py::test_the_job_of_the_quickstart_survives_a_kill": [
         "tfdist run --workers 2 --max-restarts 3 -- python resume.py",
-        'pkill -9 -n -f "^python resume.py"',
+        "kill -9 4243",
     ],
     "tests/environments/test_ray.py::test_the_example": ["python docs/examples/ray_train.py"],
     "tests/environments/test_submitit.py::test_submitit": [
@@ -213,8 +214,11 @@ def test_the_job_of_the_quickstart_survives_a_kill(tmp_path: Path) -> None:
             if len(list(tmp_path.glob("checkpoints/epoch-*"))) > 1:
                 break
             time.sleep(0.1)
-        kill = ["pkill", "-9", "-n", "-f", f"^{re.escape(sys.executable)} resume.py"]
-        subprocess.run(kill, check=True)
+        ids = re.search(
+            r"process ids: worker:0 \d+, worker:1 (\d+)", (tmp_path / "log").read_text()
+        )
+        assert ids is not None
+        os.kill(int(ids[1]), signal.SIGKILL)
         assert job.wait(100) == 0
     finally:
         job.kill()

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +43,24 @@ class Program:
         cwd: Path | None = None,
     ):
         env = os.environ if env is None else env
-        with open(output, "ab") as out, open(errors or output, "ab") as err:
-            words = (list(command[1:]), str(cwd or Path.cwd()))
+        with open(output, "ab") as out:
+            words = (list(command[1:]), str(cwd or Path.cwd()), errors and str(errors.absolute()))
             assert command[0] == sys.executable
-            self._process = warm.start_function(run_words, words, env, out.fileno(), err.fileno())
+            self._process = warm.start_function(run_words, words, env, out.fileno())
+        assert self._process.pid is not None
         self.pid = self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        return self._process.poll()
+        return self.poll()
 
     def poll(self) -> int | None:
-        return self._process.poll()
+        return warm.status_of(self._process)
 
     def wait(self, timeout: float | None = None) -> int:
-        return self._process.wait(timeout)
+        if not connection.wait([self._process.sentinel], timeout):
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        return warm.wait_for(self._process)
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -67,8 +71,15 @@ class Program:
         self.send_signal(signal.SIGKILL)
 
 
-def run_words(words: list[str], folder: str) -> None:
-    """Do what Python does with these words on its command line, in this folder."""
+def run_words(words: list[str], folder: str, errors: str | None = None) -> None:
+    """Do what Python does with these words on its command line, in this folder.
+
+    Args:
+        errors: a file for the errors; None: they go to the output.
+    """
+    if errors is not None:
+        with open(errors, "ab") as file:
+            os.dup2(file.fileno(), 2)
     os.chdir(folder)
     sys.argv = [words[0], *words[2:]] if words[0] == "-c" else words[words[0] == "-m" :]
     if words[0] == "-c":

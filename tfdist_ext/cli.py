@@ -19,7 +19,7 @@ from tfdist_ext import (
     run_command,
     verify_command,
 )
-from tfdist_ext.errors import LaunchError, TfDistError
+from tfdist_ext.errors import LaunchError, TaskError, TfDistError
 
 __all__ = ["main"]
 
@@ -49,7 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(words)
     except TfDistError as error:
-        print("\n".join([f"tfdist: error: {error}", *error.__notes__]), file=sys.stderr)
+        text = str(error)
+        if isinstance(error, TaskError):  # its traceback was shown
+            text = " ".join(dict.fromkeys([text.partition("\n")[0], text.rpartition("\n")[2]]))
+        print("\n".join([f"tfdist: error: {text}", *error.__notes__]), file=sys.stderr)
         return _USAGE_ERROR
     except KeyboardInterrupt:  # before anything was started; later it is an event of the run
         return _INTERRUPTED

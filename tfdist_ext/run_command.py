@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import os
 import shlex
@@ -11,7 +12,8 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tfdist_ext.errors import LaunchError
@@ -23,9 +25,10 @@ from tfdist_ext.launch.exit_codes import (
     stall_timeout,
 )
 from tfdist_ext.launch.plan import LaunchPlan, local_plan, shell_line
-from tfdist_ext.launch.resources import gpus_of, one_gpu_each
+from tfdist_ext.launch.resources import gpus_of, watch_ports
 from tfdist_ext.launch.restarts import RestartPolicy, run_with_restarts
 from tfdist_ext.launch.run import Limits
+from tfdist_ext.messages import check_int
 
 __all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "run", "seconds_of"]
 
@@ -114,21 +117,31 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
     )
     limits = Limits(options.grace, options.linger, options.timeout, stall_timeout(env))
 
-    def planned(
-        workers: Sequence[int], log_dir: Path | None
-    ) -> contextlib.AbstractContextManager[LaunchPlan]:
-        """The plan of one start of these workers."""
-        return local_plan(
-            command,
-            workers=len(workers),
-            chief=options.chief,
-            ps=options.ps,
-            evaluator=options.evaluator,
-            gpus=[gpus[number] for number in workers if gpus],
-            env=env,
-            log_dir=log_dir,
-        )
+    joined = threading.Event()  # set when a task listens at its address
 
+    @contextlib.contextmanager
+    def planned(workers: Sequence[int], log_dir: Path | None) -> Iterator[LaunchPlan]:
+        """The plan of one start of these workers."""
+        with (
+            local_plan(
+                command,
+                workers=len(workers),
+                chief=options.chief,
+                ps=options.ps,
+                evaluator=options.evaluator,
+                gpus=[gpus[number] for number in workers if gpus],
+                env=env,
+                log_dir=log_dir,
+            ) as plan,
+            watch_ports(plan.ports, joined),
+        ):
+            yield dataclasses.replace(plan, shows_ids=len(plan.tasks) > 1)
+
+    if env.get("TF_CONFIG", "").strip():
+        _say(
+            "TF_CONFIG is set, and is not used: each task gets the TF_CONFIG of a new cluster on"
+            " this machine. To join the cluster of TF_CONFIG, run the command without tfdist run."
+        )
     if options.dry_run:
         with planned(range(workers), options.log_dir) as plan:
             for task in plan.tasks:
@@ -142,17 +155,35 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
         ended = run_with_restarts(planned, policy, log_dir, env, limits, stop)
         status = ended.exit_status
     finally:
-        if options.log_dir is None and status == 0:
+        if options.log_dir is None and (status == 0 or not any(log_dir.iterdir())):
             shutil.rmtree(log_dir, ignore_errors=True)
     if status:
-        print(f"tfdist: logs: {log_dir}", file=sys.stderr)
+        _say(f"logs: {log_dir}")
+    elif not joined.is_set() and workers + options.ps + bool(options.chief) > 1:
+        _say(
+            "no task joined the cluster: each task ran alone, and may have trained its own model."
+            " Call tfd.create_strategy() in the script."
+        )
     return status
 
 
+def _say(text: str) -> None:
+    print(f"tfdist: {text}", file=sys.stderr)
+
+
 def _gpus(options: argparse.Namespace, env: Mapping[str, str]) -> list[str]:
+    """The GPU of each worker."""
     if options.ps or options.chief or options.evaluator:
         raise LaunchError(
             "--process-per-device starts workers only. Remove it, or remove --ps, --chief and"
             " --evaluator."
         )
-    return one_gpu_each(options.workers, gpus_of(env))
+    gpus = gpus_of(env)
+    if not gpus:
+        raise LaunchError(
+            "--process-per-device needs GPUs, and this machine has none. Use --workers N, which"
+            " divides the CPU cores among the workers."
+        )
+    count = len(gpus) if options.workers is None else options.workers
+    check_int(count, "--workers with --process-per-device", 1, len(gpus), error=LaunchError)
+    return gpus[:count]

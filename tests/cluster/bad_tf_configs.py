@@ -44,6 +44,12 @@ BAD_TF_CONFIGS = (
     Bad("nested 100,000 deep", "[" * 100_000, "nested too deeply", "[[[["),
     # The top level
     Bad("no cluster", '{"task": {"type": "worker", "index": 0}}', "cluster is missing", "'index'"),
+    Bad(
+        "some of the tasks, as Kubeflow lists them for dynamic workers",
+        '{"sparseCluster": {"worker": {"0": "a:1"}}, "task": {"type": "worker", "index": 0}}',
+        "Set enableDynamicWorker: false",
+        "{'0': 'a:1'}",
+    ),
     Bad("a misspelt key", '{"clusters": {}}', 'Did you mean "cluster"?', "'clusters'"),
     Bad("the cluster is a list", _config(["a:1"]), "cluster must be a JSON object", "['a:1']"),
     Bad("an empty cluster", _config({}), "cluster is empty", "{}"),

@@ -69,6 +69,7 @@ GOOD = (
     ("one host, two ports", {"worker": ["a:1"], "ps": ["a:2"]}, ("ps", 0), None, ("ps", 0)),
     ("a chief alone", {"chief": ["a:1"]}, ("chief", 0), None, ("chief", 0)),
     ("chief and evaluator", {"chief": ["a:1"], "evaluator": ["e:1"]}, ("evaluator", 0), None, None),
+    ("an evaluator outside", {"worker": ["a:1"]}, ("evaluator", 0), None, None),
 )
 
 

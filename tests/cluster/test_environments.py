@@ -180,6 +180,18 @@ def test_pods_of_a_jobset_find_each_other(tasks: str, more: Env, service: str) -
         }
 
 
+def test_every_rank_computes_the_same_ports_in_any_order_of_roles() -> None:
+    for tasks in ("evaluator=1,chief=1,worker=2", "chief=1,evaluator=1,worker=2"):
+        env = {"TFDIST_TASKS": tasks}
+        ranks = srun({"a": [0, 1, 2, 3]}, "a", "4")
+        configs = [ClusterConfig.from_env(rank | env) for rank in ranks]
+        found = {config.task.type: dict(config.jobs) for config in configs if config is not None}
+        evaluator = found["evaluator"].pop("evaluator")
+        assert found["evaluator"] == found["chief"] == found["worker"]
+        addresses = [address for of_job in found["chief"].values() for address in of_job]
+        assert len({*addresses, *evaluator}) == 4
+
+
 def test_ranks_of_srun_get_the_roles_of_tfdist_tasks() -> None:
     tasks = "chief=1,worker=2,ps=1,evaluator=1"
     ranks = srun({"a": [0, 1, 2], "b": [3, 4]}, "a,b", "3,2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tfdist_ext import cli
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch import resources as ports_module
-from tfdist_ext.launch.resources import gpus_of, one_gpu_each, reserve_ports
+from tfdist_ext.launch.resources import gpus_of, reserve_ports
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -76,14 +78,21 @@ def test_launchers_that_reserve_at_once_never_share(among):
     assert {*first, *second} <= set(ports)
 
 
-def test_a_gpu_for_each_worker() -> None:
-    assert one_gpu_each(None, ["0", "1"]) == ["0", "1"]
-    assert one_gpu_each(1, ["GPU-8f", "GPU-9a"]) == ["GPU-8f"]
-    for workers in (0, 3):
-        with pytest.raises(LaunchError, match=f"an integer from 1 to 2, got {workers}"):
-            one_gpu_each(workers, ["0", "1"])
-    with pytest.raises(LaunchError, match="needs GPUs, and this machine has none"):
-        one_gpu_each(2, [])
+def test_a_gpu_for_each_worker(capfd) -> None:
+    """Each worker sees one of the GPUs that this process sees."""
+    run = ["run", "--process-per-device", "--dry-run"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f,GPU-9a")
+        for options, gpus in (([], ["GPU-8f", "GPU-9a"]), (["--workers", "1"], ["GPU-8f"])):
+            assert cli.main([*run, *options, "--", "true"]) == 0
+            found = re.findall(r"CUDA_VISIBLE_DEVICES=(\S+)", capfd.readouterr().out)
+            assert [name for name in found if name.startswith("GPU")] == gpus
+        for workers in (0, 3):
+            assert cli.main([*run, "--workers", str(workers), "--", "true"]) == 2
+            assert f"an integer from 1 to 2, got {workers}" in capfd.readouterr().err
+        patch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+        assert cli.main([*run, "--", "true"]) == 2
+        assert "needs GPUs, and this machine has none" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

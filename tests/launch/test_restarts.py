@@ -50,6 +50,11 @@ def end(status: int, failed: int | None = None, workers: tuple[int, ...] = THREE
             THREE,
             "restart 2 of 3",
         ),
+        (  # days later it is another failure
+            [end(FAILED, 1, raised="OSError"), Attempt(FAILED, THREE, 2e5, 1, "OSError")],
+            THREE,
+            "restart 2 of 3",
+        ),
         ([end(KILLED, 1)] * 4, None, "all 3 restarts (--max-restarts) are used up"),
         ([end(PREEMPTED, 1)] * 9, THREE, "preempted; this does not count as a restart"),
     ],
@@ -137,6 +142,15 @@ def test_a_job_starts_again_on_other_ports_until_it_is_done(tfdist, tmp_path: Pa
     assert all(ports)
     assert not ports[0] & ports[1]
     assert "2 {" in (tmp_path / "restart-2" / "worker-1.log").read_text()
+
+
+def test_the_time_limit_is_of_all_starts_together(tfdist) -> None:
+    script = "[ $n = 0 ] && { sleep 1; exit 138; }; sleep 60"
+    begun = time.monotonic()
+    status, _, err = run(tfdist, script, "--max-restarts", "1", "--timeout", "2.5")
+    assert status == 124
+    assert 2.5 <= time.monotonic() - begun < 6
+    assert "not finished after 2.5 s (--timeout)" in err
 
 
 def test_an_exception_that_repeats_is_permanent(tfdist) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 
@@ -82,6 +83,16 @@ def test_the_first_failure_is_the_root_cause(run_tasks, tmp_path):
     assert "worker:0 killed by SIGTERM (signal 15)" in ran.err
 
 
+def test_the_report_does_not_repeat_a_traceback(run_tasks):
+    fails = """python3 -c '
+def step():
+    raise ValueError("not today")
+step()'"""
+    ran = run_tasks({"worker:0": fails})
+    assert ", in step" in ran.out
+    assert "the last lines of worker:0:\n    ValueError: not today\ntfdist:" in ran.err + "tfdist:"
+
+
 def test_who_fails_because_of_another_is_not_blamed(run_tasks, tmp_path):
     failed = tmp_path / "failed"
     # All the others fail by themselves as soon as they notice, and with another code.
@@ -135,6 +146,21 @@ def test_a_frozen_worker_is_the_one_cause_although_another_one_failed(run_tasks,
     assert "worker:1 does not answer; ending all tasks\n" in ran.err
     assert re.search("worker:1 does not answer, after .* s: still running\n", ran.err)
     assert "worker:0 failed because of worker:1, after" in ran.err
+
+
+def test_a_frozen_server_is_the_cause_when_its_chief_was_killed(run_tasks, monkeypatch):
+    monkeypatch.setattr(run, "_SETTLE", 0.2)
+    said = "chief:0: worker:0 (127.0.0.1:4242) has not answered for 45 s: its process is stopped."
+    scripts = {
+        "chief:0": f"sleep 0.3; echo '{said}' >&2; kill -KILL $$",
+        "worker:0": "kill -STOP $$",
+        "ps:0": SLEEP,
+    }
+    ran = run_tasks(scripts, coordinator="chief:0")
+    assert (ran.result.failed_task, ran.result.exit_status) == ("worker:0", 138)
+    assert "tfdist: worker:0 does not answer; ending all tasks\n" in ran.err
+    assert "chief:0 failed because of worker:0" in ran.err
+    assert "out of memory" not in ran.err
 
 
 def test_a_signal_as_root_cause(run_tasks):
@@ -228,6 +254,20 @@ def test_a_child_that_outlives_its_task_and_ignores_sigterm_ends_too(run_tasks):
     ran = run_tasks({"worker:0": f'sh -c "{IGNORES_TERM}" & sleep 0.3; exit 0'}, grace=0.3)
     assert ran.result.exit_status == 0
     assert 0.5 <= ran.seconds < 3
+
+
+def test_no_signal_goes_to_the_number_of_a_task_that_ended_long_ago(run_tasks, monkeypatch):
+    """Its process is not reaped before the last signal, so its number is not used again."""
+    was_there, killpg = [], os.killpg
+
+    def recorded(group, number):
+        was_there.append(os.path.exists(f"/proc/{group}"))
+        killpg(group, number)
+
+    monkeypatch.setattr(os, "killpg", recorded)
+    run_tasks({"worker:0": "exit 0", "worker:1": "sleep 0.5; exit 3", "worker:2": SLEEP})
+    assert len(was_there) >= 9
+    assert all(was_there)
 
 
 def test_what_could_not_be_started_ends_what_was(mark, tmp_path):

@@ -14,6 +14,7 @@ from processes import is_alive
 
 from tfdist_ext import __version__, cli
 from tfdist_ext.cluster import ClusterConfig
+from tfdist_ext.errors import TaskError
 
 pytestmark = pytest.mark.timeout(25)
 
@@ -47,6 +48,7 @@ def test_a_signal_ends_everything_within_the_grace(tfdist, mark):
 
 def test_a_second_ctrl_c_kills_at_once(tfdist, mark):
     launcher = start_stubborn(tfdist, mark, "--grace", "60")
+    assert "process ids" in launcher.stderr.readline()
     launcher.send_signal(signal.SIGINT)
     assert "send it again" in launcher.stderr.readline()
     time.sleep(1.1)  # the same signal within a second is the same request
@@ -84,6 +86,41 @@ def test_logs_nobody_asked_for_are_gone_after_success(tfdist, tmp_path):
     assert (launcher.returncode, err) == (0, "")
     assert re.fullmatch(r"\[worker:0\] tfdist-\w+\n", out)  # it was there during the run
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_that_is_not_found_leaves_no_folder(tfdist, tmp_path):
+    launcher = tfdist("run", "--", "no-such-program", TMPDIR=str(tmp_path))
+    launcher.communicate(timeout=10)
+    assert launcher.returncode == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tasks_that_never_join_the_cluster_are_reported(tfdist):
+    listens = (
+        "import json, os, socket, time; config = json.loads(os.environ['TF_CONFIG']);"
+        "port = int(config['cluster']['worker'][config['task']['index']].rpartition(':')[2]);"
+        "server = socket.create_server(('', port)); time.sleep(1)"
+    )
+    for script, joins in {"print('hello')": False, listens: True}.items():
+        launcher = tfdist("run", "--workers", "2", "--", "python", "-c", script)
+        _, err = launcher.communicate(timeout=10)
+        assert launcher.returncode == 0
+        assert ("tfdist: no task joined the cluster: each task ran alone" in err) == (not joins)
+
+
+def test_a_cluster_of_the_environment_is_not_overridden_silently(tfdist):
+    given = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
+    launcher = tfdist("run", "--", "sh", "-c", "echo $TF_CONFIG", TF_CONFIG=given)
+    out, err = launcher.communicate(timeout=10)
+    assert "127.0.0.1:" in out
+    assert err.startswith("tfdist: TF_CONFIG is set, and is not used:")
+
+
+def test_the_process_ids_are_those_of_the_tasks(tfdist):
+    launcher = tfdist("run", "--workers", "2", "--", "sh", "-c", "echo $$")
+    out, err = launcher.communicate(timeout=10)
+    ids = dict(re.findall(r"(worker:\d) (\d+)", err.splitlines()[0]))
+    assert dict(re.findall(r"\[(worker:\d)\] (\d+)", out)) == ids
 
 
 # Without starting anything
@@ -129,6 +166,16 @@ def test_errors_are_one_line_and_a_link(capsys, words, said):
     assert line.startswith("tfdist: error: ")
     assert said in line
     assert link.startswith("Help: docs/error_messages.md#")
+
+
+def test_a_traceback_that_was_shown_is_not_repeated(capsys, monkeypatch):
+    def fails(*_):
+        raise TaskError("worker:1 failed first, exit status 1:\nTraceback\n  step\nOSError: full")
+
+    monkeypatch.setattr(cli.env_command, "run", fails)
+    _, _, err = run_main(capsys, "env")
+    said = err.splitlines()[0]
+    assert said == "tfdist: error: worker:1 failed first, exit status 1: OSError: full"
 
 
 def test_help_and_version(capsys):

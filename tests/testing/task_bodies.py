@@ -38,6 +38,10 @@ def fails_on_one(folder: str) -> None:
     summed()  # waits for the other for ever
 
 
+def fails() -> None:
+    raise ValueError("not today")
+
+
 def hangs(folder: str) -> None:
     Path(folder, f"{index()}.pid").write_text(str(os.getpid()))
     if index() == 0:

@@ -57,19 +57,18 @@ WRONG_MARKS = {
 }
 
 
-def test_a_wrong_mark_is_a_collection_error(tmp_path: Path) -> None:
-    """pytest reports its own `parametrize` in the same way."""
+def test_a_wrong_mark_is_an_error_of_the_test(tmp_path: Path) -> None:
     test = "import pytest\n@pytest.mark.{}\ndef test_{}():\n    pass\n"
-    for number, mark in enumerate([*WRONG_MARKS, "tfdist_cluster(worker=2)"]):
+    for number, mark in enumerate(WRONG_MARKS):
         (tmp_path / f"test_{number}.py").write_text(test.format(mark, number))
     run = run_pytest(tmp_path)
-    assert run.returncode == pytest.ExitCode.INTERRUPTED
-    assert f"Interrupted: {len(WRONG_MARKS)} errors during collection" in run.stdout
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED
+    assert f"{len(WRONG_MARKS)} errors in" in run.stdout
     assert "Traceback" not in run.stdout + run.stderr
     assert "/testing/" not in run.stdout
     for number, message in enumerate(WRONG_MARKS.values()):
-        text = run.stdout[run.stdout.index(f"ERROR collecting test_{number}.py") :]
-        assert re.match(rf".*\nIn test_{number}: {re.escape(message)}", text)
+        text = run.stdout[run.stdout.index(f"ERROR at setup of test_{number}") :]
+        assert re.match(rf".*\n{re.escape(message)}", text)
 
 
 def test_a_wrong_option_is_a_usage_error(tmp_path: Path) -> None:

@@ -54,6 +54,13 @@ def test_a_failure_names_the_task_with_its_traceback(tmp_path: Path) -> None:
     assert "in fails_on_one" in text
     assert "ValueError: not today" in text
     assert text.count("about to fail") == 2
+    assert text.count("ValueError: not today") == 1
+
+
+def test_an_error_of_all_tasks_is_shown_once() -> None:
+    with pytest.raises(TaskError) as error:
+        run_tasks(task_bodies.fails, TWO, 60)
+    assert str(error.value).count("ValueError: not today") == 1
 
 
 def test_a_hang_shows_the_stacks_of_all_tasks_and_leaves_none(tmp_path: Path) -> None:

@@ -118,8 +118,8 @@ class ClusterConfig:
 
     @property
     def address(self) -> str:
-        """The address of this task."""
-        return self.jobs[self.task.type][self.task.index]
+        """The address of this task; "" for an evaluator outside of the cluster."""
+        return self.jobs[self.task.type][self.task.index] if self.task.type in self.jobs else ""
 
     def tasks(self) -> Iterator[Task]:
         """Yields the tasks that have an address, ordered by job and index."""

@@ -238,6 +238,8 @@ def check_task(task: object, jobs: Jobs, where: str) -> None:
     index = task.index
     if isinstance(index, bool) or not isinstance(index, int):
         raise refuse(where, "task.index must be a whole number", index, "Give 0, 1, 2, ...")
+    if task.type == "evaluator" and task.type not in jobs and index >= 0:
+        return  # it is outside of the cluster, as TensorFlow allows
     if task.type not in jobs:
         what = f"task.type is {task.type}, but cluster has no such job"
         advice = f"Add the {task.type} job with the address of each of its tasks to cluster."

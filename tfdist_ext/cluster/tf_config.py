@@ -49,6 +49,10 @@ def parse(text: object, where: str) -> ClusterDescription:
     if not isinstance(value, dict):
         advice = 'Write {"cluster": {...}, "task": {...}}.'
         raise refuse(where, "must be a JSON object", value, advice)
+    if "sparseCluster" in value:
+        advice = "Set enableDynamicWorker: false in the TFJob."
+        what = "sparseCluster lists only some tasks, and strategies need all of them"
+        raise refuse(where, what, value["sparseCluster"], advice)
     _refuse_unknown(value, _KEYS, _FOREIGN_KEYS, "", where)
     jobs, task = _jobs(value, where), _task(value, where)
     return ClusterDescription(jobs, task, where, value.get("rpc_layer"), value.get("environment"))

@@ -11,6 +11,7 @@ import json
 import linecache
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
@@ -18,6 +19,7 @@ from pathlib import Path
 
 # Suffixes of the files of a task's answer. DONE: the function has ended.
 RESULT, TRACEBACK, DONE, PID = ".result", ".traceback", ".done", ".pid"
+STACKS = signal.SIGVTALRM  # makes a task write its stacks; no library uses this signal
 _LOOK_EVERY = 0.02  # seconds
 
 
@@ -33,8 +35,8 @@ def main(call_file: str) -> None:
     sys.path[:] = call["path"]
     del sys.argv[1:]
     linecache.cache.update(call["sources"])
-    if call["timeout"] is not None:  # shows where the function hangs, before the task is killed
-        faulthandler.dump_traceback_later(call["timeout"], file=sys.__stderr__ or 2)
+    # No timer: a process has only one, and a strategy may need it.
+    faulthandler.register(STACKS, file=sys.__stderr__ or 2)
     try:
         function, args = pickle.loads(call["call"])
         Path(answer + RESULT).write_bytes(_pickled(function(*args)))
@@ -48,7 +50,6 @@ def main(call_file: str) -> None:
         print(text, end="", file=sys.stderr)
         sys.exit(1)
     finally:
-        faulthandler.cancel_dump_traceback_later()
         Path(answer + DONE).touch()
     # TensorFlow's connections between workers break when the first of them exits.
     while any(_is_at_work(Path(call_file).parent / name) for name in call["wait_for"]):

@@ -35,15 +35,12 @@ def function_plan(
     folder: Path,
     env: Mapping[str, str],
     log_dir: Path | None,
-    *,
-    timeout: float | None = None,
 ) -> Iterator[LaunchPlan]:
     """The plan of tasks that run a function.
 
     Args:
         tasks: as of `local_plan`; None: one process without TF_CONFIG, named "process".
         folder: for the call, and the answers of the tasks; those of an earlier start are removed.
-        timeout: seconds after which each task writes its stacks to its output.
 
     Raises:
         LaunchError: the tasks are not a cluster, or `fn` cannot be sent to them.
@@ -60,18 +57,15 @@ def function_plan(
         for answer in folder.glob("*:*.*"):
             answer.unlink()
         wait_for = [] if plan.coordinator else [task.name for task in plan.tasks]
-        call.write_bytes(_pickled_call(fn, args, wait_for, timeout))
+        call.write_bytes(_pickled_call(fn, args, wait_for))
         yield plan
 
 
-def _pickled_call(
-    fn: Callable[..., Any], args: Sequence[Any], wait_for: Sequence[str], timeout: float | None
-) -> bytes:
+def _pickled_call(fn: Callable[..., Any], args: Sequence[Any], wait_for: Sequence[str]) -> bytes:
     """What `function_task` reads.
 
     Args:
         wait_for: no task exits before the function has ended in these tasks.
-        timeout: seconds after which each task writes its stacks; None: never.
 
     Raises:
         LaunchError: something cannot be sent to another process.
@@ -97,7 +91,6 @@ def _pickled_call(
             "sources": cells,
             "call": buffer.getvalue(),
             "wait_for": list(wait_for),
-            "timeout": timeout,
         }
     )
 

@@ -47,10 +47,11 @@ STARTUP_NOISE = re.compile(
     r"|WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
 )
 # The last line of a PeerError's traceback, and of the error about a task that is missing at the
-# start; what TensorFlow logs when the process of a task is gone.
+# start; what is said of a frozen task, and what TensorFlow logs when the process of a task is gone.
 _BLAMES = (
     re.compile(r"PeerError: (?P<words>(?P<job>\w+):(?P<index>\d+) .*)"),
     re.compile(r"StrategyError: (?P<words>.* no answer from (?P<job>\w+):(?P<index>\d+) .*)"),
+    re.compile(r"\w+:\d+: (?P<words>(?P<job>\w+):(?P<index>\d+) \(\S+\) has not answered for .*)"),
     re.compile(r"(?P<words>Error reported from /job:(?P<job>\w+)/task:(?P<index>\d+).*)"),
 )
 

@@ -47,10 +47,14 @@ class LaunchPlan:
         coordinator: name of the task whose success is the success of the run; None where every
             task has to end with 0. With parameter servers it is the chief: the servers and the
             workers serve it, and TensorFlow's own never end by themselves.
+        ports: of the tasks, on this machine.
+        shows_ids: whether the launcher reports the process ids.
     """
 
     tasks: tuple[TaskPlan, ...]
     coordinator: str | None = None
+    ports: tuple[int, ...] = ()
+    shows_ids: bool = False
 
 
 @contextlib.contextmanager
@@ -94,7 +98,7 @@ def local_plan(
             if gpus and job == "worker":
                 task_env["CUDA_VISIBLE_DEVICES"] = gpus[index]
             tasks.append(TaskPlan(str(config.task), argv, task_env, log_file))
-        yield LaunchPlan(tuple(tasks), coordinator="chief:0" if ps else None)
+        yield LaunchPlan(tuple(tasks), "chief:0" if ps else None, ports)
 
 
 def _configs(counts: Mapping[str, int], ports: Sequence[int]) -> Iterator[ClusterConfig]:

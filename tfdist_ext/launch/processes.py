@@ -28,15 +28,12 @@ _UNKILLABLE = 5.0  # seconds; a process that SIGKILL has not ended by then will 
 
 
 # (command, environment, descriptor for its output) -> the id of a process that leads a session of
-# its own, and a function that waits for its return code.
-StartProcess: TypeAlias = Callable[
-    [Sequence[str], Mapping[str, str], int], tuple[int, Callable[[], int]]
-]
+# its own; a function that waits for its return code; and one that frees the id.
+Started: TypeAlias = tuple[int, Callable[[], int], Callable[[], object]]
+StartProcess: TypeAlias = Callable[[Sequence[str], Mapping[str, str], int], Started]
 
 
-def start_process(
-    argv: Sequence[str], env: Mapping[str, str], output: int
-) -> tuple[int, Callable[[], int]]:
+def start_process(argv: Sequence[str], env: Mapping[str, str], output: int) -> Started:
     """Start a program."""
     process = subprocess.Popen(
         argv,
@@ -49,7 +46,16 @@ def start_process(
         start_new_session=True,
         env=env,
     )
-    return process.pid, process.wait
+
+    def wait() -> int:
+        if not hasattr(os, "waitid"):  # on some systems other than Linux
+            return process.wait()
+        # Not process.wait(), which frees the id: signals to the children would go to another group.
+        ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    return process.pid, wait, process.wait
 
 
 class TaskProcess:
@@ -57,6 +63,7 @@ class TaskProcess:
 
     Args:
         wait: waits for the return code of the process.
+        free: frees the id of the process after its end.
         on_end: called with this task and its return code, from a thread, at the moment it ends.
 
     Attributes:
@@ -73,6 +80,7 @@ class TaskProcess:
         plan: TaskPlan,
         pid: int,
         wait: Callable[[], int],
+        free: Callable[[], object],
         output: TaskOutput,
         on_end: Callable[[TaskProcess, int], object],
     ) -> None:
@@ -84,6 +92,8 @@ class TaskProcess:
         self.began = time.monotonic()
         self.ended_after = 0.0
         self.killed_because = ""
+        self._free = free
+        self._is_reaped = False
         # One thread for each task, because the order in which tasks end decides which failure is
         # the root cause.
         self._waiting = threading.Thread(
@@ -98,14 +108,23 @@ class TaskProcess:
         on_end(self, code)
 
     def reap(self) -> None:
-        """Wait for the end of a process that was killed."""
+        """Wait for the end of a process that was killed; no signal goes to it any more."""
         self._waiting.join(_UNKILLABLE)  # it may be stuck in the kernel, on a dead disk
+        self._is_reaped = True
+        if not self._waiting.is_alive():
+            self._free()
         self.output.task_ended()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process alone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
     def signal_group(self, number: int) -> None:
         """Send a signal to the process and to its children that are still there."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
+            if not self._is_reaped:
+                os.killpg(self.pid, number)
 
 
 class Tasks:
@@ -150,12 +169,20 @@ class Tasks:
         self._on_end = on_end
         for plan in self._plan.tasks:
             self.all.append(self._start(plan))
+        self._report_ids(self.all)
 
     def start_again(self, task: TaskProcess) -> None:
         """Start another process in the place of one that has ended."""
         task.signal_group(signal.SIGKILL)
+        task.reap()
         task.output.wait()
-        self.all[self.all.index(task)] = self._start(task.plan, append=True)
+        self.all[self.all.index(task)] = again = self._start(task.plan, append=True)
+        self._report_ids([again])
+
+    def _report_ids(self, tasks: Sequence[TaskProcess]) -> None:
+        if self._plan.shows_ids:
+            ids = ", ".join(f"{task.name} {task.pid}" for task in tasks)
+            self._report.write(f"tfdist: process ids: {ids}\n")
 
     def _start(self, plan: TaskPlan, *, append: bool = False) -> TaskProcess:
         output = TaskOutput(
@@ -169,7 +196,7 @@ class Tasks:
         defaults = {"PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "1"}
         env = {**defaults, **self._env, **plan.env}
         try:
-            pid, wait = self._start_process(self._argv(plan), env, output.write_end)
+            pid, wait, free = self._start_process(self._argv(plan), env, output.write_end)
             # Before anybody can see the output of the task.
             others = [task.pid for task in self.all if task.plan is not plan]
             self._watchdog.watch([pid, *others])
@@ -180,7 +207,7 @@ class Tasks:
             ) from error
         finally:
             output.start()
-        return TaskProcess(plan, pid, wait, output, self._on_end)
+        return TaskProcess(plan, pid, wait, free, output, self._on_end)
 
     def _argv(self, plan: TaskPlan) -> tuple[str, ...]:
         name = self._env.get(PREEMPTION_SIGNAL, "SIGTERM")

@@ -16,19 +16,20 @@ import random
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from tfdist_ext.cluster.liveness.wire import port_is_free
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.messages import check_int
 
-__all__ = ["gpus_of", "one_gpu_each", "reserve_ports"]
+__all__ = ["gpus_of", "reserve_ports", "watch_ports"]
 
 _LOWEST = 10_000  # below it live most services that have a number of their own
 # Without /proc: Linux's own range and that of IANA (macOS, BSD) together.
 _USUAL_RANGE = (32_768, 65_535)
+_LOOK_EVERY = 0.2  # seconds between two looks for a program that listens
 
 
 @contextmanager
@@ -59,6 +60,24 @@ def reserve_ports(count: int) -> Iterator[tuple[int, ...]]:
         yield tuple(ports)
 
 
+@contextmanager
+def watch_ports(ports: Iterable[int], listens: threading.Event) -> Iterator[None]:
+    """Scope that sets the event when a program listens at one of these ports."""
+    ended = threading.Event()
+
+    def look() -> None:
+        while not listens.is_set() and not ended.wait(_LOOK_EVERY):
+            for port in ports:
+                with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+                    listens.set()
+
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
 def _candidates() -> list[int]:
     """The ports from 10000 up in random order; those of the ephemeral range come last."""
     try:
@@ -80,25 +99,6 @@ def _binds(lock: socket.socket, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def one_gpu_each(workers: int | None, gpus: list[str]) -> list[str]:
-    """The GPU of each worker.
-
-    Args:
-        workers: how many; None: one for each GPU.
-
-    Raises:
-        LaunchError: more workers than GPUs, or no GPU.
-    """
-    if not gpus:
-        raise LaunchError(
-            "--process-per-device needs GPUs, and this machine has none. Use --workers N, which"
-            " divides the CPU cores among the workers."
-        )
-    count = len(gpus) if workers is None else workers
-    check_int(count, "--workers with --process-per-device", 1, len(gpus), error=LaunchError)
-    return gpus[:count]
 
 
 def gpus_of(env: Mapping[str, str]) -> list[str]:

@@ -27,6 +27,7 @@ __all__ = ["RESTARTS", "Attempt", "RestartPolicy", "next_attempt", "run_with_res
 RESTARTS = "TFDIST_RESTARTS"  # in the environment of tasks: how many starts were before this one
 _IN_A_ROW = 2  # failures in a row of one worker, after which it is left out
 _AT_ONCE = 10.0  # seconds; an earlier preemption counts, or a run could restart without end
+_REPEATS = 3600.0  # seconds; after a longer run, an exception that was raised before is no repeat
 _SIGNALS = 128  # the first exit status that is worth a restart
 
 # (workers, folder of logs) -> the plan of one start, its ports reserved meanwhile.
@@ -92,7 +93,8 @@ def next_attempt(
     if not _counts(last):
         return last.workers, "preempted; this does not count as a restart"
     if last.raised:
-        if any(attempt.raised == last.raised for attempt in past[:-1]):
+        is_known = any(attempt.raised == last.raised for attempt in past[:-1])
+        if is_known and last.seconds < _REPEATS:
             return None, "the same exception as before: not started again"
     elif last.status < _SIGNALS:
         return None, f"exit code {last.status} is a permanent failure: not started again"
@@ -133,7 +135,7 @@ def run_with_restarts(
     Raises:
         LaunchError: a start was not possible.
     """
-    began = time.monotonic()
+    limits = dataclasses.replace(limits, began=time.monotonic())
     history = _History(policy)
     if policy.max_restarts:
         env = {**env, STARTS_AGAIN: "1"}
@@ -141,11 +143,10 @@ def run_with_restarts(
         for number in itertools.count():
             folder = log_dir / f"restart-{number}" if number else log_dir
             since = time.monotonic()
-            left = limits.timeout and max(0.0, round(limits.timeout - (since - began), 1))
             with planned(history.workers, folder) as plan:
                 result = run_plan(
                     plan,
-                    dataclasses.replace(limits, timeout=left),
+                    limits,
                     env={**env, RESTARTS: str(number)},
                     stop=stop,
                     # Beside parameter servers, the others do the work of a worker that fails.

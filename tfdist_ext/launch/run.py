@@ -27,6 +27,7 @@ _SETTLE = 5.0
 # Seconds from SIGTERM to SIGKILL at most: after a failure, as the others cannot save without the
 # task that has failed; and after Ctrl-C, as a person waits.
 _GRACE_OF_FAILURE, _GRACE_OF_CTRL_C = 1.0, 5.0
+_STACKS = 0.5  # seconds to write the stacks
 _PATIENCE = 1.0  # seconds to wait for a reader of the output after a signal or the time limit
 _LOOK_EVERY = 0.05  # seconds between two looks for events, and for what tasks have left behind
 
@@ -48,12 +49,16 @@ class Limits:
         linger: seconds between the coordinator's success and SIGTERM for the others.
         timeout: seconds for all starts together; None: no limit.
         stall_timeout: seconds after which a task that is stopped (SIGSTOP) is killed; 0: never.
+        began: when the first start began, in monotonic time; None: with this start.
+        at_timeout: makes tasks write their stacks after the timeout; None: they do not.
     """
 
     grace: float = 30.0
     linger: float = 5.0
     timeout: float | None = None
     stall_timeout: float = 0.0
+    began: float | None = None
+    at_timeout: signal.Signals | None = None
 
 
 @dataclass(frozen=True)
@@ -191,7 +196,7 @@ class _Run:
     def _watch(self) -> None:
         """Wait until all tasks have ended, or until there is a reason to end them."""
         limit = math.inf if self.limits.timeout is None else self.limits.timeout
-        deadline, lingers = self.start + limit, False
+        deadline, lingers = (self.limits.began or self.start) + limit, False
         while self.tasks.running():
             event = self._next_event(deadline)
             if isinstance(event, signal.Signals):
@@ -264,6 +269,10 @@ class _Run:
                 f"{self.stop.first.name}: ending {len(running)} tasks within {grace:g} s; send it"
                 " again to kill them now"
             )
+        elif self.ended_by == "timeout" and self.limits.at_timeout is not None:
+            for task in running:
+                task.signal(self.limits.at_timeout)
+            time.sleep(_STACKS)
         if self.failed is not None and self.failed.returncode == PREEMPTED:  # it has saved
             self._wait_while(lambda: bool(self.tasks.running()))
         deadline = time.monotonic() + grace
@@ -348,9 +357,10 @@ def failure_report(
     lines = [f"{task.name} {what}, after {after:.1f} s: {how}"]
     if task.returncode == -signal.SIGKILL and verb == "failed" and not task.killed_because:
         lines.append("tfdist did not send this signal: is the machine out of memory?")
-    if task.output.last_lines:
+    if last := list(task.output.last_lines):
+        last = last[-1:] if last[-1] == task.output.raised else last  # the traceback was shown
         lines.append(f"the last lines of {task.name}:")
-        lines += [f"    {line}" for line in task.output.last_lines]
+        lines += [f"    {line}" for line in last]
     elif not task.killed_because:
         lines.append(f"{task.name} wrote nothing")
     if task.plan.log_file is not None:

@@ -7,6 +7,7 @@ assertions, and writes its reports to a file. Marks and fixtures say which proce
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import re
@@ -14,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,9 @@ def run_isolated(item: pytest.Item, needs: Needs) -> None:
             item.add_report_section("call", f"output of {task}", text)
             if item.config.getoption("capture") == "no":
                 sys.stdout.write(f"---- output of {task}\n{text}")
+    for report in itertools.chain.from_iterable(found.values()):
+        if hasattr(report, "wasxfail"):
+            pytest.xfail(report.wasxfail)
     # The task that failed first comes first; a task that was killed may have failed before.
     for task in sorted(found, key=lambda name: name not in ended.failed[:1]):
         if wrong := [_text_of(report) for report in found[task] if report.failed]:
@@ -233,7 +237,10 @@ def _reports_in(file: Path, item: pytest.Item) -> list[pytest.TestReport]:
 _OF_THE_SESSION = re.compile(
     "collectonly|deselect|dist|failedfirst|file_or_dir|keyword|lf|markexpr|maxfail|newfirst"
     "|numprocesses|stepwise|tx|usepdb|xmlpath"
+    # Files of the session: of pytest-cov, -html, -json-report, -reportlog, and Allure.
+    "|allure_report_dir|cov_source|htmlpath|json_report|report_log"
 )
+_XFAIL = pytest.xfail  # which does nothing with the option runxfail
 
 
 def _options(config: pytest.Config) -> dict[str, Any]:
@@ -251,7 +258,8 @@ def _options(config: pytest.Config) -> dict[str, Any]:
         "invocation_dir": str(config.invocation_params.dir),
         "pythonwarnings": warnings,
         "rootdir": str(config.rootpath),
-        "runxfail": True,  # the session judges marks such as xfail
+        "runxfail": True,  # the session judges marks such as xfail, but not calls of pytest.xfail
+        "tfdist_xfails": not config.option.runxfail,
         "timeout": 0,  # of pytest-timeout; the session has a limit for all tasks
     }
 
@@ -277,8 +285,8 @@ def _run(folder: str, test: str, options: dict[str, Any], cpus: int) -> None:
         reporter = _Reporter(file)
         session.pluginmanager.register(reporter)
         status = session.hook.pytest_cmdline_main(config=session)
-    if status != pytest.ExitCode.OK:
-        sys.exit(1)
+    if status != pytest.ExitCode.OK or reporter.has_failed_as_expected:
+        sys.exit(1)  # which ends the other tasks
     if not reporter.has_ended:
         sys.exit("The test exited before its end.")
 
@@ -303,10 +311,11 @@ class _Reporter:
 
     Attributes:
         has_ended: whether the last part of the test, its teardown, was reported.
+        has_failed_as_expected: whether the test has called `pytest.xfail`.
     """
 
     def __init__(self, file: Any) -> None:
-        self.has_ended = False
+        self.has_ended = self.has_failed_as_expected = False
         self._file = file
 
     @pytest.hookimpl(trylast=True)
@@ -315,6 +324,16 @@ class _Reporter:
         # Nothing is written to a terminal. Its plugin stays, for its options.
         if config.pluginmanager.has_plugin("terminalreporter"):
             config.pluginmanager.unregister(name="terminalreporter")
+        if config.getoption("tfdist_xfails"):
+            pytest.xfail = _XFAIL
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+        report = yield
+        if call.excinfo is not None and isinstance(call.excinfo.value, _XFAIL.Exception):
+            report.outcome, report.wasxfail = "skipped", str(call.excinfo.value)
+            self.has_failed_as_expected = True
+        return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.has_ended = report.when == "teardown"

@@ -6,17 +6,16 @@ modules behind a mark or a fixture are imported when a test uses it. All names b
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from tfdist_ext.testing.isolated_run import Cluster, Needs
+    from tfdist_ext.testing.isolated_run import Cluster
 
 __all__: list[str] = []
-
-_NEEDS: pytest.StashKey[Needs] = pytest.StashKey()
 
 _MARKS = (
     "tfdist_logical_cpus(n): TensorFlow sees n CPUs; the test runs in a new process if"
@@ -43,16 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Check the marks of a test, and parametrize the fixture `tfdist_strategy`."""
-    if _is_marked(metafunc.definition):
-        from tfdist_ext.errors import TfDistError
-        from tfdist_ext.testing.isolated_run import needs_of
-
-        try:
-            needs_of(metafunc.definition, None)
-        except TfDistError as error:
-            message = f"In {metafunc.definition.name}: {error}"
-            raise pytest.fail.Exception(message, pytrace=False) from None
+    """Parametrize the fixture `tfdist_strategy`."""
     if "tfdist_strategy" in metafunc.fixturenames and not _is_parametrized(metafunc.definition):
         names = _strategy_names(metafunc.config)
         metafunc.parametrize("tfdist_strategy", names, indirect=True)
@@ -89,31 +79,20 @@ def tfdist_cluster(pytestconfig: pytest.Config) -> Cluster:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave the fixtures of a test that needs processes of its own to those processes."""
+    """Run a test in processes of its own if it needs them, and its fixtures, too."""
     if _is_task(item.config) or not (_is_marked(item) or _strategy_of(item)):
         return
     from tfdist_ext.errors import TfDistError
-    from tfdist_ext.testing.isolated_run import needs_of
+    from tfdist_ext.testing.isolated_run import needs_of, run_isolated
 
     try:
         needs = needs_of(item, _strategy_of(item))
     except TfDistError as error:
         raise pytest.fail.Exception(str(error), pytrace=False) from None
     if isinstance(item, pytest.Function) and not needs.are_met_here():
-        item.stash[_NEEDS] = needs
         item.funcargs.update(dict.fromkeys(item.fixturenames))  # pytest takes them as they are
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test in processes of its own where it needs them; leave the others to pytest."""
-    needs = pyfuncitem.stash.get(_NEEDS, None)
-    if needs is None:
-        return None
-    from tfdist_ext.testing.isolated_run import run_isolated
-
-    run_isolated(pyfuncitem, needs)
-    return True
+        # Not by a hook: a method of a unittest.TestCase calls none.
+        item.runtest = functools.partial(run_isolated, item, needs)  # type: ignore[method-assign]
 
 
 def _is_marked(item: pytest.Item) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from tfdist_ext.cluster.jobs import JOB_NAMES
 from tfdist_ext.errors import LaunchError, TaskError
 from tfdist_ext.launch.exit_codes import StopSignals
-from tfdist_ext.launch.function_task import DONE
+from tfdist_ext.launch.function_task import DONE, STACKS
 from tfdist_ext.launch.functions import (
     failure_message,
     function_plan,
@@ -28,7 +28,6 @@ from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["Ended", "check_timeout", "run_function", "run_tasks", "tasks_of"]
 
-_STACKS = 0.5  # seconds to write the stacks in a hang
 _MAX_OUTPUT = 8000  # characters of each task
 
 
@@ -70,9 +69,10 @@ def run_tasks(
     with tempfile.TemporaryDirectory(prefix="tfdist-") as folder:
         ended = run_function(fn, args, cluster, timeout, folder=Path(folder), env=env)
     if ended.failed:
-        lines = [ended.message]
+        lines, cause = [ended.message], ended.message.partition("\n")[2]
         for name, text in ended.outputs.items():
-            if shown := text.strip():
+            # Each task that failed in the same way has written the same traceback.
+            if shown := (text.replace(cause, "(the traceback above)") if cause else text).strip():
                 cut = "" if len(shown) <= _MAX_OUTPUT else f", the last {_MAX_OUTPUT} characters"
                 lines.append(f"---- output of {name}{cut}\n{shown[-_MAX_OUTPUT:]}")
         raise TaskError("\n".join(lines), ended.failed)
@@ -119,10 +119,10 @@ def run_function(
     tasks = None if cluster is None else tasks_of(cluster)
     env = dict(os.environ if env is None else env)
     stop, nowhere = StopSignals(), io.StringIO()
-    with function_plan(fn, args, tasks, folder, env, folder, timeout=timeout) as plan:
+    with function_plan(fn, args, tasks, folder, env, folder) as plan:
         ended = run_plan(
             plan,
-            Limits(grace=1.0, timeout=timeout + _STACKS),
+            Limits(grace=1.0, timeout=timeout, at_timeout=STACKS),
             env=env,
             stream=nowhere,
             report=nowhere,

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import multiprocessing
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -23,8 +22,9 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 
 from tfdist_ext.launch import function_task
+from tfdist_ext.launch.processes import Started
 
-__all__ = ["WarmProcess", "start", "start_function"]
+__all__ = ["start", "start_function", "status_of", "wait_for"]
 
 _PRELOADED = ("tensorflow", "keras", "tfdist_ext.training", "tfdist_ext.testing.isolated_run")
 # Environment variables that libraries read when they are imported.
@@ -37,42 +37,30 @@ _NOT_READ_AT_IMPORT = ("TF_CONFIG", "TF_CPP_MIN_LOG_LEVEL", "CUDA_VISIBLE_DEVICE
 _reading = threading.Lock()
 
 
-class WarmProcess:
-    """A process that has started, used as a `subprocess.Popen`; any thread may wait for it."""
-
-    def __init__(self, process: BaseProcess):
-        assert process.pid is not None
-        self._process = process
-        self.pid = process.pid
-
-    def poll(self) -> int | None:
-        """The status, minus the signal that ended it, or None while it runs."""
-        with _reading:
-            return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end of the process; returns its status.
-
-        Raises:
-            subprocess.TimeoutExpired: the process still runs after `timeout` seconds.
-        """
-        if not connection.wait([self._process.sentinel], timeout):
-            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-        while (status := self.poll()) is None:
-            time.sleep(0.001)  # its pipe is closed just before it is gone
-        return status
+def status_of(process: BaseProcess) -> int | None:
+    """The status, minus the signal that ended the process, or None while it runs."""
+    with _reading:
+        return process.exitcode
 
 
-def start(
-    argv: Sequence[str], env: Mapping[str, str], output: int
-) -> tuple[int, Callable[[], int]]:
+def wait_for(process: BaseProcess) -> int:
+    """Wait for the end of a process, in any thread; returns its status."""
+    connection.wait([process.sentinel])
+    while (status := status_of(process)) is None:
+        time.sleep(0.001)  # its pipe is closed just before it is gone
+    return status
+
+
+def start(argv: Sequence[str], env: Mapping[str, str], output: int) -> Started:
     """Start a task that runs a function; for `run_plan`.
 
     Args:
         argv: the command of `function_plan`; the last word is the file of the call.
     """
     process = start_function(function_task.main, (argv[-1],), env, output)
-    return process.pid, process.wait
+    assert process.pid is not None
+    # Its server frees the id.
+    return process.pid, functools.partial(wait_for, process), lambda: None
 
 
 def start_function(
@@ -80,8 +68,7 @@ def start_function(
     args: Sequence[object],
     env: Mapping[str, str],
     output: int,
-    errors: int | None = None,
-) -> WarmProcess:
+) -> BaseProcess:
     """Run a function of a module as the program of a process that leads a session of its own.
 
     If `env` differs in variables that are read during the import of TensorFlow, the process imports
@@ -89,22 +76,20 @@ def start_function(
 
     Args:
         env: the environment of the process.
-        output, errors: descriptors for what the process writes; by default, errors go to the
-            output.
+        output: a descriptor for what the process writes.
     """
-    # Connections, because descriptors as numbers cannot be sent to another process.
-    numbers = (output, output if errors is None else errors)
-    files = [Connection(os.dup(number), readable=False) for number in numbers]
+    # A connection, because a descriptor as a number cannot be sent to another process.
+    file = Connection(os.dup(output), readable=False)
     is_ready, there = multiprocessing.Pipe(duplex=False)
     with _reading:
         process = _context(env).Process(
-            target=_run, args=(function, tuple(args), *files, there, dict(env))
+            target=_run, args=(function, tuple(args), file, there, dict(env))
         )
         process.start()
     there.close()
     with contextlib.suppress(EOFError):  # it has died
         is_ready.recv()
-    return WarmProcess(process)
+    return process
 
 
 def _context(env: Mapping[str, str]) -> ForkServerContext | SpawnContext:
@@ -133,20 +118,18 @@ def _run(
     function: Callable[..., object],
     args: tuple[object, ...],
     output: Connection,
-    errors: Connection,
     is_ready: Connection,
     env: Mapping[str, str],
 ) -> None:
     """What the process does; it ends as Python ends a program."""
     os.setsid()  # its children are killed with it
     os.dup2(output.fileno(), 1)
-    os.dup2(errors.fileno(), 2)
+    os.dup2(output.fileno(), 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, errors="replace", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="replace", closefd=False)
     os.environ.clear()
     os.environ.update(env)
-    for pipe in (output, errors):
-        pipe.close()
+    output.close()
     is_ready.send(None)
     is_ready.close()
     try:

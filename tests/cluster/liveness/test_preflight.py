@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import pytest
 
 from tfdist_ext.cluster import liveness
@@ -22,7 +23,7 @@ from tfdist_ext.cluster.liveness.preflight import (
     preflight,
     tasks_of,
 )
-from tfdist_ext.cluster.liveness.wire import port_is_free
+from tfdist_ext.cluster.liveness.wire import READY, Connection, Endpoint, port_is_free
 from tfdist_ext.launch.resources import reserve_ports
 
 pytestmark = pytest.mark.timeout(60)
@@ -88,6 +89,54 @@ def test_a_host_name_that_is_not_known_and_a_port_in_use() -> None:
     assert found.startswith(f"the port of worker:0 ({address}) is in use")
 
 
+@contextlib.contextmanager
+def task_at(address: str, key: str) -> Iterator[None]:
+    """What answers at the address of a task that has not reported yet."""
+    endpoint = Endpoint(address, lambda message: {"key": key})
+    try:
+        yield
+    finally:
+        endpoint.close()
+
+
+def test_a_task_that_is_started_again_may_answer_before_its_report() -> None:
+    with cluster(worker=3) as jobs, ThreadPoolExecutor() as pool:
+        leader, first, again = (info(f"worker:{n}", jobs) for n in (0, 1, 1))
+        started = pool.submit(outcomes, [leader])
+        with task_at(jobs["worker"][1], first.key):  # reports, and is killed
+            report = {**vars(first), "jobs": dict(jobs)}
+            connection = Connection(jobs["worker"][0])
+            while connection.ask(report, 1.0)[0] != READY:
+                time.sleep(0.02)
+        with task_at(jobs["worker"][1], again.key):  # has not reported yet
+            time.sleep(0.8)
+        assert outcomes([again, info("worker:2", jobs)]) == ["", ""]
+        assert started.result() == [""]
+
+
+def test_another_process_at_the_address_of_a_task_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_LINGER", 0.5)
+    with cluster(worker=2) as jobs:
+        address = jobs["worker"][1]
+        leader = module._Leader(info("worker:0", jobs), tasks_of(jobs))
+        leader.answer({**vars(info("worker:1", jobs)), "jobs": dict(jobs)})
+        with task_at(address, "another"), pytest.raises(PreflightError, match=address):
+            leader.wait_for_all(time.monotonic() + 20.0, "a test")
+
+
+def test_two_processes_as_one_task_are_an_error() -> None:
+    jobs = {"worker": ("a:1", "b:2")}
+    leader = module._Leader(info("worker:0", jobs), tasks_of(jobs))
+    reports = [{**vars(info("worker:1", jobs)), "jobs": jobs} for _ in range(2)]
+    for report in (reports[0], reports[1], reports[1]):
+        leader.answer(report)
+    assert not leader._errors
+    leader.answer(reports[0])
+    assert [*leader._errors] == ["two processes were started as worker:1"]
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 def test_all_tasks_name_the_one_that_differs(swapped: bool) -> None:
     with cluster(worker=3) as jobs:
@@ -110,7 +159,11 @@ def test_all_tasks_name_the_one_that_differs(swapped: bool) -> None:
         (info("worker:1", {"worker": ("a:1", "b:2", "d:4")}),
          "worker:1 was started with a different cluster (worker:2 at d:4, not c:3)"),
         (info("worker:1", {"worker": ("a:1", "b:2")}),
-         "worker:1 was started with a different cluster (worker:2 at nothing, not c:3)"),
+         "worker:1 was started with a different cluster (worker:2 at c:3 is only in that"
+         " of worker:0)"),
+        (info("worker:1", {"worker": ("a:1", "b:2", "c:3", "d:4")}),
+         "worker:1 was started with a different cluster (worker:3 at d:4 is only in that"
+         " of worker:1)"),
         (info("worker:1", {"worker": ("a:1", "b:2", "c:3")}, gpus=2),
          "worker:1 has 2 GPU devices, and worker:0 has 0: collectives would hang"),
     ],
@@ -155,6 +208,17 @@ def test_another_program_at_an_address_is_no_task(
         with program_at(address, reply):
             (found,) = outcomes([info(f"worker:{1 - place}", jobs)], wait=1.0)
     assert found == f"no answer from worker:{place} ({address}{why})"
+
+
+def test_a_grpc_server_that_is_not_tensorflows_is_no_task() -> None:
+    with cluster(worker=2) as jobs:
+        server = grpc.server(ThreadPoolExecutor(1))
+        server.add_insecure_port(jobs["worker"][1])
+        server.start()
+        (found,) = outcomes([info("worker:0", jobs)], wait=1.0)
+        server.stop(0).wait()
+    at = jobs["worker"][1]
+    assert found == f"no answer from worker:1 ({at}, where another program answers)"
 
 
 def test_late_tasks_are_named_on_stderr(

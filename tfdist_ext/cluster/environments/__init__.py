@@ -77,7 +77,7 @@ def ranked_cluster(
         job: [host for host, task in zip(hosts, tasks, strict=True) if task.type == job]
         for job in counts
     }
-    return cluster_at(env, seen_by(mine.type, of_jobs), mine, source, port_base)
+    return cluster_at(env, of_jobs, mine, source, port_base)
 
 
 def seen_by(job: str, hosts: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
@@ -96,7 +96,7 @@ def cluster_at(
     source: str,
     port_base: int = DEFAULT_PORT_BASE,
 ) -> ClusterDescription:
-    """The cluster of tasks on these hosts, by job; ports as in `ranked_cluster`."""
+    """The cluster that a task sees, of all hosts by job; ports as in `ranked_cluster`."""
     everyone = [host for of_job in hosts.values() for host in of_job]
     local = local_ids(everyone)
     last = max(local)
@@ -105,7 +105,7 @@ def cluster_at(
         port_base = number(env, "TFDIST_PORT_BASE", source, advice, 1, 65535 - last)
     addresses = (f"{host}:{port_base + n}" for host, n in zip(everyone, local, strict=True))
     jobs = {job: [next(addresses) for _ in of_job] for job, of_job in hosts.items()}
-    return ClusterDescription(Jobs(jobs, source), task, source)
+    return ClusterDescription(Jobs(seen_by(task.type, jobs), source), task, source)
 
 
 def local_ids(places: Iterable[object]) -> list[int]:

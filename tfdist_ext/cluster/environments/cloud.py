@@ -17,7 +17,6 @@ from tfdist_ext.cluster.environments import (
     number,
     ranked_cluster,
     required,
-    seen_by,
     task_counts,
 )
 from tfdist_ext.cluster.jobs import MAX_INDEX, ClusterDescription, Task
@@ -78,7 +77,7 @@ def _jobset(env: Mapping[str, str], index: int) -> ClusterDescription:
         for each, count in sizes.items()
     }
     source = f"Kubernetes (JobSet {jobset}, {job}:{index})"
-    return cluster_at(env, seen_by(job, hosts), Task(job, index), source)
+    return cluster_at(env, hosts, Task(job, index), source)
 
 
 def _job_name(env: Mapping[str, str], index: int, where: str) -> str:

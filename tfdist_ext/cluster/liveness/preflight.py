@@ -142,7 +142,9 @@ class _Leader:
         self._tasks = tasks
         self._others = [task for task in tasks if task != info.task]
         self._lock = threading.Lock()
-        self._keys: dict[str, str] = {}  # task -> key of the process that has reported
+        self._keys: dict[str, str] = {}  # task -> key of the last process that has reported
+        self._replaced: set[str] = set()  # keys of processes before these
+        self._unknown: dict[str, float] = {}  # key without a report -> when it was first seen
         self._late = dict.fromkeys(self._others, ABSENT)
         self._errors: dict[str, None] = {}  # a set in order
         self._result: Message = {}
@@ -153,6 +155,10 @@ class _Leader:
         other = TaskInfo(**message)
         found = differences(self._info, other)
         with self._lock:
+            if other.key in self._replaced:
+                found.append(f"two processes were started as {other.task}")
+            elif self._keys.get(other.task, other.key) != other.key:  # it was started again
+                self._replaced.add(self._keys[other.task])
             self._keys[other.task] = other.key
             self._errors |= dict.fromkeys(found)
             if self._result:
@@ -182,12 +188,14 @@ class _Leader:
         task, connection = task_and_connection
         state, found = connection.ask({"who": task}, _ASK)
         with self._lock:
-            if state == READY and task not in self._keys:
-                return ABSENT  # its report is on its way
-            if state == READY and found.get("key") != self._keys[task]:
+            if state != READY or found.get("key") == self._keys.get(task):
+                return READY if state == STARTED else state
+            # Its report is on its way, also after a restart.
+            since = self._unknown.setdefault(str(found.get("key")), time.monotonic())
+            if task in self._keys and time.monotonic() - since > _LINGER:
                 at = self._tasks[task]
                 self._errors[f"a process other than {task} answers at its address {at}"] = None
-        return READY if state == STARTED else state
+        return ABSENT
 
     def _give_result(self) -> None:
         """Give all tasks that have reported the same result.
@@ -244,8 +252,12 @@ def differences(leader: TaskInfo, other: TaskInfo) -> list[str]:
     found = []
     here, there = tasks_of(leader.jobs), tasks_of(other.jobs)
     for task in {**here, **there}:
-        if here.get(task) != there.get(task):
-            differs = f"{task} at {there.get(task, 'nothing')}, not {here.get(task, 'nothing')}"
+        at, leader_at = there.get(task), here.get(task)
+        if at != leader_at:
+            only = (
+                f"{task} at {at or leader_at} is only in that of {(other if at else leader).task}"
+            )
+            differs = f"{task} at {at}, not {leader_at}" if at and leader_at else only
             found.append(f"{other.task} was started with a different cluster ({differs})")
             break
     for name, version in leader.versions.items():

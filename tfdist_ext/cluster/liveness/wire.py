@@ -52,6 +52,7 @@ class Connection:
         host, port = identity(address)
         self._target = f"{host}:{port}"
         self._channel: Any = None
+        self._is_tensorflow = False
 
     def _opened(self) -> Any:
         import grpc
@@ -69,9 +70,24 @@ class Connection:
             return READY, json.loads(call(json.dumps(message).encode(), timeout=seconds))
         except grpc.RpcError as error:
             state = _state_of(error)
+        if state == STARTED and not self._is_tensorflow:
+            state = self._state_of_server(seconds)
         if state != STARTED:
             self.close()
         return state, {}
+
+    def _state_of_server(self, seconds: float) -> str:
+        """STARTED, or OTHER: any gRPC server answers that it does not know our method."""
+        import grpc
+
+        call = self._opened().unary_unary(f"/{_TENSORFLOW}/{_GET_STATUS}")
+        try:
+            call(b"", timeout=seconds)
+        except grpc.RpcError as error:
+            # TensorFlow answers late if all of its threads wait.
+            return OTHER if error.code() == grpc.StatusCode.UNIMPLEMENTED else STARTED
+        self._is_tensorflow = True
+        return STARTED
 
     def session(
         self, messages: queue.SimpleQueue[Message | None], opened: Callable[[], object]
@@ -94,7 +110,7 @@ class Connection:
         """Close the connection; it may be used again."""
         if self._channel is not None:
             self._channel.close()
-            self._channel = None
+            self._channel, self._is_tensorflow = None, False
 
 
 def _state_of(error: Any) -> str:
