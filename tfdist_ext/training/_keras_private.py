@@ -27,6 +27,7 @@ import tensorflow as tf
 from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.private_names import PrivateNames
+from tfdist_ext.user_frames import warn
 
 NAMES = PrivateNames(
     "keras.src",
@@ -405,6 +406,11 @@ def step_of(model: keras.Model, kind: str) -> Callable[..., Any]:
     """Returns the model's "train", "test" or "predict" step."""
     step = getattr(model, f"{kind}_step")
     # Replicas cannot communicate inside the separate graph of a user's tf.function.
+    if getattr(step, "_jit_compile", None):
+        warn(
+            f"jit_compile=True of the tf.function {kind}_step is ignored: fit compiles the step."
+            " Pass jit_compile=True to compile()."
+        )
     return getattr(step, "python_function", step)
 
 
