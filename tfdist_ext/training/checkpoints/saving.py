@@ -249,7 +249,10 @@ def _variables_to_restore(
             f" {found.get(name, 'missing')} in the model"
             for name in differing[:_SHOWN]
         )
-        raise TrainingError(f"{path} is a checkpoint of another model or optimizer: {shown}.")
+        raise TrainingError(
+            f"{path} is a checkpoint of another model or optimizer: {shown}. Use"
+            " the code that wrote it, or another checkpoint or folder."
+        )
     return {
         name: variable
         for name, variable in state.items()
