@@ -28,8 +28,8 @@ from tfdist_ext.training._keras_private import (
     trained_by,
     trusted,
 )
-from tfdist_ext.training.state import assign_whole, whole_value
-from tfdist_ext.training.variables import optimizers_of, parts_of
+from tfdist_ext.training.state import assign_whole, own_variables, whole_value
+from tfdist_ext.training.variables import attributes_of, parts_of
 
 __all__ = ["clone_model", "compile_as", "copy_state"]
 
@@ -58,7 +58,7 @@ def compile_as(source: keras.Model, target: keras.Model) -> None:
         TrainingError: a compile() whose arguments are not known, an optimizer or a metric that
             cannot be cloned, or an optimizer that was built for other variables.
     """
-    before = optimizers_of(source)
+    before = attributes_of(source, keras.optimizers.Optimizer)
     if type(source).compile_from_config is not keras.Model.compile_from_config:
         config = source.get_compile_config()
         with _custom_objects_of([source]):
@@ -70,7 +70,7 @@ def compile_as(source: keras.Model, target: keras.Model) -> None:
             for name, value in _compile_arguments(target).items():
                 if _description(value) != _description(arguments[name]):
                     raise _unknown_argument(source, name)
-    after = optimizers_of(target)
+    after = attributes_of(target, keras.optimizers.Optimizer)
     for name, old in before.items():
         if old.built:
             _copy_optimizer_state(old, after.get(name), source, target)
@@ -231,10 +231,14 @@ def copy_state(model: keras.Model, copy: keras.Model) -> None:
         raise _cannot_be_copied(model, "the copy has weights of different shapes.")
     for old, new in _paired_layers(model, copy):
         new.trainable = old.trainable  # parents come first: they set their children's too
-        for name, value in vars(old).items():
-            mine = vars(new).get(name)
-            if isinstance(value, keras.random.SeedGenerator) and type(mine) is type(value):
-                mine.state.assign(value.state.numpy())
+        copies = attributes_of(new, keras.random.SeedGenerator)
+        for name, value in attributes_of(old, keras.random.SeedGenerator).items():
+            if name in copies:
+                copies[name].state.assign(value.state.numpy())
+        own = own_variables(new)
+        for name, variable in own_variables(old).items():
+            if name in own:
+                assign_whole(own[name], whole_value(variable))
         if hasattr(old, "save_assets"):
             with tempfile.TemporaryDirectory() as folder:
                 old.save_assets(folder)

@@ -44,10 +44,12 @@ from tfdist_ext.training.state import (
     broadcast_state,
     check_has_variables,
     group_of,
+    optimizer_group,
     run_on_chief,
     state_of,
     whole_slots,
 )
+from tfdist_ext.training.variables import optimizers_of
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["SavingMixin", "arrays_of", "at_step", "restore_checkpoint"]
@@ -237,10 +239,16 @@ def _variables_to_restore(
     state = state_of(model)
     ignored = {METRICS, _OTHERS}
     optimizers = [{*map(group_of, names)} - {MODEL} - ignored for names in (state, file.arrays)]
+    unbuilt = {optimizer_group(*each) for each in optimizers_of(model).items() if not each[1].built}
+    optimizers[0] |= unbuilt & optimizers[1]
     if not all(optimizers):
         ignored.update(*optimizers)
     found, saved = (
-        {n: f"{v.dtype} {tuple(v.shape)}" for n, v in named.items() if group_of(n) not in ignored}
+        {
+            name: f"{tf.as_dtype(array.dtype).name} {tuple(array.shape)}"
+            for name, array in named.items()
+            if group_of(name) not in ignored
+        }
         for named in (state, file.arrays)
     )
     if differing := [name for name in found | saved if found.get(name) != saved.get(name)]:
@@ -251,7 +259,8 @@ def _variables_to_restore(
         )
         raise TrainingError(
             f"{path} is a checkpoint of another model or optimizer: {shown}. Use"
-            " the code that wrote it, or another checkpoint or folder."
+            " the code that wrote it, or another checkpoint or folder. Build an optimizer of your"
+            " own step before you restore it: optimizer.build(variables)."
         )
     return {
         name: variable
