@@ -468,7 +468,6 @@ class DistributedModel(SavingMixin):
     def _on_batch(self, kind: str, data: tuple[Any, ...], **options: Any) -> Logs:
         self._check_call(f"{kind}_on_batch", {})
         epochs = self._read(kind, *data, batch_size=_rows(data[0]), **options)
-        setattr(self._model, "stop_training" if kind == "train" else "stop_evaluating", False)
         with epochs.next() as batch:
             return self._loop(kind).run(batch, keras.callbacks.CallbackList())[0]
 

@@ -173,6 +173,30 @@ def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
     assert "4/4" in out
 
 
+@pytest.mark.parametrize("case", ["all", "one", "train_on_batch"])
+def test_a_callback_changes_the_metrics_of_a_running_epoch(case: str) -> None:
+    predictions = []
+
+    class Changes(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 2 and case == "one":
+                self.model.metrics[0].reset_state()
+
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1 and case == "all":
+                self.model.reset_metrics()
+            if batch == 1 and case == "train_on_batch":
+                self.model.train_on_batch(X[:8], Y[:8])
+                predictions.append(self.model.predict_on_batch(X[:3]))
+
+    plain, expected = plain_fit(CLASSIFIER, X, Y, callbacks=[Changes()], **FIT)
+    ours, history = distributed_fit(CLASSIFIER, X, Y, callbacks=[Changes()], **FIT)
+    assert_same_history(expected, history)
+    assert_same_weights(plain, ours)
+    half = len(predictions) // 2
+    np.testing.assert_allclose(predictions[:half], predictions[half:], atol=1e-6)
+
+
 def test_a_callback_evaluates_and_predicts_on_the_strategy() -> None:
     """In the middle of an epoch too, whose own logs and steps stay what they are."""
     seen: dict[str, list[np.ndarray]] = {"plain": [], "ours": []}

@@ -156,7 +156,7 @@ def redirect_model_methods(
 ) -> contextlib.AbstractContextManager[None]:
     """Scope in which callbacks get methods of a DistributedModel as methods of its Keras model.
 
-    - `evaluate` and `predict` of Keras fail, or are wrong, on a strategy.
+    - `evaluate`, `predict` and `..._on_batch` of Keras fail, or are wrong, on a strategy.
     - `save`, `save_weights` and `export` do nothing on tasks that are not the chief. They do not
       wait for the chief, because the other tasks may not run the callback.
     - `load_weights` reads on the chief, for all tasks. BackupAndRestore runs on the chief alone,
@@ -174,9 +174,8 @@ def redirect_model_methods(
     not_written = ("export", "save", "save_weights") if not is_chief else ()
     return _keras_private.redirect_methods(
         model,
-        evaluate=distributed.evaluate,
-        predict=distributed.predict,
         load_weights=load_weights,
+        **{name: getattr(distributed, name) for name in TRAINER_METHODS if name != "fit"},
         **dict.fromkeys(not_written, lambda *args, **kwargs: None),
     )
 

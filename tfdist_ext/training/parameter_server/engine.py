@@ -130,13 +130,13 @@ class ParameterServerProgram:
         self._counter: keras.Variable | None = None
         self._rate: keras.Variable | None = None
         if kind == "train" and isinstance(model.optimizer, keras.optimizers.Optimizer):
-            self._counter, self._rate = step_variables(model.optimizer)
+            counter, self._rate = step_variables(model.optimizer)
+            # Only a worker knows whether the gradients overflow, and the step does not count.
+            may_skip = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+            self._counter = None if may_skip else counter
         # Other optimizers count in variables on the servers, to which a step adds.
-        self._watched += [
-            step_variables(other)[0]
-            for other in optimizers_of(model).values()
-            if other is not model.optimizer
-        ]
+        counters = [step_variables(each)[0] for each in optimizers_of(model).values()]
+        self._watched += [each for each in counters if each is not self._counter]
         self._counted = 0  # how often a step counts itself
         self._sizes = [int(np.prod(variable.shape)) for variable in self._metrics]
         is_sum = [variable.aggregation == "sum" for variable in self._metrics]
@@ -157,7 +157,7 @@ class ParameterServerProgram:
         """Reset the metrics, as at the beginning of an epoch, or continue from their values."""
         if not resume:
             self._model.reset_metrics()
-        self._totals = self._states()
+        self._totals = self._assigned = self._states()
 
     def _states(self) -> np.ndarray:
         values = [raw_value(v).numpy().ravel().astype(np.float64) for v in self._metrics]
@@ -166,6 +166,7 @@ class ParameterServerProgram:
     def _assign(self, states: np.ndarray) -> None:
         for variable, value in zip(self._metrics, self._unpacked(states), strict=True):
             raw_value(variable).assign(value)
+        self._assigned = self._states()
 
     def _unpacked(self, states: np.ndarray | tf.Tensor) -> list[tf.Tensor]:
         """The metrics' states, in their own types and shapes."""
@@ -183,6 +184,8 @@ class ParameterServerProgram:
         Raises:
             PeerError: a parameter server is gone.
         """
+        if self._states().tobytes() != self._assigned.tobytes():  # a callback has changed a metric
+            self.reset(resume=True)
         first = 0 if self._counter is None else int(raw_value(self._counter).numpy())
         rate = np.float32(0) if self._rate is None else raw_value(self._rate).numpy()
         iterator, done, used, found = data.iterator, 0, 0, []
