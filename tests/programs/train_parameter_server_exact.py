@@ -220,3 +220,23 @@ def gathers(rows):
 
 
 result["gathers"] = gathers(50)
+
+
+class Broken(keras.utils.PyDataset):
+    num_batches = 4
+
+    def __getitem__(self, index):
+        if index == 3:
+            raise ValueError("damaged")
+        return x[:16], y[:16]
+
+
+model = tfd.distribute(build(lambda: opt.SGD(0.1), few_layers), strategy)
+model.keras_model.jit_compile = True
+try:
+    model.fit(Broken(), shuffle=False, verbose=0)
+except Exception as error:
+    result["error"] = str(error)
+result["steps before the error"] = int(model.optimizer.iterations.numpy())
+programs = [model._loop("train").program for _ in range(2)]
+result["traced once"] = programs[0] is programs[1] is model._loops["train", False].program

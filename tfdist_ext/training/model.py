@@ -310,11 +310,10 @@ class DistributedModel(SavingMixin):
     def _loop(self, kind: str, *, timed: bool = False) -> Loop:
         """Returns the loop of "train" or "test" steps; a new one after `compile`."""
         check_built(self._model)
-        model, compiled = self._model, _compiled_parts(self._model)
-        found = self._loops.get((kind, timed))
-        if found is None or found.made_for != compiled:
-            program = self._engine.make_program(model, kind, timed=timed)
-            found = Loop(model, self._reduction, kind, program, made_for=compiled)
+        model, found = self._model, self._loops.get((kind, timed))
+        if found is None or found.made_for != _compiled_parts(model):
+            program = self._engine.make_program(model, kind, timed=timed)  # may change settings
+            found = Loop(model, self._reduction, kind, program, made_for=_compiled_parts(model))
             self._loops[kind, timed] = found
         return found
 
@@ -691,7 +690,8 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _rows(x: Any) -> int:
-    return len(keras.tree.flatten(x)[0])
+    first = keras.tree.flatten(x)[0]
+    return int(first.shape[0]) if hasattr(first, "shape") else len(first)  # sparse: has no len()
 
 
 @filter_traceback

@@ -49,5 +49,11 @@ def test_the_only_worker_reads_its_data(result: dict[str, Any]) -> None:
     assert result["read by the worker"] < TOLERANCE
 
 
+def test_steps_before_an_error_count(result: dict[str, Any]) -> None:
+    assert "damaged" in result["error"]
+    assert result["steps before the error"] == 3
+    assert result["traced once"]  # jit_compile=True is turned off
+
+
 def test_rows_are_gathered_on_the_servers(result: dict[str, Any]) -> None:
     assert result["gathers"] >= result["pieces"]

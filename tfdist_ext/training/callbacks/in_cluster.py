@@ -93,12 +93,18 @@ def uses_batch_hooks(callbacks: Callbacks, kind: str) -> bool:
     if kind == "train":
         hooks += ["on_batch_begin", "on_batch_end"]
     return any(
-        getattr(method := getattr(callback, hook), "__func__", method)
-        is not getattr(keras.callbacks.Callback, hook)
-        for callback in keras.tree.flatten(callbacks or [])
-        if not _ignores_batches(callback)
-        for hook in hooks
+        _acts(callback, h) for callback in keras.tree.flatten(callbacks or []) for h in hooks
     )
+
+
+def _acts(callback: Callback, hook: str) -> bool:
+    """Whether a batch hook does something: some of Keras's own only do with certain settings."""
+    method = getattr(callback, hook)
+    function = getattr(method, "__func__", method)
+    is_of_keras = str(getattr(function, "__module__", "")).startswith("keras.")
+    if is_of_keras and _ignores_batches(callback):
+        return False
+    return function is not getattr(keras.callbacks.Callback, hook)
 
 
 def _ignores_batches(callback: Callback) -> bool:

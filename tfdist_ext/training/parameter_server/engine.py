@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.pipelines import Specs, Structure
-from tfdist_ext.errors import TrainingError
+from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.training._keras_private import raw_value, step_of, step_variables
 from tfdist_ext.training._tf_private import busy_workers
 from tfdist_ext.training.agreement.task_status import single_task
@@ -188,31 +188,42 @@ class ParameterServerProgram:
             self.reset(resume=True)
         first = 0 if self._counter is None else int(raw_value(self._counter).numpy())
         rate = np.float32(0) if self._rate is None else raw_value(self._rate).numpy()
-        iterator, done, used, found = data.iterator, 0, 0, []
+        iterator, done, used, found, sent = data.iterator, 0, 0, [], 0
 
-        def arguments(before: int) -> tuple[np.int64, np.floating]:
+        def arguments(before: int, steps: int) -> tuple[np.int64, np.floating]:
+            nonlocal sent
+            sent = max(sent, done + before + steps)
             return np.int64(first + (done + before) * self._counted), rate
 
-        if isinstance(iterator, ShardIterators):
-            answers = self._on_shards(iterator, n, arguments)
-            done = used = sum(int(answer.steps) for answer in answers)
-            found = [answer.values for answer in answers]
-            iterator = iterator.rest
-        if iterator is not None:
-            sent, read, values = self._calls.on_batches(
-                self._on_batches, iterator, n - done, self._specs, arguments
-            )
-            done, used, found = done + sent, used + read, found + values
+        try:
+            if isinstance(iterator, ShardIterators):
+                answers = self._on_shards(iterator, n, arguments)
+                done = used = sent = sum(int(answer.steps) for answer in answers)
+                found = [answer.values for answer in answers]
+                iterator = iterator.rest
+            if iterator is not None:
+                steps, read, values = self._calls.on_batches(
+                    self._on_batches, iterator, n - done, self._specs, arguments
+                )
+                done, used, found = done + steps, used + read, found + values
+        except PeerError:
+            raise
+        except BaseException:  # the calls before it have updated the weights
+            self._count(first, sent)
+            raise
+        self._count(first, sent)
         for states, _ in found:
             self._totals = np.where(self._is_sum, self._totals + states - self._start, states)
-        if self._counter is not None and done:
-            raw_value(self._counter).assign(first + done * self._counted)
         self._assign(self._totals)
         logs = self._logs(found[-1][1] if found else {})
         return Execution(logs, used, seconds, stop_requested=stop_requested)
 
+    def _count(self, first: int, steps: int) -> None:
+        if self._counter is not None and steps:
+            raw_value(self._counter).assign(first + steps * self._counted)
+
     def _on_shards(
-        self, data: ShardIterators, n: int, arguments: Callable[[int], Sequence[np.number]]
+        self, data: ShardIterators, n: int, arguments: Callable[[int, int], Sequence[np.number]]
     ) -> list[Answer]:
         """Take `n` steps, or fewer if all shards end; returns the answers that count."""
         batches, found = data.batches, []
@@ -226,7 +237,8 @@ class ParameterServerProgram:
             most = max(1, min(BATCHES_IN_A_CALL, (n - done) // (4 * batches.workers)))
             calls: list[Call] = []
             for before in range(done, n, most):
-                span = np.int64(min(most, n - before)), *arguments(before)
+                number = min(most, n - before)
+                span = np.int64(number), *arguments(before, number)
                 calls.append((self._on_shard[key], (data.of_workers, data.positions, *span)))
             found += (counted := data.count(self._calls.results(calls)))
             done += sum(int(answer.steps) for answer in counted)
