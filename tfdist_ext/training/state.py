@@ -49,7 +49,6 @@ __all__ = [
     "check_has_variables",
     "group_of",
     "has_equal_copies",
-    "optimizer_group",
     "own_variables",
     "read_rows",
     "run_on_chief",
@@ -97,16 +96,11 @@ def state_of(model: keras.Model) -> dict[str, Variable]:
     }
     for attribute, optimizer in optimizers_of(model).items():
         if optimizer.built:
-            group = optimizer_group(attribute, optimizer)
+            kinds = [type(each).__name__ for each in with_inner_optimizers(optimizer)]
+            group = ".".join([attribute.replace("/", "_"), *kinds])
             named = [(_slot_name(each.name, slots), each) for each in optimizer.variables]
             state |= {f"{group}/{name}": variable for name, variable in _renumbered(named)}
     return {name: each for name, each in state.items() if raw_value(each) is not None}
-
-
-def optimizer_group(attribute: str, optimizer: keras.optimizers.Optimizer) -> str:
-    """Returns the group of an optimizer in `state_of`."""
-    kinds = [type(each).__name__ for each in with_inner_optimizers(optimizer)]
-    return ".".join([attribute.replace("/", "_"), *kinds])
 
 
 def group_of(name: str) -> str:

@@ -65,7 +65,8 @@ def compile_as(source: keras.Model, target: keras.Model) -> None:
             target.compile_from_config(config)
     else:
         arguments = _compile_arguments(source)
-        target.compile(**keras.tree.map_structure(_without_state, arguments))
+        with _errors_of(source):  # a compile() may give Keras other arguments than it got
+            target.compile(**keras.tree.map_structure(_without_state, arguments))
         if type(source).compile is not keras.Model.compile:  # it may keep something else
             for name, value in _compile_arguments(target).items():
                 if _description(value) != _description(arguments[name]):
@@ -92,8 +93,9 @@ def _compile_arguments(model: keras.Model) -> dict[str, Any]:
     if len(names) < len(parameters):  # the keywords go to Keras
         names += of_keras
     known = {**vars(model), **of_keras}
+    required = {each.name for each in parameters if each.default is each.empty}
     for name in names:
-        if name not in known:
+        if name not in known or (name in required and known[name] is None):
             raise _unknown_argument(model, name)
     return {name: known[name] for name in names}
 

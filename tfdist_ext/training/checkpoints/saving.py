@@ -44,7 +44,6 @@ from tfdist_ext.training.state import (
     broadcast_state,
     check_has_variables,
     group_of,
-    optimizer_group,
     run_on_chief,
     state_of,
     whole_slots,
@@ -239,9 +238,8 @@ def _variables_to_restore(
     state = state_of(model)
     ignored = {METRICS, _OTHERS}
     optimizers = [{*map(group_of, names)} - {MODEL} - ignored for names in (state, file.arrays)]
-    unbuilt = {optimizer_group(*each) for each in optimizers_of(model).items() if not each[1].built}
-    optimizers[0] |= unbuilt & optimizers[1]
-    if not all(optimizers):
+    has_optimizers = model.compiled and optimizers_of(model)  # maybe not built yet
+    if not (has_optimizers and optimizers[1]):
         ignored.update(*optimizers)
     found, saved = (
         {
