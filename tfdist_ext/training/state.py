@@ -366,18 +366,18 @@ def whole_slots(
     """
     slots = _slots_of(model)
     parts = [raw_value(slot.variable) for slot in slots]
-    for slot, part in zip(slots, parts, strict=True):
-        flat = np.zeros(math.prod(slot.shape), part.dtype.as_numpy_dtype)
-        own = part.numpy().reshape(-1)
-        for worker, start, stop in slot.owners:
-            if worker == reduction.worker:
-                flat[start:stop], own = own[: stop - start], own[stop - start :]
-        words = np.array_split(_words(flat.tobytes()), 1 + flat.nbytes // BLOCK_BYTES)
-        summed = np.concatenate([reduction.sum_over_workers(each) for each in words])
-        if reduction.is_chief or everywhere:
-            whole = summed.view(flat.dtype)[: flat.size].reshape(slot.shape)
-            set_raw_value(slot.variable, tf.Variable(whole, trainable=False), slot.shape)
     try:
+        for slot, part in zip(slots, parts, strict=True):
+            flat = np.zeros(math.prod(slot.shape), part.dtype.as_numpy_dtype)
+            own = part.numpy().reshape(-1)
+            for worker, start, stop in slot.owners:
+                if worker == reduction.worker:
+                    flat[start:stop], own = own[: stop - start], own[stop - start :]
+            words = np.array_split(_words(flat.tobytes()), 1 + flat.nbytes // BLOCK_BYTES)
+            summed = np.concatenate([reduction.sum_over_workers(each) for each in words])
+            if reduction.is_chief or everywhere:
+                whole = summed.view(flat.dtype)[: flat.size].reshape(slot.shape)
+                set_raw_value(slot.variable, tf.Variable(whole, trainable=False), slot.shape)
         yield
         values = [raw_value(slot.variable).numpy().tobytes() for slot in slots if restores]
     finally:
