@@ -341,9 +341,9 @@ def attributes_of(owner: object, kind: type[_Kind]) -> dict[str, _Kind]:
 
 def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
     """Returns attribute -> optimizer, of a model and of the models inside it."""
-    inner = [each for each in flat_layers(model) if isinstance(each, keras.Model)]
+    models = [each for each in flat_layers(model) if isinstance(each, keras.Model)]
     found: dict[int, tuple[str, keras.optimizers.Optimizer]] = {}
-    for number, each in enumerate([model, *(each for each in inner if each is not model)]):
+    for number, each in enumerate(models):  # the first one is the model itself
         place = f"models.{number}." if number else ""
         for name, optimizer in attributes_of(each, keras.optimizers.Optimizer).items():
             found.setdefault(id(optimizer), (place + name, optimizer))

@@ -8,6 +8,7 @@ input order.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.pipelines import Specs, Structure
-from tfdist_ext.errors import PeerError, TrainingError
+from tfdist_ext.errors import TrainingError
 from tfdist_ext.training._keras_private import raw_value, step_of, step_variables
 from tfdist_ext.training._tf_private import busy_workers
 from tfdist_ext.training.agreement.task_status import single_task
@@ -206,21 +207,15 @@ class ParameterServerProgram:
                     self._on_batches, iterator, n - done, self._specs, arguments
                 )
                 done, used, found = done + steps, used + read, found + values
-        except PeerError:
-            raise
-        except BaseException:  # the calls before it have updated the weights
-            self._count(first, sent)
-            raise
-        self._count(first, sent)
+        finally:  # the calls before an error have updated the weights
+            with contextlib.suppress(tf.errors.OpError):  # a lost server has an error of its own
+                if self._counter is not None and sent:
+                    raw_value(self._counter).assign(first + sent * self._counted)
         for states, _ in found:
             self._totals = np.where(self._is_sum, self._totals + states - self._start, states)
         self._assign(self._totals)
         logs = self._logs(found[-1][1] if found else {})
         return Execution(logs, used, seconds, stop_requested=stop_requested)
-
-    def _count(self, first: int, steps: int) -> None:
-        if self._counter is not None and steps:
-            raw_value(self._counter).assign(first + steps * self._counted)
 
     def _on_shards(
         self, data: ShardIterators, n: int, arguments: Callable[[int, int], Sequence[np.number]]
