@@ -92,23 +92,18 @@ def uses_batch_hooks(callbacks: Callbacks, kind: str) -> bool:
     hooks = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"]
     if kind == "train":
         hooks += ["on_batch_begin", "on_batch_end"]
-    return any(
-        _acts(callback, h) for callback in keras.tree.flatten(callbacks or []) for h in hooks
-    )
+    given = keras.tree.flatten(callbacks or [])
+    return not all(_does_nothing(callback, hook) for callback in given for hook in hooks)
 
 
-def _acts(callback: Callback, hook: str) -> bool:
-    """Whether a batch hook does something: some of Keras's own only do with certain settings."""
+def _does_nothing(callback: Callback, hook: str) -> bool:
+    """Whether a batch hook does nothing, as Keras's own with some settings."""
     method = getattr(callback, hook)
     function = getattr(method, "__func__", method)
-    is_of_keras = str(getattr(function, "__module__", "")).startswith("keras.")
-    if is_of_keras and _ignores_batches(callback):
+    if function is getattr(keras.callbacks.Callback, hook):
+        return True
+    if not str(getattr(function, "__module__", "")).startswith("keras."):
         return False
-    return function is not getattr(keras.callbacks.Callback, hook)
-
-
-def _ignores_batches(callback: Callback) -> bool:
-    """Whether a callback of Keras does nothing in the batch hooks that it has."""
     match callback:
         case keras.callbacks.ProgbarLogger() | keras.callbacks.History():
             return True
