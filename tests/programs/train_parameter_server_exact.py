@@ -44,12 +44,22 @@ class Normalized(opt.Adam):
         super().apply(grads, trainable_variables)
 
 
+class Overflowing(opt.LossScaleOptimizer):
+    """Skips the first steps, until the scale is small enough."""
+
+    def scale_loss(self, loss):
+        return 20 * super().scale_loss(loss)
+
+
 OPTIMIZERS = {
     "own apply": lambda: Normalized(0.01),
     "adamw, clipnorm, ema": lambda: opt.AdamW(
         0.01, weight_decay=0.01, clipnorm=0.5, use_ema=True, ema_overwrite_frequency=3
     ),
     "accumulation": lambda: opt.RMSprop(0.01, gradient_accumulation_steps=2),
+    "skipped steps": lambda: Overflowing(
+        opt.Adam(opt.schedules.ExponentialDecay(0.1, 1, 0.5)), initial_scale=2.0**127
+    ),
 }
 random = np.random.default_rng(0)
 x = random.integers(0, 11, (61, 3))
@@ -125,9 +135,15 @@ def difference(one, other):
     return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
 
 
-def compared(builder):
+class ResetsMetrics(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            self.model.reset_metrics()
+
+
+def compared(builder, *callbacks):
     """Largest differences to plain Keras: of weights, of the optimizer's variables, of history."""
-    fit = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
+    fit = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0, "callbacks": callbacks}
     keras.utils.set_random_seed(1)
     plain = builder()
     plain.run_eagerly = True  # few small steps take less time than making a graph of one
@@ -149,7 +165,8 @@ def compared(builder):
 result = {"optimizers": {}}
 for name, make_optimizer in OPTIMIZERS.items():
     layers = many_layers if name == "adamw, clipnorm, ema" else few_layers
-    model, result["optimizers"][name] = compared(build(make_optimizer, layers))
+    callbacks = [ResetsMetrics()] if name == "skipped steps" else []
+    model, result["optimizers"][name] = compared(build(make_optimizer, layers), *callbacks)
     if layers is many_layers:
         saved = model
 _, result["own step"] = compared(build(lambda: opt.SGD(0.1), OwnStep))
@@ -203,3 +220,23 @@ def gathers(rows):
 
 
 result["gathers"] = gathers(50)
+
+
+class Broken(keras.utils.PyDataset):
+    num_batches = 4
+
+    def __getitem__(self, index):
+        if index == 3:
+            raise ValueError("damaged")
+        return x[:16], y[:16]
+
+
+model = tfd.distribute(build(lambda: opt.SGD(0.1), few_layers), strategy)
+model.keras_model.jit_compile = True
+try:
+    model.fit(Broken(), shuffle=False, verbose=0)
+except Exception as error:
+    result["error"] = str(error)
+result["steps before the error"] = int(model.optimizer.iterations.numpy())
+programs = [model._loop("train").program for _ in range(2)]
+result["traced once"] = programs[0] is programs[1] is model._loops["train", False].program

@@ -247,6 +247,10 @@ def test_batches_by_hand() -> None:
             )
     np.testing.assert_allclose(ours.predict_on_batch(X), plain.predict_on_batch(X), atol=1e-6)
     np.testing.assert_allclose(ours(X), plain(X), atol=1e-6)
+    for x in (tf.sparse.from_dense(X[:13]), pytest.importorskip("scipy.sparse").csr_matrix(X[:13])):
+        found = ours.train_on_batch(x, Y[:13])
+        np.testing.assert_allclose(found, plain.train_on_batch(X[:13], Y[:13]), atol=1e-6)
+        np.testing.assert_allclose(ours.predict_on_batch(x), plain.predict_on_batch(X[:13]), 1e-5)
 
 
 def normalized(**settings: Any) -> keras.Model:

@@ -177,7 +177,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Any, str, str]] = {
     "variable of your own": (
         lambda: model(CountsRows()),
         (X, Y),
-        "variable CountsRows.seen",
+        "variable counts_rows/seen",
         "Keras metric",
     ),
     "BatchNormalization": (batch_norm_model, (X, Y), "weight", "synchronize_batch_norm=True"),

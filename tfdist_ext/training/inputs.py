@@ -172,6 +172,7 @@ def _batches_of_arrays(
         from_step=lambda step: functools.partial(parts_of, step),
         steps=adapter.num_batches,
         batch_size=adapter.batch_size,
+        examples=rows,
         is_infinite=True,
         arrays=arrays,
     )
@@ -292,6 +293,7 @@ class GlobalBatches:
         from_step: the same, beginning with a later global batch; None if batches cannot be skipped.
         steps: global batches in a pass; None if only reading tells.
         batch_size: examples in a global batch; None if only reading tells.
+        examples: in arrays; None of other data.
         is_infinite: the dataset starts the next pass by itself, so that no step has to ask whether
             the data has ended. Under several workers each such question is a collective.
         begin: returns the global batch of a pass that the first pass begins with, from the data's
@@ -309,6 +311,7 @@ class GlobalBatches:
     from_step: Callable[[int], PartsOf] | None = None
     steps: int | None = None
     batch_size: int | None = None
+    examples: int | None = None
     is_infinite: bool = False
     begin: Callable[[], int] = lambda: 0
     needs_row_count: bool = False
@@ -487,9 +490,11 @@ class Epochs:
         return self._requested or self._batches.steps
 
     @property
-    def batch_size(self) -> int | None:
-        """Examples in a global batch; None if only reading tells."""
-        return self._batches.batch_size
+    def sizes(self) -> dict[str, int | None]:
+        """Sizes of the data by name; None if only reading tells."""
+        batches, steps = self._batches, self.steps
+        sizes = {"batch_size": batches.batch_size, "number of examples": batches.examples}
+        return {n: size and int(size) for n, size in {**sizes, "steps per epoch": steps}.items()}
 
     @property
     def can_begin_anywhere(self) -> bool:

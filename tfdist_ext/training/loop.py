@@ -255,16 +255,16 @@ class Loop:
 
     @property
     def _stopped(self) -> bool:
-        return bool(getattr(self.model, self._stop_flag))
+        return bool(getattr(self.model, self._stop_flag, False))
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[Callable[[], None]]:
-        self.is_running = True
+        before, self.is_running = self.is_running, True  # a callback may call train_on_batch
         try:
             with preserve_sigint() as raise_if_interrupted, data_errors_as_raised():
                 yield raise_if_interrupted
         finally:
-            self.is_running = False
+            self.is_running = before
 
 
 _TARGET = 0.8  # seconds of an execution: short enough to show progress

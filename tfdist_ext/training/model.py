@@ -308,11 +308,10 @@ class DistributedModel(SavingMixin):
 
     def _loop(self, kind: str, *, timed: bool = False) -> Loop:
         """Returns the loop of "train" or "test" steps; a new one after `compile`."""
-        model, compiled = self._model, _compiled_parts(self._model)
-        found = self._loops.get((kind, timed))
-        if found is None or found.made_for != compiled:
-            program = self._engine.make_program(model, kind, timed=timed)
-            found = Loop(model, self._reduction, kind, program, made_for=compiled)
+        model, found = self._model, self._loops.get((kind, timed))
+        if found is None or found.made_for != _compiled_parts(model):
+            program = self._engine.make_program(model, kind, timed=timed)  # may change settings
+            found = Loop(model, self._reduction, kind, program, made_for=_compiled_parts(model))
             self._loops[kind, timed] = found
         return found
 
@@ -466,7 +465,6 @@ class DistributedModel(SavingMixin):
     def _on_batch(self, kind: str, data: tuple[Any, ...], **options: Any) -> Logs:
         self._check_call(f"{kind}_on_batch", {})
         epochs = self._read(kind, *data, batch_size=_rows(data[0]), **options)
-        setattr(self._model, "stop_training" if kind == "train" else "stop_evaluating", False)
         with epochs.next() as batch:
             return self._loop(kind).run(batch, keras.callbacks.CallbackList())[0]
 
@@ -691,7 +689,8 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _rows(x: Any) -> int:
-    return len(keras.tree.flatten(x)[0])
+    first = keras.tree.flatten(x)[0]
+    return int(first.shape[0]) if hasattr(first, "shape") else len(first)  # sparse: has no len()
 
 
 @filter_traceback

@@ -30,6 +30,7 @@ from tfdist_ext.training._keras_private import flat_layers, raw_value, set_raw_v
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.variables import (
     ShardedSlot,
+    attributes_of,
     optimizers_of,
     sharded_slots,
     with_inner_optimizers,
@@ -48,6 +49,7 @@ __all__ = [
     "check_has_variables",
     "group_of",
     "has_equal_copies",
+    "own_variables",
     "read_rows",
     "run_on_chief",
     "snapshot",
@@ -70,14 +72,15 @@ _Part = TypeVar("_Part")
 _Result = TypeVar("_Result")
 
 
-def state_of(model: keras.Model) -> dict[str, keras.Variable]:
+def state_of(model: keras.Model) -> dict[str, Variable]:
     """Returns `group/name` -> variable, of the model, the metrics, and each optimizer.
 
-    A model has weights, moving statistics, counters and states of seed generators. An optimizer
-    has slots, its counter of steps, a learning rate that is not a schedule, and a loss scale.
-    The group of an optimizer has the attribute and the class, such as `optimizer.Adam`.
+    A model has weights, moving statistics, counters, states of seed generators, and tf.Variables
+    of the user. An optimizer has slots, its counter of steps, a learning rate that is not a
+    schedule, and a loss scale. The group of an optimizer has the attribute and the class, such as
+    `optimizer.Adam`.
     """
-    named = [
+    named: list[tuple[str, Variable]] = [
         (f"{METRICS}/{metric_name}/{name}", variable)
         for metric_name, metric in _renumbered((each.name, each) for each in model.metrics)
         for name, variable in _renumbered((each.name, each) for each in metric.variables)
@@ -89,6 +92,7 @@ def state_of(model: keras.Model) -> dict[str, keras.Variable]:
     slots = {  # an optimizer names its slots after the variables it trains
         variable.path.replace("/", "_"): name.partition("/")[2].replace("/", "_")
         for name, variable in state.items()
+        if isinstance(variable, keras.Variable)
     }
     for attribute, optimizer in optimizers_of(model).items():
         if optimizer.built:
@@ -113,7 +117,13 @@ def check_has_variables(model: keras.Model, call: str) -> None:
         )
 
 
-def _variables_in(layer: keras.Layer, parent: str) -> Iterator[tuple[str, keras.Variable]]:
+def own_variables(layer: keras.Layer) -> dict[str, tf.Variable]:
+    """Returns attribute -> tf.Variable of a user's layer, which Keras does not list."""
+    found = attributes_of(layer, tf.Variable)
+    return {n: v for n, v in found.items() if v.dtype != tf.string and v.shape.is_fully_defined()}
+
+
+def _variables_in(layer: keras.Layer, parent: str) -> Iterator[tuple[str, Variable]]:
     """Yields (path, variable); the path is the variable's place in the model.
 
     The variable's own path says where its layer was built, and may differ in a copy.
@@ -121,6 +131,7 @@ def _variables_in(layer: keras.Layer, parent: str) -> Iterator[tuple[str, keras.
     inner = flat_layers(layer, recursive=False, include_self=False)
     of_inner = {id(variable) for part in inner for variable in part.variables}
     own = [(each.name, each) for each in layer.variables if id(each) not in of_inner]
+    own += own_variables(layer).items()
     for name, variable in _renumbered(own):
         yield parent + name, variable
     for name, part in _renumbered((each.name, each) for each in inner):
@@ -355,18 +366,18 @@ def whole_slots(
     """
     slots = _slots_of(model)
     parts = [raw_value(slot.variable) for slot in slots]
-    for slot, part in zip(slots, parts, strict=True):
-        flat = np.zeros(math.prod(slot.shape), part.dtype.as_numpy_dtype)
-        own = part.numpy().reshape(-1)
-        for worker, start, stop in slot.owners:
-            if worker == reduction.worker:
-                flat[start:stop], own = own[: stop - start], own[stop - start :]
-        words = np.array_split(_words(flat.tobytes()), 1 + flat.nbytes // BLOCK_BYTES)
-        summed = np.concatenate([reduction.sum_over_workers(each) for each in words])
-        if reduction.is_chief or everywhere:
-            whole = summed.view(flat.dtype)[: flat.size].reshape(slot.shape)
-            set_raw_value(slot.variable, tf.Variable(whole, trainable=False), slot.shape)
     try:
+        for slot, part in zip(slots, parts, strict=True):
+            flat = np.zeros(math.prod(slot.shape), part.dtype.as_numpy_dtype)
+            own = part.numpy().reshape(-1)
+            for worker, start, stop in slot.owners:
+                if worker == reduction.worker:
+                    flat[start:stop], own = own[: stop - start], own[stop - start :]
+            words = np.array_split(_words(flat.tobytes()), 1 + flat.nbytes // BLOCK_BYTES)
+            summed = np.concatenate([reduction.sum_over_workers(each) for each in words])
+            if reduction.is_chief or everywhere:
+                whole = summed.view(flat.dtype)[: flat.size].reshape(slot.shape)
+                set_raw_value(slot.variable, tf.Variable(whole, trainable=False), slot.shape)
         yield
         values = [raw_value(slot.variable).numpy().tobytes() for slot in slots if restores]
     finally:

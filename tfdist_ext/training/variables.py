@@ -17,7 +17,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
@@ -33,13 +33,19 @@ from tfdist_ext.placement.live.creating import (
 )
 from tfdist_ext.strategies import StrategyTemplate
 from tfdist_ext.strategies._tf_private import with_scalar_conversions
-from tfdist_ext.training._keras_private import distribution_strategy_of, raw_value, step_variables
+from tfdist_ext.training._keras_private import (
+    distribution_strategy_of,
+    flat_layers,
+    raw_value,
+    step_variables,
+)
 
 __all__ = [
     "PARTS",
     "LocalCopies",
     "ShardedSlot",
     "UpdatesInPlace",
+    "attributes_of",
     "broadcast_from_owner",
     "check_built",
     "copies_of_model",
@@ -58,6 +64,9 @@ __all__ = [
     "with_inner_optimizers",
 ]
 
+_Kind = TypeVar("_Kind")
+
+_SHORT = 1000  # entries of a list or dict that may hold optimizers; a vocabulary has more
 PARTS, _SLOTS = "_tfdist_ext_parts", "_tfdist_ext_slots"  # attributes of an optimizer
 
 
@@ -310,21 +319,34 @@ def copies_of_one_name() -> contextlib.AbstractContextManager[None]:
     return tf.variable_creator_scope(creator)
 
 
-def optimizers_of(
-    model: keras.Model | keras.optimizers.Optimizer,
-) -> dict[str, keras.optimizers.Optimizer]:
-    """Returns attribute -> optimizer, also for optimizers in attributes that are lists or dicts."""
-    found: dict[int, tuple[str, keras.optimizers.Optimizer]] = {}
-    # TensorFlow's list of what is tracked has the same optimizers under other names.
-    names = [name for name in vars(model) if not name.startswith("_self_")]
-    waiting = [(name, vars(model)[name]) for name in reversed(names)]
+def attributes_of(owner: object, kind: type[_Kind]) -> dict[str, _Kind]:
+    """Returns attribute -> object of a class, also for objects in short lists and dicts."""
+    # TensorFlow's list of what is tracked has the same objects under other names.
+    names = [name for name in vars(owner) if not name.startswith("_self_")]
+    waiting = [(name, vars(owner)[name]) for name in reversed(names)]
+    found: dict[str, _Kind] = {}
+    seen: set[int] = set()
     while waiting:
         name, value = waiting.pop()
-        if isinstance(value, keras.optimizers.Optimizer):
-            found.setdefault(id(value), (name, value))
-        elif isinstance(value, dict | list | tuple):
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, kind):
+            found[name] = value
+        elif isinstance(value, dict | list | tuple) and len(value) <= _SHORT:
             inside = value.items() if isinstance(value, dict) else enumerate(value)
             waiting += reversed([(f"{name}.{key}", each) for key, each in inside])
+    return found
+
+
+def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
+    """Returns attribute -> optimizer, of a model and of the models inside it."""
+    models = [each for each in flat_layers(model) if isinstance(each, keras.Model)]
+    found: dict[int, tuple[str, keras.optimizers.Optimizer]] = {}
+    for number, each in enumerate(models):  # the first one is the model itself
+        place = f"models.{number}." if number else ""
+        for name, optimizer in attributes_of(each, keras.optimizers.Optimizer).items():
+            found.setdefault(id(optimizer), (place + name, optimizer))
     return dict(found.values())
 
 
@@ -332,9 +354,8 @@ def with_inner_optimizers(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.optimizers.Optimizer]:
     """Returns an optimizer and the optimizers inside it, as of loss scaling and lookahead."""
-    inner = [
-        each for held in optimizers_of(optimizer).values() for each in with_inner_optimizers(held)
-    ]
+    held = attributes_of(optimizer, keras.optimizers.Optimizer).values()
+    inner = [each for one in held for each in with_inner_optimizers(one)]
     return list({id(each): each for each in (optimizer, *inner)}.values())
 
 

@@ -23,7 +23,7 @@ from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TfDistError, TrainingError
 from tfdist_ext.messages import shown
 from tfdist_ext.strategies.owned_sums import owned_sums_of
-from tfdist_ext.training._keras_private import flat_layers, get_data_adapter, uses_keras_step
+from tfdist_ext.training._keras_private import get_data_adapter, uses_keras_step
 from tfdist_ext.training.building.build import batch_normalization_layers
 from tfdist_ext.training.model import check_counts, distribute
 from tfdist_ext.training.state import (
@@ -440,9 +440,4 @@ def _variables_of(model: keras.Model) -> dict[str, keras.Variable | tf.Variable]
             variables[f"{kind} {name}"] = variable
         elif group != METRICS:
             variables[f"optimizer {path.removeprefix('optimizer.')}"] = variable
-    for number, layer in enumerate(flat_layers(model)):
-        for attribute, value in vars(layer).items():
-            if isinstance(value, tf.Variable):
-                own = f"{type(layer).__name__}.{attribute}"
-                variables[f"variable {own} (tf.Variable in layer {number})"] = value
     return variables

@@ -285,6 +285,22 @@ class Transforming(TwoOptimizers):
         super().compile(for_one, for_two, loss_of, scale / 2)
 
 
+class KeepsLoss(TwoOptimizers):
+    """Takes a loss that Keras does not get."""
+
+    def compile(self, for_one, for_two, loss):
+        super().compile(for_one, for_two, loss)
+
+
+class ChecksLoss(TwoOptimizers):
+    """As `keras.distillation.Distiller`."""
+
+    def compile(self, for_one, for_two, loss=None):
+        if loss is None:
+            raise ValueError("'loss' cannot be `None`.")
+        super().compile(for_one, for_two, loss)
+
+
 def two(kind: type[keras.Model], **settings) -> keras.Model:
     keras.utils.set_random_seed(1)
     model = kind()
@@ -321,6 +337,10 @@ def test_a_compile_that_cannot_be_repeated_names_the_argument() -> None:
     model = two(Transforming, loss_of=keras.losses.MeanSquaredError(), scale=4.0)
     with pytest.raises(tfd.TfDistError, match=r"'scale' of its compile.*get_compile_config"):
         tfd.distribute(model, mirrored())
+    for kind in (KeepsLoss, ChecksLoss):
+        model = two(kind, loss=keras.losses.MeanSquaredError())
+        with pytest.raises(tfd.TrainingError, match=r"copied: .*'loss'.* Pass a function that bui"):
+            tfd.distribute(model, mirrored())
 
 
 def test_lora_and_single_frozen_weights_come_along() -> None:

@@ -32,6 +32,16 @@ class EachTest(keras.callbacks.Callback):
 K = keras.callbacks
 
 
+class OwnCheckpoint(K.ModelCheckpoint):
+    def on_epoch_end(self, epoch, logs=None):
+        super().on_epoch_end(epoch, logs)
+
+
+class OwnHistory(K.History):
+    def on_train_batch_end(self, batch, logs=None):
+        pass
+
+
 @pytest.mark.parametrize(
     ("callback", "kinds"),
     [
@@ -40,7 +50,9 @@ K = keras.callbacks
         pytest.param(K.LambdaCallback(on_train_batch_end=print), {"train"}, id="lambda on batches"),
         pytest.param(K.TerminateOnNaN(), {"train"}, id="looks for NaN"),
         pytest.param(K.History(), set(), id="history"),
+        pytest.param(OwnHistory(), {"train"}, id="history of the user's"),
         pytest.param(K.ModelCheckpoint("x.keras"), set(), id="checkpoint of epochs"),
+        pytest.param(OwnCheckpoint("x.keras"), set(), id="own checkpoint of epochs"),
         pytest.param(K.ModelCheckpoint("x.keras", save_freq=5), {"train"}, id="of batches"),
         pytest.param(K.BackupAndRestore("x", save_freq=5), {"train"}, id="backup of batches"),
         pytest.param(K.TensorBoard("x"), set(), id="board of epochs"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import keras
@@ -105,15 +106,20 @@ def test_a_callback_reads_numbers_as_on_one_device() -> None:
     assert np.ravel(seen).tolist() == pytest.approx([0.1, 4, 0.25, 8, 0.25, 4, 0.125, 8])
 
 
-def test_without_such_a_callback_executions_are_long() -> None:
-    begun = []
+def test_without_such_a_callback_executions_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
     ours = tfd.distribute(classifier(), mirrored())
+    hook = keras.callbacks.ProgbarLogger.on_train_batch_end
 
-    class Bar(keras.callbacks.ProgbarLogger):  # as the one of Keras, it takes what comes
-        def on_train_batch_begin(self, batch, logs=None):
-            begun.append(batch)
+    @functools.wraps(hook)
+    def noted(self, batch, logs=None):
+        begun.append(batch)
+        hook(self, batch, logs)
 
-    ours.fit(X, Y, batch_size=2, epochs=3, verbose=0, callbacks=[Bar()])
+    monkeypatch.setattr(keras.callbacks.ProgbarLogger, "on_train_batch_end", noted)
+    bar = keras.callbacks.ProgbarLogger()  # Keras's own takes what comes
+    ours.fit(X, Y, batch_size=2, epochs=3, verbose=0, callbacks=[bar])
+    assert begun
     assert steps_taken(ours) == 96
     assert len(begun) < 30
     begun.clear()
@@ -171,6 +177,30 @@ def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert out.count("Epoch 2/2") == 1
     assert "4/4" in out
+
+
+@pytest.mark.parametrize("case", ["all", "one", "train_on_batch"])
+def test_a_callback_changes_the_metrics_of_a_running_epoch(case: str) -> None:
+    predictions = []
+
+    class Changes(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 2 and case == "one":
+                self.model.metrics[0].reset_state()
+
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1 and case == "all":
+                self.model.reset_metrics()
+            if batch == 1 and case == "train_on_batch":
+                self.model.train_on_batch(X[:8], Y[:8])
+                predictions.append(self.model.predict_on_batch(X[:3]))
+
+    plain, expected = plain_fit(CLASSIFIER, X, Y, callbacks=[Changes()], **FIT)
+    ours, history = distributed_fit(CLASSIFIER, X, Y, callbacks=[Changes()], **FIT)
+    assert_same_history(expected, history)
+    assert_same_weights(plain, ours)
+    half = len(predictions) // 2
+    np.testing.assert_allclose(predictions[:half], predictions[half:], atol=1e-6)
 
 
 def test_a_callback_evaluates_and_predicts_on_the_strategy() -> None:

@@ -335,9 +335,45 @@ def test_a_new_order_of_examples_begins_with_an_epoch(two: Any, tmp_path: Path) 
         other.fit(X, Y, callbacks=[kill], **{**fit, "epochs": 2})
     names = [path.name for path in tfd.finished_checkpoints(tmp_path)]
     assert names[-1] == "epoch-00001-batch-00000001.safetensors"
-    with pytest.raises(tfd.TrainingError, match=r"and shuffle \(True, got False\)"):
+    with pytest.raises(tfd.TrainingError, match=r"resume: shuffle was True and is False\. "):
         model.fit(X, Y, **{**fit, "epochs": 2}, shuffle=False)
     assert model.fit(X, Y, **{**fit, "epochs": 2}).epoch == [0, 1]
+
+
+def test_a_job_that_resumes_says_what_has_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A loss or metric may not change, data not in the middle of an epoch."""
+
+    def fit(folder: str, rate: float = 0.25, rows: int = 64, **options: Any) -> str:
+        compiled = {"loss": options.pop("loss", "mse"), "metrics": options.pop("metrics", [])}
+
+        def build() -> keras.Model:
+            model = dense(1)()
+            model.compile(keras.optimizers.SGD(rate), run_eagerly=True, **compiled)
+            return model
+
+        model = tfd.distribute(build, mirrored())
+        options = {**FIT, "checkpoint_dir": tmp_path / folder, **options}
+        model.fit(X[:rows], Y[:rows], **options)
+        assert float(model.optimizer.learning_rate) == 0.25
+        return capsys.readouterr().err
+
+    fit("whole")
+    for settings in ({"loss": "mae"}, {"metrics": ["mae"]}):
+        with pytest.raises(tfd.TrainingError, match=r"(loss was mse|0 was None) and is mae\. Comp"):
+            fit("whole", epochs=2, **settings)
+    said = fit("whole", rate=0.5, rows=60, batch_size=np.int64(20), epochs=2)
+    assert said.endswith(
+        "; batch_size was 16 and is 20; number of examples was 64 and is 60; steps per epoch was 4"
+        " and is 3; optimizer.learning_rate was 0.5 and is 0.25, as in the checkpoint\n"
+    )
+    with pytest.raises(KilledError):
+        fit("inside", checkpoint_every=1, callbacks=[KillAfter(2)])
+    with pytest.raises(tfd.TrainingError, match="resume: number of examples was 64 and is 63\\."):
+        fit("inside", rows=63)
+    with pytest.raises(tfd.TrainingError, match="resume: steps per epoch was 4 and is 3\\."):
+        fit("inside", steps_per_epoch=3)
 
 
 def test_a_job_says_from_where_it_resumes_and_how_it_can_be_resumed(

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from checkpoint_cases import (
     FailsIn,
     adam,
@@ -21,7 +22,7 @@ from checkpoint_cases import (
     everything,
     train,
 )
-from training_cases import assert_same_weights, classifier, mirrored, strategy_of
+from training_cases import X, Y, assert_same_weights, classifier, mirrored, strategy_of
 
 import tfdist_ext as tfd
 from tfdist_ext.training.checkpoints import format
@@ -73,6 +74,69 @@ def test_every_optimizer_of_a_model(tmp_path: Path) -> None:
     assert_same_state(model, other)
 
 
+class OfParts(keras.Model):
+    """Trains by the optimizer of a model inside it; counts in tf.Variables."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        self.part.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        self.mean = tf.Variable(0.0, trainable=False)
+        self.more = [tf.Variable([1.0, 2.0], trainable=False)]
+        self.words = {str(number): number for number in range(2000)}
+        self.words["this"] = [self.words]
+
+    def build(self, shape):
+        self.built = True
+
+    def call(self, x):
+        return self.part(x)
+
+    def get_config(self):
+        return {}
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.part(x) - y) ** 2)
+        weights = self.part.trainable_weights
+        self.part.optimizer.apply(tape.gradient(loss, weights), weights)
+        self.mean.assign_add(tf.reduce_mean(x))
+        self.more[0].assign_add([tf.reduce_mean(y)] * 2)
+        return {"loss": loss}
+
+
+def test_parts_that_keras_does_not_list(tmp_path: Path) -> None:
+    def build() -> keras.Model:
+        model = OfParts()
+        model.build((None, 5))
+        model.compile(None)
+        return model
+
+    def fit(model: Any, **options: Any) -> Any:
+        keras.utils.set_random_seed(1)
+        model.fit(X, Y, batch_size=16, shuffle=False, verbose=0, **options)
+        return model
+
+    keras.utils.set_random_seed(1)
+    plain = fit(build(), epochs=2)
+    keras.utils.set_random_seed(1)
+    model = fit(tfd.distribute(build, mirrored()), checkpoint_dir=tmp_path)
+    state = everything(model)
+    assert {"model/mean", "model/more.0", "models.1.optimizer.SGD/iteration"} <= {*state}
+    other = tfd.distribute(build, strategy_of("default"))
+    (file,) = tfd.finished_checkpoints(tmp_path)
+    with pytest.raises(
+        tfd.TrainingError, match=r"models\.1\.optimizer\S+ is .* missing in the mod"
+    ):
+        other.restore_checkpoint(file)  # no step has built the optimizer
+    fit(other, checkpoint_dir=tmp_path, epochs=2)
+    assert_same_weights(plain, other)
+    assert float(other.keras_model.mean) == pytest.approx(float(plain.mean), abs=1e-5)
+    copy = tfd.distribute(plain, mirrored()).keras_model
+    np.testing.assert_array_equal(copy.more[0].numpy(), plain.more[0].numpy())
+
+
 def test_a_model_that_is_not_compiled_takes_the_weights_alone(tmp_path: Path) -> None:
     def not_compiled() -> keras.Model:
         return keras.Sequential([keras.Input((5,)), *map(keras.layers.Dense, (4, 1))])
@@ -101,7 +165,7 @@ def test_another_model_is_refused_and_left_alone(build: Any, words: str, tmp_pat
     tfd.distribute(dense(4, 1), strategy_of("default")).save_checkpoint(tmp_path / "saved")
     model = tfd.distribute(build, mirrored())
     before = everything(model)
-    with pytest.raises(tfd.TrainingError, match=words):
+    with pytest.raises(tfd.TrainingError, match=rf"{words}.* Use the code that wrote it, or ano"):
         model.restore_checkpoint(tmp_path / "saved")
     for name, value in everything(model).items():
         if name in before:  # not the slots that were made meanwhile

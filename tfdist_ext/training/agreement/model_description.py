@@ -23,7 +23,7 @@ from tfdist_ext.training._keras_private import compile_arguments, flat_layers, i
 # The code of a lambda contains the path of its file.
 _LEFT_OUT = {"module", "registered_name", "build_config", "build_input_shape", "seed", "name"}
 _LEFT_OUT |= {"code", "defaults", "closure"}
-_COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
+LOSS_AND_METRICS = ("loss", "loss_weights", "metrics", "weighted_metrics")
 _NUMBER = re.compile(r"_\d+$")  # which Keras adds to automatic names
 _SAMPLE, _FEW = 1 << 18, 4  # elements of an array that are compared; that a text shows
 
@@ -48,23 +48,23 @@ def describe_model(model: keras.Model, created: Sequence[tf.Variable]) -> dict[s
             kind = [*variable.shape, variable.dtype, bool(variable.trainable)]
             values[f"variable {number} ({variable.name!r})"] = kind
     if model.compiled:
-        values.update(_compile_values(model))
+        values.update(compile_values(model, ("optimizer", *LOSS_AND_METRICS)))
+        values["steps_per_execution of compile()"] = model.steps_per_execution
+        for setting in ("run_eagerly", "jit_compile"):
+            values[f"{setting} of compile()"] = bool(getattr(model, setting))
     return values
 
 
-def _compile_values(model: keras.Model) -> Iterator[tuple[str, Any]]:
-    """Yields the arguments of `compile`."""
+def compile_values(model: keras.Model, arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yields some arguments of `compile`."""
     try:
         settings = compile_arguments(model)
     except (AttributeError, TypeError):  # the model has a compile() of its own
         settings = {"optimizer": getattr(model, "optimizer", None)}
-    for key in _COMPILED:
+    for key in arguments:
         for path, leaf in keras.tree.flatten_with_path(settings.get(key)):
             name = " ".join([key, *map(str, path)])
             yield from _object_values(name, leaf) if hasattr(leaf, "get_config") else [(name, leaf)]
-    yield "steps_per_execution of compile()", model.steps_per_execution
-    yield "run_eagerly of compile()", bool(model.run_eagerly)
-    yield "jit_compile of compile()", bool(model.jit_compile)
 
 
 def _adapted_values(name: str, layer: keras.Layer) -> Iterator[tuple[str, Any]]:

@@ -29,6 +29,7 @@ from tfdist_ext.training.building.copying import clone_model, compile_as, copy_s
 from tfdist_ext.training.state import broadcast_state, check_has_variables, whole_slots
 from tfdist_ext.training.steps.parts import OptimizerParts, deferring_builds
 from tfdist_ext.training.variables import (
+    attributes_of,
     copies_of_one_name,
     default_strategy_scope,
     optimizers_of,
@@ -188,7 +189,7 @@ def recompile(
     given = _keras_private.compile_arguments(model)
     metrics = keras.tree.flatten([given["metrics"], given["weighted_metrics"]])
     with_variables = [each for each in metrics if isinstance(each, keras.metrics.Metric)]
-    with_variables += optimizers_of(model).values()
+    with_variables += attributes_of(model, keras.optimizers.Optimizer).values()
     if not all(_belongs_to(v, strategy) for each in with_variables for v in each.variables):
         with creation_scope(strategy, created):
             compile_as(model, model)

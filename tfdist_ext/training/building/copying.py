@@ -28,8 +28,8 @@ from tfdist_ext.training._keras_private import (
     trained_by,
     trusted,
 )
-from tfdist_ext.training.state import assign_whole, whole_value
-from tfdist_ext.training.variables import optimizers_of, parts_of
+from tfdist_ext.training.state import assign_whole, own_variables, whole_value
+from tfdist_ext.training.variables import attributes_of, parts_of
 
 __all__ = ["clone_model", "compile_as", "copy_state"]
 
@@ -58,19 +58,20 @@ def compile_as(source: keras.Model, target: keras.Model) -> None:
         TrainingError: a compile() whose arguments are not known, an optimizer or a metric that
             cannot be cloned, or an optimizer that was built for other variables.
     """
-    before = optimizers_of(source)
+    before = attributes_of(source, keras.optimizers.Optimizer)
     if type(source).compile_from_config is not keras.Model.compile_from_config:
         config = source.get_compile_config()
         with _custom_objects_of([source]):
             target.compile_from_config(config)
     else:
         arguments = _compile_arguments(source)
-        target.compile(**keras.tree.map_structure(_without_state, arguments))
+        with _errors_of(source):  # a compile() may give Keras other arguments than it got
+            target.compile(**keras.tree.map_structure(_without_state, arguments))
         if type(source).compile is not keras.Model.compile:  # it may keep something else
             for name, value in _compile_arguments(target).items():
                 if _description(value) != _description(arguments[name]):
                     raise _unknown_argument(source, name)
-    after = optimizers_of(target)
+    after = attributes_of(target, keras.optimizers.Optimizer)
     for name, old in before.items():
         if old.built:
             _copy_optimizer_state(old, after.get(name), source, target)
@@ -92,8 +93,9 @@ def _compile_arguments(model: keras.Model) -> dict[str, Any]:
     if len(names) < len(parameters):  # the keywords go to Keras
         names += of_keras
     known = {**vars(model), **of_keras}
+    required = {each.name for each in parameters if each.default is each.empty}
     for name in names:
-        if name not in known:
+        if name not in known or (name in required and known[name] is None):
             raise _unknown_argument(model, name)
     return {name: known[name] for name in names}
 
@@ -233,10 +235,14 @@ def copy_state(model: keras.Model, copy: keras.Model) -> None:
         raise _cannot_be_copied(model, "the copy has weights of different shapes.")
     for old, new in _paired_layers(model, copy):
         new.trainable = old.trainable  # parents come first: they set their children's too
-        for name, value in vars(old).items():
-            mine = vars(new).get(name)
-            if isinstance(value, keras.random.SeedGenerator) and type(mine) is type(value):
-                mine.state.assign(value.state.numpy())
+        copies = attributes_of(new, keras.random.SeedGenerator)
+        for name, value in attributes_of(old, keras.random.SeedGenerator).items():
+            if name in copies:
+                copies[name].state.assign(value.state.numpy())
+        own = own_variables(new)
+        for name, variable in own_variables(old).items():
+            if name in own:
+                assign_whole(own[name], whole_value(variable))
         if hasattr(old, "save_assets"):
             with tempfile.TemporaryDirectory() as folder:
                 old.save_assets(folder)

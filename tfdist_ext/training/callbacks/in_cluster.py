@@ -92,17 +92,18 @@ def uses_batch_hooks(callbacks: Callbacks, kind: str) -> bool:
     hooks = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"]
     if kind == "train":
         hooks += ["on_batch_begin", "on_batch_end"]
-    return any(
-        getattr(method := getattr(callback, hook), "__func__", method)
-        is not getattr(keras.callbacks.Callback, hook)
-        for callback in keras.tree.flatten(callbacks or [])
-        if not _ignores_batches(callback)
-        for hook in hooks
-    )
+    given = keras.tree.flatten(callbacks or [])
+    return not all(_does_nothing(callback, hook) for callback in given for hook in hooks)
 
 
-def _ignores_batches(callback: Callback) -> bool:
-    """Whether a callback of Keras does nothing in the batch hooks that it has."""
+def _does_nothing(callback: Callback, hook: str) -> bool:
+    """Whether a batch hook does nothing, as Keras's own with some settings."""
+    method = getattr(callback, hook)
+    function = getattr(method, "__func__", method)
+    if function is getattr(keras.callbacks.Callback, hook):
+        return True
+    if not str(getattr(function, "__module__", "")).startswith("keras."):
+        return False
     match callback:
         case keras.callbacks.ProgbarLogger() | keras.callbacks.History():
             return True
@@ -156,7 +157,7 @@ def redirect_model_methods(
 ) -> contextlib.AbstractContextManager[None]:
     """Scope in which callbacks get methods of a DistributedModel as methods of its Keras model.
 
-    - `evaluate` and `predict` of Keras fail, or are wrong, on a strategy.
+    - `evaluate`, `predict` and `..._on_batch` of Keras fail, or are wrong, on a strategy.
     - `save`, `save_weights` and `export` do nothing on tasks that are not the chief. They do not
       wait for the chief, because the other tasks may not run the callback.
     - `load_weights` reads on the chief, for all tasks. BackupAndRestore runs on the chief alone,
@@ -174,9 +175,8 @@ def redirect_model_methods(
     not_written = ("export", "save", "save_weights") if not is_chief else ()
     return _keras_private.redirect_methods(
         model,
-        evaluate=distributed.evaluate,
-        predict=distributed.predict,
         load_weights=load_weights,
+        **{name: getattr(distributed, name) for name in TRAINER_METHODS if name != "fit"},
         **dict.fromkeys(not_written, lambda *args, **kwargs: None),
     )
 

@@ -25,7 +25,7 @@ import os
 import posixpath
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import IO, Any, NamedTuple, TypeAlias
 
 import keras
@@ -82,7 +82,8 @@ class Progress:
         first_epoch: the epoch in which the reading position of the data was 0.
         seed: the seed of the order of examples; 0 without shuffling.
         batches: the number of completed global batches of the next epoch.
-        batch_size: the global batch size; 0 if it is not known, or with a ShardedDataset.
+        data_settings: the batch size and other settings of the data, by name.
+        compiled: the loss and the metrics, as texts by name.
         data: the state of a ShardedDataset; None with other data.
         trained: the training logs of an epoch that is not validated yet, else None.
         stopped: whether a callback stopped the training.
@@ -93,7 +94,8 @@ class Progress:
     first_epoch: int = 0
     seed: int = 0
     batches: int = 0
-    batch_size: int = 0
+    data_settings: dict[str, Any] = field(default_factory=dict)
+    compiled: dict[str, str] = field(default_factory=dict)
     data: dict[str, Any] | None = None
     trained: dict[str, Any] | None = None
     stopped: bool = False

@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -25,6 +25,12 @@ from tfdist_ext.training._keras_private import (
     global_seed_generator,
     seed_generators,
     seed_state,
+    step_variables,
+)
+from tfdist_ext.training.agreement.model_description import (
+    LOSS_AND_METRICS,
+    as_text,
+    compile_values,
 )
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.callbacks.in_cluster import (
@@ -114,26 +120,37 @@ class CheckpointManager:
         Raises:
             TrainingError: `checkpoint_every` is not possible, or other data than before.
         """
-        batch_size = self._checked_batch_size(data)
+        self._check_every(data)
         folder, model = self._folder, self._model
         self._callbacks = callbacks
+        compiled = {name: as_text(v) for name, v in compile_values(model, LOSS_AND_METRICS)}
+        settings: dict[str, Any] = {} if self._data is not None else data.sizes
+        settings["shuffle"] = self._progress.seed != 0
+        settings = {"data_settings": settings, "compiled": compiled}
         self._progress = replace(
-            self._progress, epoch=initial_epoch, first_epoch=initial_epoch, batch_size=batch_size
+            self._progress, epoch=initial_epoch, first_epoch=initial_epoch, **settings
         )
         if not self._reduction.any_worker(folder.newest is not None):
             return initial_epoch
         path = folder.newest or folder.path
+        rates = _learning_rates(model)
         progress, state = restore_checkpoint(model, self._reduction, path, verified=True)
         now = self._progress
-        is_same = (progress.batch_size, progress.seed) == (batch_size, now.seed)
-        if progress.batches and not (self._resumes_inside and is_same):
+        if different := _differences(progress.compiled, now.compiled):
             raise TrainingError(
-                f"The checkpoint is in the middle of an epoch, at {progress}. To resume there, use"
-                f" the same data with the same batch_size ({progress.batch_size or None}, got"
-                f" {batch_size or None}) and shuffle ({progress.seed != 0}, got {now.seed != 0}) to"
-                " the end of the epoch, or use another checkpoint_dir."
+                f"{path} belongs to a training with another loss or other metrics:"
+                f" {', '.join(different)}. Compile the model as before, or use another"
+                " checkpoint_dir. To train these weights with another loss, call"
+                " restore_checkpoint(path) before fit(checkpoint_dir=...) with a new folder."
             )
-        progress = replace(progress, batch_size=batch_size, seed=now.seed)
+        changes = _differences(progress.data_settings, now.data_settings)
+        if progress.batches and (changes or not self._resumes_inside):
+            raise TrainingError(
+                f"The checkpoint is in the middle of an epoch, at {progress}, where this job cannot"
+                f" resume: {', '.join(changes) or 'this data begins with an epoch'}. Use the same"
+                " data and arguments to the end of the epoch, or another checkpoint_dir."
+            )
+        progress = replace(progress, seed=now.seed, **settings)
         self._progress = self._unannounced = progress
         self._restore = _restoring(model, state, callbacks)
         continue_log_files(state, callbacks)
@@ -141,7 +158,10 @@ class CheckpointManager:
         is_done = has_ended and progress.trained is None
         if self._reduction.is_chief:
             complete = f"training in {folder.path} is complete after {progress}; nothing to do"
-            log_line(complete if is_done else f"resuming after {progress}, from {path}")
+            restored = _differences(rates, _learning_rates(model))
+            changes += [f"{each}, as in the checkpoint" for each in restored]
+            resumes = "; ".join([f"resuming after {progress}, from {path}", *changes])
+            log_line(complete if is_done else resumes)
         epochs = progress.epoch - progress.first_epoch
         if self._data is None:
             if not is_done:
@@ -157,12 +177,8 @@ class CheckpointManager:
             return max(self._epochs, progress.epoch)
         return progress.epoch - (progress.trained is not None)
 
-    def _checked_batch_size(self, data: Epochs) -> int:
-        """Returns the rows of a global batch; 0 if not known, or of a ShardedDataset.
-
-        Raises:
-            TrainingError: `checkpoint_every` is given, and is not possible.
-        """
+    def _check_every(self, data: Epochs) -> None:
+        """Raises TrainingError if `checkpoint_every` is given, and is not possible."""
         known = self._data
         self._resumes_inside = (
             data.can_begin_anywhere if known is None else known.resumes_inside_epochs
@@ -173,7 +189,6 @@ class CheckpointManager:
                 " tfd.data.from_arrays((x, y), global_batch_size=64, seed=0) or from_tfrecords, or"
                 " from_dataset_fn with a function that takes the epoch."
             )
-        return data.batch_size or 0 if known is None else 0
 
     def training_has_begun(self) -> None:
         """After `on_train_begin`: restores callbacks, and what they may have changed.
@@ -278,8 +293,9 @@ class CheckpointManager:
             self._save(replace(self._progress, stopped=stopped))
         elif self._reduction.is_chief:
             warn(
-                f"the loss of epoch {epoch + 1} is {logs['loss']}: no checkpoint is written,"
-                f" and the checkpoints in {self._folder.path} stay."
+                f"the loss of epoch {epoch + 1} is {logs['loss']}: no checkpoint is written, and"
+                f" the checkpoints in {self._folder.path} stay. To end such a training, pass the"
+                " callback keras.callbacks.TerminateOnNaN()."
             )
         return self._progress
 
@@ -359,6 +375,19 @@ def _restoring(
         restore_callbacks(state, callbacks)
 
     return restore
+
+
+def _learning_rates(model: keras.Model) -> dict[str, str]:
+    rates = {name: step_variables(each)[1] for name, each in optimizers_of(model).items()}
+    return {f"{n}.learning_rate": f"{float(r):.6g}" for n, r in rates.items() if r is not None}
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name} was {before.get(name)} and is {now.get(name)}"
+        for name in {**before, **now}
+        if before.get(name) != now.get(name)
+    ]
 
 
 def _is_finite(logs: Logs) -> bool:

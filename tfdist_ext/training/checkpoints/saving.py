@@ -48,6 +48,7 @@ from tfdist_ext.training.state import (
     state_of,
     whole_slots,
 )
+from tfdist_ext.training.variables import optimizers_of
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["SavingMixin", "arrays_of", "at_step", "restore_checkpoint"]
@@ -237,10 +238,15 @@ def _variables_to_restore(
     state = state_of(model)
     ignored = {METRICS, _OTHERS}
     optimizers = [{*map(group_of, names)} - {MODEL} - ignored for names in (state, file.arrays)]
-    if not all(optimizers):
+    has_optimizers = model.compiled and optimizers_of(model)  # maybe not built yet
+    if not (has_optimizers and optimizers[1]):
         ignored.update(*optimizers)
     found, saved = (
-        {n: f"{v.dtype} {tuple(v.shape)}" for n, v in named.items() if group_of(n) not in ignored}
+        {
+            name: f"{tf.as_dtype(array.dtype).name} {tuple(array.shape)}"
+            for name, array in named.items()
+            if group_of(name) not in ignored
+        }
         for named in (state, file.arrays)
     )
     if differing := [name for name in found | saved if found.get(name) != saved.get(name)]:
@@ -249,7 +255,11 @@ def _variables_to_restore(
             f" {found.get(name, 'missing')} in the model"
             for name in differing[:_SHOWN]
         )
-        raise TrainingError(f"{path} is a checkpoint of another model or optimizer: {shown}.")
+        raise TrainingError(
+            f"{path} is a checkpoint of another model or optimizer: {shown}. Use"
+            " the code that wrote it, or another checkpoint or folder. Build an optimizer of your"
+            " own step before you restore it: optimizer.build(variables)."
+        )
     return {
         name: variable
         for name, variable in state.items()

@@ -117,7 +117,7 @@ class Calls:
         iterator: BatchIterator,
         n: int,
         specs: Sequence[tf.TensorSpec] = (),
-        arguments: Callable[[int], Sequence[Any]] = lambda done: (),
+        arguments: Callable[[int, int], Sequence[Any]] = lambda done, steps: (),
     ) -> tuple[int, int, list[Any]]:
         """Read `n` global batches, or fewer if the data ends, and call the function on them.
 
@@ -126,7 +126,8 @@ class Calls:
         Args:
             function: (list of batches, *further arguments) -> results.
             specs: the specs of the further arguments.
-            arguments: returns the further arguments, from the number of batches before the call.
+            arguments: returns the further arguments, from the numbers of batches before the call
+                and in it.
 
         Returns:
             (batches that were sent, batches that were read, results of the calls). A batch is not
@@ -144,10 +145,10 @@ class Calls:
                 read += 1
                 waiting += [batch] if int(rows) else []
                 if len(waiting) == most:
-                    yield trace(most), (waiting, *arguments(done))
+                    yield trace(most), (waiting, *arguments(done, most))
                     done, waiting = done + most, []
             for batch in waiting:
-                yield trace(1), ([batch], *arguments(done))
+                yield trace(1), ([batch], *arguments(done, 1))
                 done += 1
 
         results = self.results(calls())

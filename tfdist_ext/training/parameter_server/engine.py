@@ -8,6 +8,7 @@ input order.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -131,13 +132,13 @@ class ParameterServerProgram:
         self._counter: keras.Variable | None = None
         self._rate: keras.Variable | None = None
         if kind == "train" and isinstance(model.optimizer, keras.optimizers.Optimizer):
-            self._counter, self._rate = step_variables(model.optimizer)
+            counter, self._rate = step_variables(model.optimizer)
+            # Only a worker knows whether the gradients overflow, and the step does not count.
+            may_skip = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+            self._counter = None if may_skip else counter
         # Other optimizers count in variables on the servers, to which a step adds.
-        self._watched += [
-            step_variables(other)[0]
-            for other in optimizers_of(model).values()
-            if other is not model.optimizer
-        ]
+        counters = [step_variables(each)[0] for each in optimizers_of(model).values()]
+        self._watched += [each for each in counters if each is not self._counter]
         self._counted = 0  # how often a step counts itself
         self._sizes = [int(np.prod(variable.shape)) for variable in self._metrics]
         is_sum = [variable.aggregation == "sum" for variable in self._metrics]
@@ -158,7 +159,7 @@ class ParameterServerProgram:
         """Reset the metrics, as at the beginning of an epoch, or continue from their values."""
         if not resume:
             self._model.reset_metrics()
-        self._totals = self._states()
+        self._totals = self._assigned = self._states()
 
     def _states(self) -> np.ndarray:
         values = [raw_value(v).numpy().ravel().astype(np.float64) for v in self._metrics]
@@ -167,6 +168,7 @@ class ParameterServerProgram:
     def _assign(self, states: np.ndarray) -> None:
         for variable, value in zip(self._metrics, self._unpacked(states), strict=True):
             raw_value(variable).assign(value)
+        self._assigned = self._states()
 
     def _unpacked(self, states: np.ndarray | tf.Tensor) -> list[tf.Tensor]:
         """The metrics' states, in their own types and shapes."""
@@ -184,33 +186,40 @@ class ParameterServerProgram:
         Raises:
             PeerError: a parameter server is gone.
         """
+        if self._states().tobytes() != self._assigned.tobytes():  # a callback has changed a metric
+            self.reset(resume=True)
         first = 0 if self._counter is None else int(raw_value(self._counter).numpy())
         rate = np.float32(0) if self._rate is None else raw_value(self._rate).numpy()
-        iterator, done, used, found = data.iterator, 0, 0, []
+        iterator, done, used, found, sent = data.iterator, 0, 0, [], 0
 
-        def arguments(before: int) -> tuple[np.int64, np.floating]:
+        def arguments(before: int, steps: int) -> tuple[np.int64, np.floating]:
+            nonlocal sent
+            sent = max(sent, done + before + steps)
             return np.int64(first + (done + before) * self._counted), rate
 
-        if isinstance(iterator, ShardIterators):
-            answers = self._on_shards(iterator, n, arguments)
-            done = used = sum(int(answer.steps) for answer in answers)
-            found = [answer.values for answer in answers]
-            iterator = iterator.rest
-        if iterator is not None:
-            sent, read, values = self._calls.on_batches(
-                self._on_batches, iterator, n - done, self._specs, arguments
-            )
-            done, used, found = done + sent, used + read, found + values
+        try:
+            if isinstance(iterator, ShardIterators):
+                answers = self._on_shards(iterator, n, arguments)
+                done = used = sent = sum(int(answer.steps) for answer in answers)
+                found = [answer.values for answer in answers]
+                iterator = iterator.rest
+            if iterator is not None:
+                steps, read, values = self._calls.on_batches(
+                    self._on_batches, iterator, n - done, self._specs, arguments
+                )
+                done, used, found = done + steps, used + read, found + values
+        finally:  # the calls before an error have updated the weights
+            with contextlib.suppress(tf.errors.OpError):  # a lost server has an error of its own
+                if self._counter is not None and sent:
+                    raw_value(self._counter).assign(first + sent * self._counted)
         for states, _ in found:
             self._totals = np.where(self._is_sum, self._totals + states - self._start, states)
-        if self._counter is not None and done:
-            raw_value(self._counter).assign(first + done * self._counted)
         self._assign(self._totals)
         logs = self._logs(found[-1][1] if found else {})
         return Execution(logs, used, seconds, stop_requested=stop_requested)
 
     def _on_shards(
-        self, data: ShardIterators, n: int, arguments: Callable[[int], Sequence[np.number]]
+        self, data: ShardIterators, n: int, arguments: Callable[[int, int], Sequence[np.number]]
     ) -> list[Answer]:
         """Take `n` steps, or fewer if all shards end; returns the answers that count."""
         batches, found = data.batches, []
@@ -224,7 +233,8 @@ class ParameterServerProgram:
             most = max(1, min(BATCHES_IN_A_CALL, (n - done) // (4 * batches.workers)))
             calls: list[Call] = []
             for before in range(done, n, most):
-                span = np.int64(min(most, n - before)), *arguments(before)
+                number = min(most, n - before)
+                span = np.int64(number), *arguments(before, number)
                 calls.append((self._on_shard[key], (data.of_workers, data.positions, *span)))
             found += (counted := data.count(self._calls.results(calls)))
             done += sum(int(answer.steps) for answer in counted)

@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies._tf_private import per_replica
+from tfdist_ext.training._keras_private import raw_value
 from tfdist_ext.training.inputs import BatchIterator, Epoch, Execution, GlobalBatches, Parts
 from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.synchronous.model_step import ModelStep, OneTrace, Seeds
@@ -53,6 +54,7 @@ class SynchronousProgram:
         # By the kind of data: (known_length, needs_row_count) of an Epoch.
         self._executions: dict[tuple[bool, bool], Callable[..., Any]] = {}
         self._states: States = []
+        self._totals: list[bytes] = []  # of the metrics, after the last execution
 
     @property
     def traces(self) -> str:
@@ -62,7 +64,10 @@ class SynchronousProgram:
         """Reset the metrics, as at the beginning of an epoch, or continue from their values."""
         if not resume:
             self._model.reset_metrics()
-        self._states = self._step.states.at_start()
+        self._states, self._totals = self._step.states.at_start(), self._metric_values()
+
+    def _metric_values(self) -> list[bytes]:
+        return [raw_value(variable).numpy().tobytes() for variable in self._step.states.variables]
 
     def run(
         self, data: Epoch, n: int, seconds: float, *, stop_requested: bool = False
@@ -76,6 +81,8 @@ class SynchronousProgram:
             stop_requested: this task has received SIGTERM. The result says on every task whether
                 any task has.
         """
+        if self._metric_values() != self._totals:  # a callback has changed a metric
+            self.reset(resume=True)
         self._step.batch_size = data.batch_size
         if self._batches_read is not None:
             self._reduction.peers.reads_batches(self._batches_read.numpy)
@@ -86,6 +93,7 @@ class SynchronousProgram:
         args = data.iterator, tf.constant(n), report, self._states
         finished = self._step.call(self._executions[kind], *args)
         logs, self._states, steps, report = finished
+        self._totals = self._metric_values()
         chief_seconds, stop_requests = report.numpy().tolist()
         logs = {  # by name, as Keras sorts them
             name: float(value) if value.shape.rank == 0 else value.numpy()
