@@ -49,7 +49,9 @@ class Entry:
                 raise StrategyError(message) from None
             others = [entry.name for entry in _TABLE.values() if unknown in entry.options]
             advice = [f"It is an option of {', '.join(others)}."] if others else []
-            if self.options or not others:
+            if unknown in _INSTEAD_OF:
+                advice = [f"Use {_INSTEAD_OF[unknown]}."]
+            elif self.options or not others:
                 advice.append(nearest(unknown, [*self.options, "name"]))
             raise StrategyError(
                 f"the strategy {self.name!r} has no option {unknown}={shown(options[unknown])}."
@@ -63,6 +65,13 @@ class Entry:
             )
         return strategy
 
+
+# Arguments of TensorFlow's constructors that have another name here.
+_INSTEAD_OF = {
+    "tpu_cluster_resolver": "cluster=",
+    "variable_partitioner": 'placement="balanced", which cuts large variables, or rules such as'
+    ' placement={"users/.*": "sharded(4)"}',
+}
 
 _TABLE = {
     factory.__name__: Entry(factory.__name__, factory, description)
