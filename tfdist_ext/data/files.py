@@ -5,9 +5,9 @@ of the length (uint32), the payload, and a checksum of the payload (uint32), all
 checksum is a masked CRC-32C (`tensorflow/core/lib/io/record_writer.h`).
 
 The offsets of the file `name` are found once, in one pass over the length fields, and kept beside
-it in `.name.tfdindex`: a NumPy array (int64) of the size and the time stamp of the data, and then
-the offsets. An index is valid only while size and time stamp are those of the data. It is written
-under another name and renamed, so that several tasks may write it at once.
+it in `.name.tfdindex`: a NumPy array (int64) of the size and time stamp of the data, the checksum
+of the last payload, and the offsets. An index is valid only while size and time stamp are those of
+the data. It is written under another name and renamed, so that several tasks may write it at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from struct import Struct
 from typing import Any, TypeAlias
 
@@ -164,12 +164,14 @@ class RecordIndex:
         path: path of the data.
         stamp: (size, time of the last change) of the data; see `stamp_of`.
         records: number of records before the first damage.
+        checksum: the stored checksum of the last of these records.
         held: the offsets, if they are not kept in a file.
     """
 
     path: str
     stamp: tuple[int, int]
     records: int
+    checksum: int
     held: np.ndarray | None = None
 
     def offsets(self) -> np.ndarray:
@@ -178,11 +180,13 @@ class RecordIndex:
         Raises:
             DataError: the index was removed, or describes other data now.
         """
-        offsets = _load(self.path, self.stamp) if self.held is None else self.held
-        if offsets is None or len(offsets) != self.records + 1:
+        if self.held is not None:
+            return self.held
+        found = _load(self.path, self.stamp)
+        if found is None or len(found) != self.records + 2:
             place = _place_of(self.path)
             raise DataError(f"{place} was removed or changed while it was in use. Start again.")
-        return offsets
+        return found[1:]
 
 
 def indexes_of(paths: list[str], *, skip_damaged: bool = False) -> list[RecordIndex]:
@@ -204,13 +208,15 @@ def _index_of(path: str, skip_damaged: bool) -> RecordIndex:
     size, modified = stamp
     if size == 0:  # a writer wrote no records, or was killed
         warn(f"{path} is empty: it has no records.")
-    offsets = _load(path, stamp)
-    if offsets is not None:
-        return RecordIndex(path, stamp, len(offsets) - 1)
-    offsets, damage = scan(FileReader(path).read_at, size)
+    found = _load(path, stamp)
+    if found is not None:
+        return RecordIndex(path, stamp, len(found) - 2, int(found[0]))
+    read_at = FileReader(path).read_at
+    offsets, damage = scan(read_at, size)
+    checksum = int.from_bytes(read_at(max(int(offsets[-1]) - TAIL, 0), TAIL), "little")
     if stamp_of(path) != stamp:
         raise DataError(f"{path} was written to while its records were counted. Start again.")
-    index = RecordIndex(path, stamp, len(offsets) - 1, offsets)
+    index = RecordIndex(path, stamp, len(offsets) - 1, checksum, offsets)
     if damage:
         where = f"{path}: record {index.records} at byte {offsets[-1]} of {size}: {damage}."
         if not skip_damaged:
@@ -220,8 +226,8 @@ def _index_of(path: str, skip_damaged: bool) -> RecordIndex:
             )
         warn(f"{where} The rest of the file is skipped.")
     elif modified:  # without a time, an index could not be checked against the data
-        if _keep(path, stamp, offsets):
-            return RecordIndex(path, stamp, index.records)
+        if _keep(index, offsets):
+            return replace(index, held=None)
         warn(
             f"{_place_of(path)} cannot be written, so each task counts the records of {path} at"
             " each start. Make the folder writable for one run."
@@ -286,7 +292,7 @@ def _place_of(path: str) -> str:
 
 
 def _load(path: str, stamp: tuple[int, int]) -> np.ndarray | None:
-    """The offsets of a file, memory-mapped, if there is an index of data with this stamp."""
+    """The checksum and offsets of a file, memory-mapped, if an index has this stamp."""
     place = _place_of(path)
     try:
         if is_local(place):
@@ -295,19 +301,20 @@ def _load(path: str, stamp: tuple[int, int]) -> np.ndarray | None:
             found = np.load(io.BytesIO(tf.io.gfile.GFile(place, "rb").read()))
     except (OSError, ValueError, EOFError, tf.errors.OpError):
         return None
-    if found.dtype != np.int64 or found.ndim != 1 or len(found) < 3:
+    if found.dtype != np.int64 or found.ndim != 1 or len(found) < 4:
         return None
-    right = tuple(found[:2]) == stamp and (found[2], found[-1]) == (0, stamp[0])
+    right = tuple(found[:2]) == stamp and (found[3], found[-1]) == (0, stamp[0])
     return found[2:] if right else None
 
 
-def _keep(path: str, stamp: tuple[int, int], offsets: np.ndarray) -> bool:
+def _keep(index: RecordIndex, offsets: np.ndarray) -> bool:
     """Write the index. Returns whether this was possible."""
-    unfinished = f"{_place_of(path)}.{uuid.uuid4().hex}.unfinished"
+    place = _place_of(index.path)
+    unfinished = f"{place}.{uuid.uuid4().hex}.unfinished"
     try:
         with tf.io.gfile.GFile(unfinished, "wb") as file:
-            np.save(file, np.concatenate([np.array(stamp, np.int64), offsets]))
-        tf.io.gfile.rename(unfinished, _place_of(path), overwrite=True)
+            np.save(file, np.concatenate([[*index.stamp, index.checksum], offsets]))
+        tf.io.gfile.rename(unfinished, place, overwrite=True)
     except (OSError, tf.errors.OpError):
         with contextlib.suppress(tf.errors.OpError):
             tf.io.gfile.remove(unfinished)
