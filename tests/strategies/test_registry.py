@@ -84,6 +84,20 @@ def test_a_class_is_a_factory() -> None:
         tfd.create_strategy("mine")
 
 
+def test_a_cell_of_a_notebook_registers_its_function_again() -> None:
+    for device in ("CPU:1", "CPU:2"):
+
+        def mine(device: str = device) -> tf.distribute.Strategy:
+            return tf.distribute.OneDeviceStrategy(device)
+
+        tfd.register_strategy("mine", mine, f"on {device}")
+    strategy = tfd.create_strategy("mine")
+    assert strategy.extended.worker_devices[0].endswith("CPU:2")
+    assert tfd.available_strategies()["mine"] == "on CPU:2"
+    with pytest.raises(tfd.StrategyError, match="These names are taken: auto, default"):
+        tfd.register_strategy("mine", tf.distribute.OneDeviceStrategy, "another one")
+
+
 def test_a_class_of_tensorflow_gets_its_resolver() -> None:
     tfd.register_strategy("mine", _OfResolver, "my own")
     for name in ("cluster", "cluster_resolver"):

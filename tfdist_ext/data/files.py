@@ -29,7 +29,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import DataError
-from tfdist_ext.messages import optional_module, shown
+from tfdist_ext.messages import counted, optional_module, shown
 from tfdist_ext.user_frames import warn
 
 __all__ = [
@@ -56,6 +56,7 @@ HEADER, TAIL = 12, 4  # bytes before and after a payload
 
 _HEADER = Struct("<QI")
 _MANY, _FAR = 1 << 20, 1 << 14  # bytes to read at once; longer records are read one by one
+_LONGEST = 1 << 36  # bytes of a record; the first 8 bytes of a text are a larger number
 FILES_AT_ONCE = 16  # files; opening a remote file mostly waits
 
 
@@ -199,11 +200,19 @@ def indexes_of(paths: list[str], *, skip_damaged: bool = False) -> list[RecordIn
     Raises:
         DataError: a file cannot be read, is damaged or truncated, or changes while it is read.
     """
+    unwritable: list[str] = []
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-        return list(pool.map(lambda path: _index_of(path, skip_damaged), paths))
+        indexes = list(pool.map(lambda path: _index_of(path, skip_damaged, unwritable), paths))
+    if unwritable:
+        warn(
+            f"the indexes of {counted(len(unwritable), 'file')} cannot be written, such as"
+            f" {_place_of(min(unwritable))}, so each task counts the records at each start. Make"
+            " the folder writable for one run."
+        )
+    return indexes
 
 
-def _index_of(path: str, skip_damaged: bool) -> RecordIndex:
+def _index_of(path: str, skip_damaged: bool, unwritable: list[str]) -> RecordIndex:
     stamp = stamp_of(path)
     size, modified = stamp
     if size == 0:  # a writer wrote no records, or was killed
@@ -228,17 +237,16 @@ def _index_of(path: str, skip_damaged: bool) -> RecordIndex:
     elif modified:  # without a time, an index could not be checked against the data
         if _keep(index, offsets):
             return replace(index, held=None)
-        warn(
-            f"{_place_of(path)} cannot be written, so each task counts the records of {path} at"
-            " each start. Make the folder writable for one run."
-        )
+        unwritable.append(path)
     return index
 
 
 def begins_with_record(path: str) -> bool:
     """Whether the first bytes of a file are those of a record."""
     start = FileReader(path).read_at(0, HEADER)
-    return len(start) == HEADER and masked(crc32c()(start[:8])) == _HEADER.unpack(start)[1]
+    if len(start) < HEADER or _HEADER.unpack(start)[0] > _LONGEST:
+        return False
+    return masked(crc32c()(start[:8])) == _HEADER.unpack(start)[1]
 
 
 def crc32c() -> Callable[[bytes], int]:
@@ -247,7 +255,7 @@ def crc32c() -> Callable[[bytes], int]:
     Raises:
         DataError: google-crc32c is not installed.
     """
-    use = "Reading records of TFRecord files by number"
+    use = "Reading or checking records of TFRecord files by number"
     return optional_module("google_crc32c", "google-crc32c", use, error=DataError).value
 
 

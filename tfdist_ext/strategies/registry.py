@@ -102,16 +102,26 @@ def register_strategy(
         description: one line for the list of strategies.
 
     Raises:
-        StrategyError: the name is taken or not an identifier, or the factory is not callable.
+        StrategyError: the name is taken or not an identifier, or the factory is not callable. A
+            function of the same name and module may replace itself, as in a notebook.
     """
-    if not isinstance(name, str) or not name.isidentifier() or name in ("auto", *_TABLE):
+    again = isinstance(name, str) and name in _TABLE and _same_name(_TABLE[name].factory, factory)
+    taken = ["auto", *_TABLE]
+    if not isinstance(name, str) or not name.isidentifier() or (name in taken and not again):
         raise StrategyError(
             f"{name!r} cannot be the name of a new strategy. Use a new word like 'my_strategy'."
-            f" These names are taken: auto, {', '.join(_TABLE)}."
+            f" These names are taken: {', '.join(taken)}."
         )
     if not callable(factory):
         raise StrategyError(f"the factory of the strategy {name!r} is not a function: {factory!r}.")
     _TABLE[name] = Entry(name, factory, description)
+
+
+def _same_name(first: object, other: object) -> bool:
+    return all(
+        getattr(first, name, None) == getattr(other, name, None) is not None
+        for name in ("__module__", "__qualname__")
+    )
 
 
 @filter_traceback
