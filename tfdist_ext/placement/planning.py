@@ -22,6 +22,7 @@ from tfdist_ext.placement.rules import (
     Mirrored,
     Owned,
     Placement,
+    Rule,
     Rules,
     Sharded,
     Targets,
@@ -84,7 +85,7 @@ def plan(
     placements = [
         chosen[spec.path].placement if spec.path in chosen else default(spec) for spec in variables
     ]
-    return _within_budget(_planned(variables, placements, targets, most))
+    return _within_budget(_planned(variables, placements, targets, most), chosen)
 
 
 @filter_traceback
@@ -166,8 +167,11 @@ def _planned(
     return PlacementPlan(specs, in_order, count, targets.devices, budget)
 
 
-def _within_budget(made: PlacementPlan) -> PlacementPlan:
+def _within_budget(made: PlacementPlan, rules: Mapping[str, Rule] | None = None) -> PlacementPlan:
     """Returns the plan.
+
+    Args:
+        rules: the rules by the path of a variable; None for a plan of owners.
 
     Raises:
         PlacementError: the plan is over its budget. The error names a budget that is enough.
@@ -181,16 +185,36 @@ def _within_budget(made: PlacementPlan) -> PlacementPlan:
         if held > budget
     ]
     total, needed = sum(made.bytes_by_task), max(made.bytes_by_task)
-    if made.devices is not None:
+    tasks = -(-total // max(budget, 1))
+    if rules is None:
+        advice = "Or use more workers, or an optimizer with fewer slots."
+    elif tasks <= made.tasks and (forced := _forced_by_rule(made, rules)):
+        advice = f"{forced} Change this rule."
+    elif made.devices is not None:
         advice = "Or use rules that put less on a device, or an optimizer with fewer slots."
     else:
-        advice = (
-            f"For {size_text(budget)} each, use at least {-(-total // max(budget, 1))} ps tasks."
-        )
+        tasks = max(tasks, made.tasks + 1)
+        advice = f"For {size_text(budget)} each, use at least {tasks} ps tasks."
     raise PlacementError(
         f"the variables and their slots ({size_text(total)}) do not fit into {size_text(budget)}"
         f" each: {'; '.join(over[:3])}{f'; and {len(over) - 3} more' * (len(over) > 3)}. The"
         f" smallest budget that fits is {needed} bytes ({size_text(needed)}). {advice}"
+    )
+
+
+def _forced_by_rule(made: PlacementPlan, rules: Mapping[str, Rule]) -> str:
+    """The rule that puts the most on the fullest task, in words; "" if the planner does."""
+    task = made.bytes_by_task.index(max(made.bytes_by_task))
+    there = {
+        spec.path: sum(size for on, size, _ in place.parts(spec, made.tasks) if on == task)
+        for spec, place in zip(made.specs, made.places, strict=True)
+    }
+    path = max(there, key=there.__getitem__)
+    if path not in rules or isinstance(rules[path].placement, Balanced):
+        return ""
+    return (
+        f"The rule {rules[path].pattern!r} puts {size_text(there[path])} of {path} on"
+        f" {made.names()[task]}."
     )
 
 
