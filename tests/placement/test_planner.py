@@ -112,7 +112,7 @@ def test_the_smallest_budget_is_true(
         plan(specs, tasks, rules=rules, budget=smallest - 1)
     assert f"smallest budget that fits is {smallest} bytes" in str(error.value)
     advice = f"use at least {needed} ps tasks"
-    assert advice in str(error.value) or "Change this rule." in str(error.value)
+    assert advice in str(error.value) or "Change the rule" in str(error.value)
     assert advice in str(error.value) or rules
 
 

@@ -97,7 +97,7 @@ def test_a_rule_that_breaks_the_budget_is_named() -> None:
             plan(specs, tasks, rules=rules, budget=budget)
         return str(error.value)
 
-    forced = "The rule 'tab.*' puts 15.62 KiB of table on ps 2. Change this rule."
+    forced = "Change the rule 'tab.*' (task 2), which puts 15.62 KiB of table on ps 2."
     assert forced in refused(4, "10KiB", {"tab.*": "task 2"})
     assert "use at least 8 ps tasks" in refused(4, "2KiB", {"tab.*": "sharded(4)"})
     assert "use at least 5 ps tasks" in refused(4, "3.92KiB")  # 4 in sum, but one has a row more

@@ -185,16 +185,16 @@ def _within_budget(made: PlacementPlan, rules: Mapping[str, Rule] | None = None)
         if held > budget
     ]
     total, needed = sum(made.bytes_by_task), max(made.bytes_by_task)
-    tasks = -(-total // max(budget, 1))
+    tasks = -(-total // max(budget, 1))  # if a task could be filled to the last byte
     if rules is None:
         advice = "Or use more workers, or an optimizer with fewer slots."
-    elif tasks <= made.tasks and (forced := _forced_by_rule(made, rules)):
-        advice = f"{forced} Change this rule."
     elif made.devices is not None:
         advice = "Or use rules that put less on a device, or an optimizer with fewer slots."
     else:
-        tasks = max(tasks, made.tasks + 1)
-        advice = f"For {size_text(budget)} each, use at least {tasks} ps tasks."
+        more = max(tasks, made.tasks + 1)
+        advice = f"For {size_text(budget)} each, use at least {more} ps tasks."
+    if rules and tasks <= made.tasks:
+        advice = _rule_to_change(made, rules) or advice
     raise PlacementError(
         f"the variables and their slots ({size_text(total)}) do not fit into {size_text(budget)}"
         f" each: {'; '.join(over[:3])}{f'; and {len(over) - 3} more' * (len(over) > 3)}. The"
@@ -202,20 +202,16 @@ def _within_budget(made: PlacementPlan, rules: Mapping[str, Rule] | None = None)
     )
 
 
-def _forced_by_rule(made: PlacementPlan, rules: Mapping[str, Rule]) -> str:
-    """The rule that puts the most on the fullest task, in words; "" if the planner does."""
+def _rule_to_change(made: PlacementPlan, rules: Mapping[str, Rule]) -> str:
+    """Advice on the rule that puts the most on the fullest task; "" if the planner does."""
     task = made.bytes_by_task.index(max(made.bytes_by_task))
-    there = {
-        spec.path: sum(size for on, size, _ in place.parts(spec, made.tasks) if on == task)
+    size, path = max(
+        (sum(size for on, size, _ in place.parts(spec, made.tasks) if on == task), spec.path)
         for spec, place in zip(made.specs, made.places, strict=True)
-    }
-    path = max(there, key=there.__getitem__)
+    )
     if path not in rules or isinstance(rules[path].placement, Balanced):
         return ""
-    return (
-        f"The rule {rules[path].pattern!r} puts {size_text(there[path])} of {path} on"
-        f" {made.names()[task]}."
-    )
+    return f"Change {rules[path]}, which puts {size_text(size)} of {path} on {made.names()[task]}."
 
 
 def _checked(specs: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:

@@ -88,6 +88,9 @@ _TABLE = {
 }
 
 
+_BUILT_IN = ("auto", *_TABLE)
+
+
 @filter_traceback
 def register_strategy(
     name: str, factory: Callable[..., tf.distribute.Strategy], description: str
@@ -95,33 +98,24 @@ def register_strategy(
     """Registers a strategy, so that `create_strategy(name, ...)` calls `factory`.
 
     Args:
-        name: a new name, which is a Python identifier.
+        name: a Python identifier. It replaces a strategy that was registered under this name.
         factory: a function that returns a `tf.distribute.Strategy`. Its parameters are the options
             of the strategy, and are passed as keywords. A parameter `cluster` receives the cluster
             of the call or of the environment. The names `name` and `config` are not allowed.
         description: one line for the list of strategies.
 
     Raises:
-        StrategyError: the name is taken or not an identifier, or the factory is not callable. A
-            function of the same name and module may replace itself, as in a notebook.
+        StrategyError: the name is that of a built-in strategy or not an identifier, or the factory
+            is not callable.
     """
-    again = isinstance(name, str) and name in _TABLE and _same_name(_TABLE[name].factory, factory)
-    taken = ["auto", *_TABLE]
-    if not isinstance(name, str) or not name.isidentifier() or (name in taken and not again):
+    if not isinstance(name, str) or not name.isidentifier() or name in _BUILT_IN:
         raise StrategyError(
             f"{name!r} cannot be the name of a new strategy. Use a new word like 'my_strategy'."
-            f" These names are taken: {', '.join(taken)}."
+            f" These names are taken: {', '.join(_BUILT_IN)}."
         )
     if not callable(factory):
         raise StrategyError(f"the factory of the strategy {name!r} is not a function: {factory!r}.")
     _TABLE[name] = Entry(name, factory, description)
-
-
-def _same_name(first: object, other: object) -> bool:
-    return all(
-        getattr(first, name, None) == getattr(other, name, None) is not None
-        for name in ("__module__", "__qualname__")
-    )
 
 
 @filter_traceback
