@@ -1,6 +1,10 @@
-"""Data that the workers of parameter servers can, or cannot, read by themselves."""
+"""Which answers of workers count, and what the coordinator does for absent workers and servers."""
 
 from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
 
 import keras
 import numpy as np
@@ -9,7 +13,61 @@ import tensorflow as tf
 
 import tfdist_ext as tfd
 from tfdist_ext.data import Shard
-from tfdist_ext.training.parameter_server.worker_data import why_not_remote
+from tfdist_ext.training.agreement.task_status import TaskStatus
+from tfdist_ext.training.parameter_server.calls import CoordinatorReduction, shorten_error
+from tfdist_ext.training.parameter_server.worker_data import Answer, ShardIterators, why_not_remote
+
+
+def pass_of(workers: int) -> ShardIterators:
+    shards = [tf.data.Dataset.range(10 * n, 10 * n + 8).batch(1) for n in range(workers)]
+    batches: Any = SimpleNamespace(workers=workers, on_workers=[], shards=lambda: shards)
+    return ShardIterators(batches)
+
+
+def answer(shard: int, end: int, steps: int, is_done: bool = False) -> Answer:
+    return Answer(np.int64(shard), np.int64(end), np.int64(steps), np.bool_(is_done), None)
+
+
+def test_an_answer_counts_if_it_follows_those_that_are_counted() -> None:
+    data = pass_of(2)
+    first, second, other = answer(0, 8, 8), answer(0, 16, 8), answer(1, 3, 3)
+    assert data.count([second, first, other]) == [other, first, second]
+    for repeated_or_early in (answer(0, 16, 8), answer(0, 32, 8), answer(0, 24, 0, True)):
+        assert data.count([repeated_or_early]) == []
+    assert data.positions.tolist() == [16, 3]
+    last = answer(0, 20, 4, True)
+    assert data.count([answer(0, 20, 0, True), last]) == [last]
+    assert data.unfinished == {1}
+
+
+def test_the_coordinator_reads_the_rest_of_an_absent_worker() -> None:
+    data = pass_of(3)
+    data.count([answer(0, 5, 5), answer(1, 8, 8, True), answer(2, 6, 6)])
+    with pytest.warns(UserWarning, match="no answer from worker 0, 2 for 10 s"):
+        data.read_rest()
+    assert not data.unfinished
+    rows = [int(batch[0]) for ((_, _, batch),) in data.rest]
+    assert rows == [5, 6, 7, 26, 27]
+
+
+def test_a_server_that_is_lost_between_steps() -> None:
+    """Metrics and counters are read from servers outside of remote calls."""
+    reduction = CoordinatorReduction(tf.distribute.get_strategy(), TaskStatus())
+    error = pytest.raises(tfd.PeerError, match="its part of the model is lost: failed to connect")
+    with error, reduction.call("fit"):
+        raise tf.errors.UnavailableError(None, None, "failed to connect to all addresses")
+
+
+def test_errors_of_tensorflow_are_one_line() -> None:
+    text = "Remote function on worker %s failed with %s"
+    array = "UnavailableError\n[0.1 0.2]\n" * 999
+    record = logging.LogRecord("tensorflow", logging.ERROR, "", 1, text, ("worker:0", array), None)
+    assert shorten_error(record)
+    shown = record.getMessage()
+    assert shown.startswith("Remote function on worker worker:0 failed with UnavailableError [0.1")
+    assert len(shown) <= 500
+    assert "\n" not in shown
+
 
 WORDS = ["a", "b", "c", "d"]
 
