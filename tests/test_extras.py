@@ -74,3 +74,16 @@ def test_the_feature_names_the_package(
     message = rf"needs {package}, which is not installed\. Install {package}\.\nHelp: "
     with pytest.raises(tfd.TfDistError, match=message):
         call(tmp_path)
+
+
+def test_files_of_text_are_sharded_without_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "google_crc32c", None)
+    for name in ("a.csv", "b.csv"):
+        (tmp_path / name).write_text("id,name,age\n1,Ada,36\n")
+    files = tfd.data.shard_files(f"{tmp_path}/*.csv", tfd.data.Shard(1, 2))
+    assert files == [str(tmp_path / "b.csv")]
+    (tmp_path / "c.tfrecord").write_bytes(bytes(64))
+    with pytest.raises(tfd.DataError, match=r"Reading or checking records .* needs google-crc32c"):
+        tfd.data.shard_files(f"{tmp_path}/c.tfrecord", tfd.data.Shard(0, 1))

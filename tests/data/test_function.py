@@ -47,6 +47,19 @@ def test_the_epoch_goes_to_functions_that_take_it() -> None:
     assert rows(data.dataset()) == orders[1]
 
 
+def test_a_state_does_not_call_the_function_again() -> None:
+    calls = []
+
+    def of_epoch(shard: Shard, epoch: int) -> tf.data.Dataset:
+        calls.append(epoch)
+        return tf.data.Dataset.range(20).batch(4)
+
+    data = from_dataset_fn(of_epoch)
+    states = [data.state() for _ in range(3)]
+    assert states[0] == states[1] == states[2]
+    assert calls == [0]
+
+
 def test_a_state_resumes_inside_an_epoch() -> None:
     def of_epoch(shard: Shard, epoch: int) -> tf.data.Dataset:
         return of_shard(shard)

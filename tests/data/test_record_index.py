@@ -97,7 +97,7 @@ def test_the_index_is_kept_beside_the_data(tmp_path: Path, write_records: Write)
     # A kept index is used: this one has one record less.
     stored = np.load(kept)
     with kept.open("wb") as file:
-        np.save(file, np.delete(stored, 3))
+        np.save(file, np.delete(stored, 4))
     assert indexes_of([path])[0].records == 2
     good = kept.read_bytes()
     for content in (b"", b"junk", good[:-1], good.replace(b"<i8", b"<f8")):
@@ -122,6 +122,18 @@ def test_a_file_system_without_times_keeps_no_index(tmp_path: Path, write_record
     path = write_records(f"ram://{tmp_path}/a", [b"abcd", b"ef"])
     assert indexes_of([path])[0].offsets().tolist() == [0, 20, 38]
     assert tf.io.gfile.listdir(f"ram://{tmp_path}") == ["a"]
+
+
+def test_one_warning_names_indexes_that_cannot_be_written(
+    tmp_path: Path, write_records: Write
+) -> None:
+    paths = [write_records(tmp_path / name, [b"abcd"]) for name in "abc"]
+    for name in "ab":
+        (tmp_path / f".{name}.tfdindex").mkdir()  # as a read-only folder
+    with pytest.warns(UserWarning, match="indexes of 2 files cannot be written, such as") as said:
+        assert [index.records for index in indexes_of(paths)] == [1, 1, 1]
+    assert len(said) == 1
+    assert f"{tmp_path}/.a.tfdindex" in str(said[0].message)
 
 
 def test_damage_is_named_or_skipped(tmp_path: Path, write_records: Write) -> None:

@@ -89,6 +89,22 @@ def test_plans_that_cannot_be(arguments: dict[str, Any], named: str) -> None:
         plan(SPECS, **arguments)
 
 
+def test_a_rule_that_breaks_the_budget_is_named() -> None:
+    specs = [VariableSpec("table", (1000, 4), "float32"), VariableSpec("dense", (10,), "float32")]
+
+    def refused(tasks: int, budget: str, rules: Any = ()) -> str:
+        with pytest.raises(PlacementError) as error:
+            plan(specs, tasks, rules=rules, budget=budget)
+        return str(error.value)
+
+    forced = "Change the rule 'tab.*' (task 2), which puts 15.62 KiB of table on ps 2."
+    assert forced in refused(4, "10KiB", {"tab.*": "task 2"})
+    assert "use at least 8 ps tasks" in refused(4, "2KiB", {"tab.*": "sharded(4)"})
+    assert "use at least 5 ps tasks" in refused(4, "3.92KiB")  # 4 in sum, but one has a row more
+    with pytest.raises(PlacementError, match="Or use more workers, or an optimizer with fewer"):
+        plan_owners(specs, 2, budget="2KiB")
+
+
 def test_variables_are_variables_and_have_different_paths() -> None:
     with pytest.raises(PlacementError, match=r"two variables have the path 'steps'\. Rules and"):
         plan([*SPECS, SPECS[-1]], 2)

@@ -43,6 +43,11 @@ def _cluster(jobs: dict[str, list[str]], task: tuple[str, int]) -> tfd.ClusterCo
     )
 
 
+OPTIONS = tf.distribute.experimental.CommunicationOptions()
+PARTITIONER = tf.distribute.experimental.partitioners.MinSizePartitioner()
+SERVERS = {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]}
+
+
 @pytest.mark.parametrize(("name", "options", "kind", "replicas"), MADE)
 def test_the_real_object_of_tensorflow(
     name: str, options: dict[str, Any], kind: type, replicas: int
@@ -51,6 +56,16 @@ def test_the_real_object_of_tensorflow(
     assert type(strategy) in (kind, *kind.__subclasses__())
     total = strategy.reduce("SUM", strategy.run(lambda: tf.constant(5.0)), axis=None)
     assert float(total) == 5.0 * replicas
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [tf.distribute.HierarchicalCopyAllReduce(), tf.distribute.ReductionToOneDevice("CPU:1")],
+)
+def test_mirrored_reduces_with_the_given_operations(ops: tf.distribute.CrossDeviceOps) -> None:
+    strategy = tfd.create_strategy("mirrored", devices=2, cross_device_ops=ops)
+    assert strategy.extended._cross_device_ops is ops
+    assert "cross_device_ops = " in str(tfd.explain(strategy))
 
 
 @pytest.mark.parametrize(
@@ -84,6 +99,34 @@ def test_the_real_object_of_tensorflow(
             "multi_worker_mirrored",
             {"communication": "mpi"},
             ["communication='mpi' is not supported. Use 'auto', 'ring' or 'nccl'."],
+        ),
+        (
+            "mirrored",
+            {"cross_device_ops": "nccl"},
+            ["cross_device_ops='nccl' is not a", "tf.distribute.HierarchicalCopyAllReduce()"],
+        ),
+        (
+            "multi_worker_mirrored",
+            {"communication": "ring", "communication_options": OPTIONS},
+            ["without communication=, got ", "Pass the implementation in it."],
+        ),
+        (
+            "multi_worker_mirrored",
+            {"communication_options": "nccl"},
+            ["communication_options must be a tf.distribute", "got 'nccl'"],
+        ),
+        (
+            "auto",
+            {"variable_partitioner": PARTITIONER, "cluster": _cluster(SERVERS, ("chief", 0))},
+            ["no option variable_partitioner=", 'Use placement="balanced", which cuts large'],
+        ),
+        (
+            "auto",
+            {
+                "cluster": _cluster(TWO_WORKERS, ("worker", 0)),
+                "cluster_resolver": _cluster(TWO_WORKERS, ("worker", 0)),
+            },
+            ["cluster and cluster_resolver are the same option. Pass only one."],
         ),
         ("auto", {"wait": 0}, ["wait must be a number of seconds above 0, got 0"]),
         ("auto", {"alone": "yes"}, ["alone must be True or False, got 'yes'"]),

@@ -11,6 +11,20 @@ import tensorflow as tf
 import tfdist_ext as tfd
 from tfdist_ext.strategies import registry
 
+_ONE_WORKER = tf.distribute.cluster_resolver.SimpleClusterResolver(
+    tf.train.ClusterSpec({"worker": ["a:1"]}), task_type="worker", task_id=0
+)
+
+
+class _OfResolver(tf.distribute.OneDeviceStrategy):
+    def __init__(self, cluster_resolver: Any):
+        super().__init__("CPU:0")
+        self._resolver = cluster_resolver
+
+    @property
+    def cluster_resolver(self) -> Any:
+        return self._resolver
+
 
 @pytest.fixture(autouse=True)
 def _table_as_before() -> Iterator[None]:
@@ -68,6 +82,25 @@ def test_a_class_is_a_factory() -> None:
     assert type(tfd.create_strategy("mine", device="CPU:1")) is tf.distribute.OneDeviceStrategy
     with pytest.raises(tfd.StrategyError, match=r"cannot be created: missing .* 'device'"):
         tfd.create_strategy("mine")
+
+
+def test_a_cell_of_a_notebook_registers_its_function_again() -> None:
+    for device in ("CPU:1", "CPU:2"):
+
+        def mine(device: str = device) -> tf.distribute.Strategy:
+            return tf.distribute.OneDeviceStrategy(device)
+
+        tfd.register_strategy("mine", mine, f"on {device}")
+    strategy = tfd.create_strategy("mine")
+    assert strategy.extended.worker_devices[0].endswith("CPU:2")
+    assert tfd.available_strategies()["mine"] == "on CPU:2"
+
+
+def test_a_class_of_tensorflow_gets_its_resolver() -> None:
+    tfd.register_strategy("mine", _OfResolver, "my own")
+    for name in ("cluster", "cluster_resolver"):
+        strategy = tfd.create_strategy("mine", **{name: _ONE_WORKER})
+        assert strategy.cluster_resolver is _ONE_WORKER
 
 
 def test_a_factory_that_returns_no_strategy() -> None:

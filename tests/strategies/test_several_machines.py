@@ -15,6 +15,7 @@ from warm_programs import run_program
 import tfdist_ext as tfd
 from tfdist_ext import ClusterConfig, Task
 from tfdist_ext.launch.resources import reserve_ports
+from tfdist_ext.strategies.reductions import bucket_bytes_of
 from tfdist_ext.testing import run_tasks
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -54,7 +55,17 @@ def test_two_real_workers_sum_over_both(tfdist_cluster: Any) -> None:
     here = str(tfd.explain(tfd.create_strategy("one_device", alone=True))).splitlines()
     (device,) = [line for line in here if line.startswith("devices")]
     assert f"/job:worker/replica:0/task:{index}/device:CPU:0" in device
-    tfd.create_strategy("multi_worker_mirrored")  # a second one, in the same process
+    # A second one, in the same process, with the options of TensorFlow's constructor.
+    options = tf.distribute.experimental.CommunicationOptions(
+        bytes_per_pack=1 << 20,
+        timeout_seconds=50.0,
+        implementation=tf.distribute.experimental.CommunicationImplementation.RING,
+    )
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    strategy = tfd.create_strategy(cluster_resolver=resolver, communication_options=options)
+    assert strategy.cluster_resolver is resolver
+    assert strategy.extended._communication_options is options
+    assert bucket_bytes_of(strategy) == 1 << 20
 
 
 def _refusal(**arguments: Any) -> str:

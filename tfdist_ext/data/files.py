@@ -5,9 +5,9 @@ of the length (uint32), the payload, and a checksum of the payload (uint32), all
 checksum is a masked CRC-32C (`tensorflow/core/lib/io/record_writer.h`).
 
 The offsets of the file `name` are found once, in one pass over the length fields, and kept beside
-it in `.name.tfdindex`: a NumPy array (int64) of the size and the time stamp of the data, and then
-the offsets. An index is valid only while size and time stamp are those of the data. It is written
-under another name and renamed, so that several tasks may write it at once.
+it in `.name.tfdindex`: a NumPy array (int64) of the size and time stamp of the data, the checksum
+of the last payload, and the offsets. An index is valid only while size and time stamp are those of
+the data. It is written under another name and renamed, so that several tasks may write it at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from struct import Struct
 from typing import Any, TypeAlias
 
@@ -29,7 +29,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import DataError
-from tfdist_ext.messages import optional_module, shown
+from tfdist_ext.messages import counted, optional_module, shown
 from tfdist_ext.user_frames import warn
 
 __all__ = [
@@ -56,6 +56,7 @@ HEADER, TAIL = 12, 4  # bytes before and after a payload
 
 _HEADER = Struct("<QI")
 _MANY, _FAR = 1 << 20, 1 << 14  # bytes to read at once; longer records are read one by one
+_LONGEST = 1 << 36  # bytes of a record; the first 8 bytes of a text are a larger number
 FILES_AT_ONCE = 16  # files; opening a remote file mostly waits
 
 
@@ -164,12 +165,14 @@ class RecordIndex:
         path: path of the data.
         stamp: (size, time of the last change) of the data; see `stamp_of`.
         records: number of records before the first damage.
+        checksum: the stored checksum of the last of these records.
         held: the offsets, if they are not kept in a file.
     """
 
     path: str
     stamp: tuple[int, int]
     records: int
+    checksum: int
     held: np.ndarray | None = None
 
     def offsets(self) -> np.ndarray:
@@ -178,11 +181,13 @@ class RecordIndex:
         Raises:
             DataError: the index was removed, or describes other data now.
         """
-        offsets = _load(self.path, self.stamp) if self.held is None else self.held
-        if offsets is None or len(offsets) != self.records + 1:
+        if self.held is not None:
+            return self.held
+        found = _load(self.path, self.stamp)
+        if found is None or len(found) != self.records + 2:
             place = _place_of(self.path)
             raise DataError(f"{place} was removed or changed while it was in use. Start again.")
-        return offsets
+        return found[1:]
 
 
 def indexes_of(paths: list[str], *, skip_damaged: bool = False) -> list[RecordIndex]:
@@ -195,22 +200,32 @@ def indexes_of(paths: list[str], *, skip_damaged: bool = False) -> list[RecordIn
     Raises:
         DataError: a file cannot be read, is damaged or truncated, or changes while it is read.
     """
+    unwritable: list[str] = []
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-        return list(pool.map(lambda path: _index_of(path, skip_damaged), paths))
+        indexes = list(pool.map(lambda path: _index_of(path, skip_damaged, unwritable), paths))
+    if unwritable:
+        warn(
+            f"the indexes of {counted(len(unwritable), 'file')} cannot be written, such as"
+            f" {_place_of(min(unwritable))}, so each task counts the records at each start. Make"
+            " the folder writable for one run."
+        )
+    return indexes
 
 
-def _index_of(path: str, skip_damaged: bool) -> RecordIndex:
+def _index_of(path: str, skip_damaged: bool, unwritable: list[str]) -> RecordIndex:
     stamp = stamp_of(path)
     size, modified = stamp
     if size == 0:  # a writer wrote no records, or was killed
         warn(f"{path} is empty: it has no records.")
-    offsets = _load(path, stamp)
-    if offsets is not None:
-        return RecordIndex(path, stamp, len(offsets) - 1)
-    offsets, damage = scan(FileReader(path).read_at, size)
+    found = _load(path, stamp)
+    if found is not None:
+        return RecordIndex(path, stamp, len(found) - 2, int(found[0]))
+    read_at = FileReader(path).read_at
+    offsets, damage = scan(read_at, size)
+    checksum = int.from_bytes(read_at(max(int(offsets[-1]) - TAIL, 0), TAIL), "little")
     if stamp_of(path) != stamp:
         raise DataError(f"{path} was written to while its records were counted. Start again.")
-    index = RecordIndex(path, stamp, len(offsets) - 1, offsets)
+    index = RecordIndex(path, stamp, len(offsets) - 1, checksum, offsets)
     if damage:
         where = f"{path}: record {index.records} at byte {offsets[-1]} of {size}: {damage}."
         if not skip_damaged:
@@ -220,19 +235,18 @@ def _index_of(path: str, skip_damaged: bool) -> RecordIndex:
             )
         warn(f"{where} The rest of the file is skipped.")
     elif modified:  # without a time, an index could not be checked against the data
-        if _keep(path, stamp, offsets):
-            return RecordIndex(path, stamp, index.records)
-        warn(
-            f"{_place_of(path)} cannot be written, so each task counts the records of {path} at"
-            " each start. Make the folder writable for one run."
-        )
+        if _keep(index, offsets):
+            return replace(index, held=None)
+        unwritable.append(path)
     return index
 
 
 def begins_with_record(path: str) -> bool:
     """Whether the first bytes of a file are those of a record."""
     start = FileReader(path).read_at(0, HEADER)
-    return len(start) == HEADER and masked(crc32c()(start[:8])) == _HEADER.unpack(start)[1]
+    if len(start) < HEADER or _HEADER.unpack(start)[0] > _LONGEST:
+        return False
+    return masked(crc32c()(start[:8])) == _HEADER.unpack(start)[1]
 
 
 def crc32c() -> Callable[[bytes], int]:
@@ -241,7 +255,7 @@ def crc32c() -> Callable[[bytes], int]:
     Raises:
         DataError: google-crc32c is not installed.
     """
-    use = "Reading records of TFRecord files by number"
+    use = "Reading or checking records of TFRecord files by number"
     return optional_module("google_crc32c", "google-crc32c", use, error=DataError).value
 
 
@@ -286,7 +300,7 @@ def _place_of(path: str) -> str:
 
 
 def _load(path: str, stamp: tuple[int, int]) -> np.ndarray | None:
-    """The offsets of a file, memory-mapped, if there is an index of data with this stamp."""
+    """The checksum and offsets of a file, memory-mapped, if an index has this stamp."""
     place = _place_of(path)
     try:
         if is_local(place):
@@ -295,19 +309,20 @@ def _load(path: str, stamp: tuple[int, int]) -> np.ndarray | None:
             found = np.load(io.BytesIO(tf.io.gfile.GFile(place, "rb").read()))
     except (OSError, ValueError, EOFError, tf.errors.OpError):
         return None
-    if found.dtype != np.int64 or found.ndim != 1 or len(found) < 3:
+    if found.dtype != np.int64 or found.ndim != 1 or len(found) < 4:
         return None
-    right = tuple(found[:2]) == stamp and (found[2], found[-1]) == (0, stamp[0])
+    right = tuple(found[:2]) == stamp and (found[3], found[-1]) == (0, stamp[0])
     return found[2:] if right else None
 
 
-def _keep(path: str, stamp: tuple[int, int], offsets: np.ndarray) -> bool:
+def _keep(index: RecordIndex, offsets: np.ndarray) -> bool:
     """Write the index. Returns whether this was possible."""
-    unfinished = f"{_place_of(path)}.{uuid.uuid4().hex}.unfinished"
+    place = _place_of(index.path)
+    unfinished = f"{place}.{uuid.uuid4().hex}.unfinished"
     try:
         with tf.io.gfile.GFile(unfinished, "wb") as file:
-            np.save(file, np.concatenate([np.array(stamp, np.int64), offsets]))
-        tf.io.gfile.rename(unfinished, _place_of(path), overwrite=True)
+            np.save(file, np.concatenate([[*index.stamp, index.checksum], offsets]))
+        tf.io.gfile.rename(unfinished, place, overwrite=True)
     except (OSError, tf.errors.OpError):
         with contextlib.suppress(tf.errors.OpError):
             tf.io.gfile.remove(unfinished)

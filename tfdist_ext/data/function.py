@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -74,7 +75,7 @@ class FunctionDataset(ShardedDataset):
         self._shards: int | None = None  # number of shards in which batches are counted
         self._kept: dict[Shard, tf.data.Dataset] = {}
 
-    @property
+    @functools.cached_property  # the function may be slow, and each `state` needs the spec
     def element_spec(self) -> Any:
         return self.whole_epoch(next(iter(self._kept), Shard(0, 1)), self._epoch).element_spec
 

@@ -22,6 +22,7 @@ from tfdist_ext.placement.rules import (
     Mirrored,
     Owned,
     Placement,
+    Rule,
     Rules,
     Sharded,
     Targets,
@@ -84,7 +85,7 @@ def plan(
     placements = [
         chosen[spec.path].placement if spec.path in chosen else default(spec) for spec in variables
     ]
-    return _within_budget(_planned(variables, placements, targets, most))
+    return _within_budget(_planned(variables, placements, targets, most), chosen)
 
 
 @filter_traceback
@@ -166,8 +167,11 @@ def _planned(
     return PlacementPlan(specs, in_order, count, targets.devices, budget)
 
 
-def _within_budget(made: PlacementPlan) -> PlacementPlan:
+def _within_budget(made: PlacementPlan, rules: Mapping[str, Rule] | None = None) -> PlacementPlan:
     """Returns the plan.
+
+    Args:
+        rules: the rules by the path of a variable; None for a plan of owners.
 
     Raises:
         PlacementError: the plan is over its budget. The error names a budget that is enough.
@@ -181,17 +185,33 @@ def _within_budget(made: PlacementPlan) -> PlacementPlan:
         if held > budget
     ]
     total, needed = sum(made.bytes_by_task), max(made.bytes_by_task)
-    if made.devices is not None:
+    tasks = -(-total // max(budget, 1))  # if a task could be filled to the last byte
+    if rules is None:
+        advice = "Or use more workers, or an optimizer with fewer slots."
+    elif made.devices is not None:
         advice = "Or use rules that put less on a device, or an optimizer with fewer slots."
     else:
-        advice = (
-            f"For {size_text(budget)} each, use at least {-(-total // max(budget, 1))} ps tasks."
-        )
+        more = max(tasks, made.tasks + 1)
+        advice = f"For {size_text(budget)} each, use at least {more} ps tasks."
+    if rules and tasks <= made.tasks:
+        advice = _rule_to_change(made, rules) or advice
     raise PlacementError(
         f"the variables and their slots ({size_text(total)}) do not fit into {size_text(budget)}"
         f" each: {'; '.join(over[:3])}{f'; and {len(over) - 3} more' * (len(over) > 3)}. The"
         f" smallest budget that fits is {needed} bytes ({size_text(needed)}). {advice}"
     )
+
+
+def _rule_to_change(made: PlacementPlan, rules: Mapping[str, Rule]) -> str:
+    """Advice on the rule that puts the most on the fullest task; "" if the planner does."""
+    task = made.bytes_by_task.index(max(made.bytes_by_task))
+    size, path = max(
+        (sum(size for on, size, _ in place.parts(spec, made.tasks) if on == task), spec.path)
+        for spec, place in zip(made.specs, made.places, strict=True)
+    )
+    if path not in rules or isinstance(rules[path].placement, Balanced):
+        return ""
+    return f"Change {rules[path]}, which puts {size_text(size)} of {path} on {made.names()[task]}."
 
 
 def _checked(specs: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:

@@ -44,6 +44,7 @@ def create_strategy(
     name: str = "auto",
     *,
     cluster: Cluster = None,
+    cluster_resolver: Cluster = None,
     devices: int | str | Sequence[str] | None = None,
     placement: Any = None,
     config: str | Path | None = None,
@@ -58,6 +59,7 @@ def create_strategy(
             cluster, the TPU or the GPUs that it finds.
         cluster: a `ClusterConfig` or a TensorFlow `ClusterResolver`. By default, the cluster of
             the environment (TF_CONFIG, Slurm, Kubernetes, SageMaker, Open MPI).
+        cluster_resolver: TensorFlow's name of `cluster`.
         devices: names ("GPU:0") or a number of devices, for strategies on one machine.
         placement: the placement of variables, for `placed` and `parameter_server`.
         config: a TOML file with a [strategy] table, which can contain all of these settings.
@@ -65,10 +67,10 @@ def create_strategy(
         alone: if True, the tasks of a cluster do not train together. Each task uses the devices
             of its own machine.
         options: options of the strategy. All strategies of one machine take `logical_cpus`.
-            `placed` takes `owned_from`, and `central_storage` takes `parameter_device`.
-            `multi_worker_mirrored` takes `communication` ("auto", "ring" or "nccl"),
-            `bucket_bytes` and `shard_optimizer`. `tpu` takes `tpu`, `zone` and `project`.
-            A registered strategy takes the parameters of its factory.
+            `mirrored` takes `cross_device_ops`, `placed` takes `owned_from`, and `central_storage`
+            takes `parameter_device`. `multi_worker_mirrored` takes `communication` ("auto", "ring"
+            or "nccl") or `communication_options`, `bucket_bytes` and `shard_optimizer`. `tpu` takes
+            `tpu`, `zone` and `project`. A registered strategy takes the parameters of its factory.
 
     Arguments take precedence over flags (`tfd.flags.define_strategy_flags`), flags over the file,
     and the file over the environment. `explain(strategy)` shows where each setting came from.
@@ -86,6 +88,9 @@ def create_strategy(
             cannot run on this machine.
         ClusterConfigError: the cluster is invalid.
     """
+    if cluster is not None and cluster_resolver is not None:
+        raise StrategyError("cluster and cluster_resolver are the same option. Pass only one.")
+    cluster = cluster_resolver if cluster is None else cluster
     arguments = dict(devices=devices, placement=placement, wait=wait, alone=alone, **options)
     # "auto" is the default, which leaves the choice to flags and file.
     settings = _all_settings({"name": None if name == "auto" else name, **arguments}, config)
@@ -324,7 +329,7 @@ def _construct(
         or isinstance(cluster, TPUClusterResolver)
     )
     if gets_cluster:
-        options["cluster"] = cluster
+        options["cluster_resolver" if "cluster_resolver" in entry.options else "cluster"] = cluster
     strategy = entry.make(options)
     lines = list(settings.lines())
     if is_found and isinstance(cluster, ClusterConfig):

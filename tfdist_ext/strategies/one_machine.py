@@ -55,14 +55,21 @@ def one_device(*, devices: Devices = None) -> tf.distribute.Strategy:
     return tf.distribute.OneDeviceStrategy(picked[0])
 
 
-def mirrored(*, devices: Devices = None) -> tf.distribute.Strategy:
+def mirrored(
+    *, devices: Devices = None, cross_device_ops: tf.distribute.CrossDeviceOps | None = None
+) -> tf.distribute.Strategy:
     """A copy on each device: the given ones, else all GPUs, else all logical CPUs."""
     picked = pick_devices("mirrored", devices)
-    on_cpus = all(name.startswith("CPU:") for name in picked)
-    # The default collectives fail on CPUs inside a loop in the graph.
-    reduction = tf.distribute.ReductionToOneDevice() if on_cpus else None
+    if not isinstance(cross_device_ops, tf.distribute.CrossDeviceOps | None):
+        raise StrategyError(
+            f"cross_device_ops={cross_device_ops!r} is not a tf.distribute.CrossDeviceOps. Use an"
+            " object such as tf.distribute.HierarchicalCopyAllReduce()."
+        )
+    if cross_device_ops is None and all(name.startswith("CPU:") for name in picked):
+        # The default collectives fail on CPUs inside a loop in the graph.
+        cross_device_ops = tf.distribute.ReductionToOneDevice()
     try:
-        return tf.distribute.MirroredStrategy(picked, cross_device_ops=reduction)
+        return tf.distribute.MirroredStrategy(picked, cross_device_ops=cross_device_ops)
     except json.JSONDecodeError as error:
         raise StrategyError(f"TF_CONFIG is not JSON: {error}. Correct or unset it.") from error
 

@@ -49,7 +49,9 @@ class Entry:
                 raise StrategyError(message) from None
             others = [entry.name for entry in _TABLE.values() if unknown in entry.options]
             advice = [f"It is an option of {', '.join(others)}."] if others else []
-            if self.options or not others:
+            if unknown in _INSTEAD_OF:
+                advice = [f"Use {_INSTEAD_OF[unknown]}."]
+            elif self.options or not others:
                 advice.append(nearest(unknown, [*self.options, "name"]))
             raise StrategyError(
                 f"the strategy {self.name!r} has no option {unknown}={shown(options[unknown])}."
@@ -63,6 +65,13 @@ class Entry:
             )
         return strategy
 
+
+# Arguments of TensorFlow's constructors that have another name here.
+_INSTEAD_OF = {
+    "tpu_cluster_resolver": "cluster=",
+    "variable_partitioner": 'placement="balanced", which cuts large variables, or rules such as'
+    ' placement={"users/.*": "sharded(4)"}',
+}
 
 _TABLE = {
     factory.__name__: Entry(factory.__name__, factory, description)
@@ -79,6 +88,9 @@ _TABLE = {
 }
 
 
+_BUILT_IN = ("auto", *_TABLE)
+
+
 @filter_traceback
 def register_strategy(
     name: str, factory: Callable[..., tf.distribute.Strategy], description: str
@@ -86,19 +98,20 @@ def register_strategy(
     """Registers a strategy, so that `create_strategy(name, ...)` calls `factory`.
 
     Args:
-        name: a new name, which is a Python identifier.
+        name: a Python identifier. It replaces a strategy that was registered under this name.
         factory: a function that returns a `tf.distribute.Strategy`. Its parameters are the options
             of the strategy, and are passed as keywords. A parameter `cluster` receives the cluster
             of the call or of the environment. The names `name` and `config` are not allowed.
         description: one line for the list of strategies.
 
     Raises:
-        StrategyError: the name is taken or not an identifier, or the factory is not callable.
+        StrategyError: the name is that of a built-in strategy or not an identifier, or the factory
+            is not callable.
     """
-    if not isinstance(name, str) or not name.isidentifier() or name in ("auto", *_TABLE):
+    if not isinstance(name, str) or not name.isidentifier() or name in _BUILT_IN:
         raise StrategyError(
             f"{name!r} cannot be the name of a new strategy. Use a new word like 'my_strategy'."
-            f" These names are taken: auto, {', '.join(_TABLE)}."
+            f" These names are taken: {', '.join(_BUILT_IN)}."
         )
     if not callable(factory):
         raise StrategyError(f"the factory of the strategy {name!r} is not a function: {factory!r}.")

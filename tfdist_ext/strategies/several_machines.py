@@ -21,6 +21,7 @@ from tfdist_ext.cluster.jobs import AddressError, ClusterDescription, identity
 from tfdist_ext.cluster.liveness.watching import Servers
 from tfdist_ext.cluster.liveness.wire import STARTED, Connection
 from tfdist_ext.errors import StrategyError
+from tfdist_ext.messages import shown
 from tfdist_ext.placement.placer import ServerPlacer
 from tfdist_ext.placement.specs import parse_size
 from tfdist_ext.strategies.cluster_tasks import (
@@ -49,7 +50,8 @@ _STARTED_WITHIN = 10.0  # seconds for servers to start after the preflight
 def multi_worker_mirrored(
     *,
     cluster: Cluster = None,
-    communication: str = "auto",
+    communication: str | None = None,
+    communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
     bucket_bytes: int | str | None = None,
     shard_optimizer: bool = False,
     wait: float | None = None,
@@ -69,10 +71,7 @@ def multi_worker_mirrored(
     if not isinstance(shard_optimizer, bool):
         raise StrategyError(f"shard_optimizer must be True or False, got {shard_optimizer!r}.")
     size = None if bucket_bytes is None else parse_size(bucket_bytes, "bucket_bytes")
-    if communication not in ("auto", "ring", "nccl"):
-        raise StrategyError(
-            f"communication={communication!r} is not supported. Use 'auto', 'ring' or 'nccl'."
-        )
+    options = _communication_options(communication, communication_options)
     described = describe_for("multi_worker_mirrored", cluster)
     if others := [job for job in described.jobs if job not in ("chief", "worker")]:
         raise StrategyError(
@@ -85,10 +84,6 @@ def multi_worker_mirrored(
             f"{described.source} does not say which task this process is. Pass task_type= and"
             " task_id=, as in SimpleClusterResolver(spec, task_type='worker', task_id=0)."
         )
-    implementations = tf.distribute.experimental.CommunicationImplementation
-    options = tf.distribute.experimental.CommunicationOptions(
-        implementation=implementations(communication.upper())
-    )
     hosts = {task: identity(address)[0] for task, address in described.addresses.items()}
     _share_cores(list(hosts.values()).count(hosts[str(described.task)]))
     with start_failures_in_words(described):
@@ -103,8 +98,28 @@ def multi_worker_mirrored(
         _shard_optimizer(strategy, described)
     on_cpus = all("CPU" in device for device in strategy.extended.worker_devices)
     usual = BYTES_PER_WORKER * strategy.num_replicas_in_sync if on_cpus else 0
+    usual = options.bytes_per_pack or usual
     set_bucket_bytes(strategy, usual if size is None else size)
     return strategy
+
+
+def _communication_options(communication: str | None, options: Any) -> Any:
+    """TensorFlow's CommunicationOptions: as given, or with our short name of an implementation."""
+    options_class = tf.distribute.experimental.CommunicationOptions
+    if communication not in (None, "auto", "ring", "nccl"):
+        raise StrategyError(
+            f"communication={communication!r} is not supported. Use 'auto', 'ring' or 'nccl'."
+        )
+    if options is None:
+        implementations = tf.distribute.experimental.CommunicationImplementation
+        return options_class(implementation=implementations((communication or "auto").upper()))
+    # The class that TensorFlow exports makes objects of another class.
+    if communication is not None or not isinstance(options, type(options_class())):
+        raise StrategyError(
+            "communication_options must be a tf.distribute.experimental.CommunicationOptions,"
+            f" without communication=, got {shown(options)}. Pass the implementation in it."
+        )
+    return options
 
 
 def _shard_optimizer(strategy: tf.distribute.Strategy, described: ClusterDescription) -> None:

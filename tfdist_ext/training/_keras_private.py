@@ -379,16 +379,24 @@ def _dispatching_by_type(key: str, original: Callable[..., Any]) -> Callable[...
 def redirect_methods(
     model: keras.Model | keras.metrics.Metric, **methods: Callable[..., Any]
 ) -> Iterator[None]:
-    """Scope in which `methods` shadow those of a model or a metric."""
+    """Scope in which `methods` shadow those of a model or a metric.
+
+    Threads may leave their scopes in any order: a method is restored when no scope shadows it.
+    """
     attributes = vars(model)
-    before = {name: attributes[name] for name in methods if name in attributes}
-    attributes.update(methods)
+    shadows = {name: functools.partial(method) for name, method in methods.items()}
+    for name, shadow in shadows.items():
+        vars(shadow).update(is_left=False, below=attributes.get(name))
+    attributes.update(shadows)
     try:
         yield
     finally:
-        for name in methods:  # another thread may have restored them
-            attributes.pop(name, None)
-        attributes.update(before)
+        for name, shadow in shadows.items():
+            vars(shadow)["is_left"] = True
+            while getattr(attributes.get(name), "is_left", False):
+                attributes[name] = attributes[name].below
+            if attributes.get(name) is None:
+                attributes.pop(name, None)
 
 
 def uses_keras_step(model: keras.Model, kind: str) -> bool:

@@ -116,15 +116,12 @@ def from_each_worker(reduction: Reduction, value: np.ndarray) -> np.ndarray:
 def check_equal_positions(reduction: Reduction, data: ShardedDataset) -> None:
     """Compares positions in the data, and what decides the order of ordered data.
 
-    Every worker must call. Time stamps of files are not compared, because each machine may have a
-    copy.
+    Every worker must call.
 
     Raises:
         TrainingError: as `check_equal_across_workers`.
     """
-    state = data.state()
-    state["fingerprint"] = {**state["fingerprint"], "time stamps": ""}
-    values = {f"{name} in the data's state": value for name, value in state.items()}
+    values = {f"{name} in the data's state": value for name, value in data.state().items()}
     advice = "Give every worker the same ShardedDataset, at the same position."
     check_equal_across_workers(reduction, values, advice)
 

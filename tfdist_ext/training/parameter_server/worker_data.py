@@ -154,10 +154,14 @@ def why_not_remote(data: FunctionDataset, workers: int) -> str:
 
     A worker receives graphs and tensors. It cannot receive a data set or a Python function.
     """
-    traced = tf.function(
+    function = tf.function(
         lambda: tf.data.experimental.to_variant(data.made(Shard(0, workers), alone=True)),
         autograph=False,
-    ).get_concrete_function()
+    )
+    try:
+        traced = function.get_concrete_function()
+    except (TypeError, ValueError) as error:  # what runs only in eager mode, such as adapt()
+        return f"its function cannot be traced ({type(error).__name__}), as with adapt()"
     if any(tensor.dtype == tf.variant for tensor in traced.captured_inputs):
         return "its dataset is created outside the function; create it inside"
     if operations_in(traced.graph.as_graph_def()) & PY_FUNCTIONS:

@@ -166,9 +166,14 @@ class ModelStep:
             with optimization:
                 result = function(*args)
         except tf.errors.CancelledError as error:
-            if not is_shared:
+            if not in_graph or self.reduction.local_replicas == 1:
                 raise
-            raise self._error_of_replica(function, args) from error
+            raise TrainingError(
+                "A step failed on one replica, and TensorFlow reports only that the other replicas"
+                " were cancelled. The error is in TensorFlow's log, in the line \"Local rendezvous"
+                ' is aborting with status", which TF_CPP_MIN_LOG_LEVEL=1 shows.'
+                " compile(run_eagerly=True) shows where the error comes from."
+            ) from error
         if draws:
             self._seeds.end()
         if self._eagerly:  # random numbers of TensorFlow differ between workers
@@ -258,21 +263,6 @@ class ModelStep:
         if self._jit_compile and self.reduction.replicas > 1:
             self._jit_compile = False
             warn(f"jit_compile=True is off: {why}.")
-
-    def _error_of_replica(self, function: Any, args: Sequence[Any]) -> Exception:
-        """Raise or return the error of the replica because of which the others were cancelled.
-
-        Where replicas call functions, TensorFlow reports an error in one of them as a cancellation
-        of the others. So the steps run again, on the next batches, with a trace for each replica.
-        """
-        self._why_trace_each = "the step with one trace failed"
-        with contextlib.suppress(tf.errors.OutOfRangeError):
-            tf.function(function.python_function, autograph=False)(*args)
-        return TrainingError(
-            "A step failed on one replica, and TensorFlow reports only that the other replicas were"
-            " cancelled. The error is in TensorFlow's log, in the line \"Local rendezvous is"
-            ' aborting with status". compile(run_eagerly=True) shows where the error comes from.'
-        )
 
     def _run_replica(
         self, part: Part, states: list[tf.Tensor], rows_of_all: tf.Tensor | None
