@@ -15,6 +15,7 @@ A message says what is wrong, the value, and what to do.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 __all__ = [
@@ -27,7 +28,20 @@ __all__ = [
     "TaskError",
     "TfDistError",
     "TrainingError",
+    "address_of",
 ]
+
+
+def address_of(section: str) -> str:
+    """Returns the file of a page: a wheel holds docs/, and a checkout has it beside the package.
+
+    Args:
+        section: a page with or without a heading, such as "docs/data.md#custom-sources".
+    """
+    page, _, heading = section.partition("#")
+    package = Path(__file__).parent
+    folder = package if (package / "docs").is_dir() else package.parent
+    return f"{folder / page}" + (f', section "{heading.replace("-", " ")}"' if heading else "")
 
 
 class TfDistError(Exception):
@@ -41,7 +55,7 @@ class TfDistError(Exception):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        self.add_note(f"Help: {self.help_page} in the repository of tfdist_ext")
+        self.add_note(f"Help: {address_of(self.help_page)}")
 
 
 class ClusterConfigError(TfDistError, ValueError):
