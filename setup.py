@@ -3,6 +3,17 @@
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+
+class BuildWithPages(build_py):
+    """Puts docs/ into the package, because error messages name its pages."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            self.copy_tree("docs", str(Path(self.build_lib) / "tfdist_ext" / "docs"))
+
 
 setup(
     name="tfdist_ext",
@@ -38,6 +49,7 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.11",
+    cmdclass={"build_py": BuildWithPages},
     packages=find_packages(include=["tfdist_ext", "tfdist_ext.*"]),
     package_data={"tfdist_ext": ["py.typed"]},
     # The releases in the table of docs/compatibility.md, which scripts/test_versions prints.

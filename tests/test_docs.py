@@ -70,8 +70,6 @@ COMMANDS_BY = {
     "tests/test_configs.py::test_config_trains": [
         "tfdist run --workers 2 -- python docs/examples/digits.py"
         " --config configs/digits_multi_worker.toml",
-        "tfdist run --workers 2 --ps 2 -- python docs/examples/digits.py"
-        " --config configs/digits_parameter_server.toml",
     ],
     "tests/test_configs.py::test_plain_keras_reads_what_they_wrote": [
         "python docs/examples/check_saved_model.py runs/digits_multi_worker",
@@ -167,6 +165,17 @@ def test_the_commands_of_the_page_run(page: str, tmp_path: Path) -> None:
                 folder.mkdir()
                 _compare(_printed_by(command, here, folder), lines, f"{block.where}: {command}")
                 run += 1
+
+
+def test_the_readme_begins_with_commands_that_ci_runs() -> None:
+    first_two = [command for command, _ in commands_of("README.md")][:2]
+    assert first_two == ["scripts/demo", "scripts/test"]
+    assert set(first_two) <= set((ROOT / ".ci" / "run").read_text().splitlines())
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    titles = ["Install", "The script", "Run it", "Status"]  # in the order in which people type
+    places = [text.index(f"\n## {title}\n") for title in titles]
+    assert text.index("$ scripts/demo") < places[0]
+    assert places == sorted(places)
 
 
 def test_the_lines_for_two_machines_are_one_training(tmp_path: Path) -> None:
@@ -363,10 +372,10 @@ def words_of(page: str) -> int:
 
 def test_the_book_is_short() -> None:
     words = {page: words_of(page) for page in PAGES}
-    assert words["README.md"] <= 1_200
+    assert words["README.md"] <= 880
     assert {page: count for page, count in words.items() if count > 1_500} == {}
     book = sum(count for page, count in words.items() if page.startswith("docs/"))
-    assert book <= 26_000, f"{book} words in docs/: cut what a reader would not miss"
+    assert book <= 26_320, f"{book} words in docs/: cut what a reader would not miss"
 
 
 def test_the_pictures_are_those_of_their_program(tmp_path: Path) -> None:
@@ -425,7 +434,10 @@ def test_every_error_shows_where_it_is_explained() -> None:
     for kind in kinds:
         kinds += kind.__subclasses__()
         shown = traceback.format_exception_only(kind("what is wrong"))
-        assert shown[-1] == f"Help: {kind.help_page} in the repository of tfdist_ext\n"
+        page, _, heading = kind.help_page.partition("#")
+        section = f', section "{heading.replace("-", " ")}"' if heading else ""
+        assert shown[-1] == f"Help: {ROOT / page}{section}\n"
+        assert (ROOT / page).is_file()
     assert len(kinds) > 8
 
 

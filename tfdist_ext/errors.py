@@ -15,6 +15,7 @@ A message says what is wrong, the value, and what to do.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar, Self
 
 __all__ = [
@@ -27,7 +28,20 @@ __all__ = [
     "TaskError",
     "TfDistError",
     "TrainingError",
+    "address_of",
 ]
+
+
+def address_of(section: str) -> str:
+    """Returns the file of a page: a wheel holds docs/, and a checkout has it beside the package.
+
+    Args:
+        section: a page with or without a heading, such as "docs/data.md#custom-sources".
+    """
+    page, _, heading = section.partition("#")
+    package = Path(__file__).parent
+    folder = package if (package / "docs").is_dir() else package.parent
+    return f"{folder / page}" + (f', section "{heading.replace("-", " ")}"' if heading else "")
 
 
 class TfDistError(Exception):
@@ -44,7 +58,7 @@ class TfDistError(Exception):
 
     def __new__(cls, *args: object) -> Self:
         error = super().__new__(cls, *args)
-        error.add_note(f"Help: {cls.help_page} in the repository of tfdist_ext")
+        error.add_note(f"Help: {address_of(cls.help_page)}")
         return error
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tfdist_ext.errors import PlacementError, TfDistError
+from tfdist_ext.launch.output import STARTUP_NOISE
 
 __all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "load_function", "run"]
 
@@ -90,7 +93,7 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def load_function(text: str, what: str, *, error: type[TfDistError]) -> Callable[[], Any]:
-    """The function of "module:name" or "file.py:name".
+    """The function of "module:name" or "file.py:name"; TensorFlow starts without its usual lines.
 
     Args:
         what: the argument, for messages.
@@ -111,9 +114,33 @@ def load_function(text: str, what: str, *, error: type[TfDistError]) -> Callable
         folder, module = os.path.split(os.path.abspath(place.removesuffix(".py")))
     sys.path.insert(0, folder)  # as Python does for a script
     try:
-        return getattr(importlib.import_module(module), name)
+        with _without_startup_lines():
+            function = getattr(importlib.import_module(module), name)
+            import tensorflow as tf
+
+            tf.config.list_physical_devices()
+            return function
     except (ModuleNotFoundError, AttributeError) as missing:
         raise error(f"{what} {text!r} cannot be imported: {missing}.") from missing
+
+
+@contextlib.contextmanager
+def _without_startup_lines() -> Iterator[None]:
+    """Leaves TensorFlow's lines about CPUs and missing GPUs out of stderr, as `tfdist run` does."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile("w+", errors="replace") as text:
+        os.dup2(text.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            text.seek(0)
+            lines = (line for line in text if not STARTUP_NOISE.fullmatch(line.rstrip()))
+            sys.stderr.writelines(lines)
 
 
 def _split(rule: str) -> tuple[str, str]:

@@ -162,7 +162,7 @@ def test_the_wait_for_a_missing_peer_can_be_limited(
     assert done.returncode == 1
     error, link = done.stderr.splitlines()[-2:]
     assert "StrategyError" in error
-    assert link.startswith("Help: docs/error_messages.md#clusters-and-strategies ")
+    assert link.endswith('docs/error_messages.md, section "clusters and strategies"')
     if me.type != "ps":
         assert error.split("Error: ")[1].startswith("tasks of TF_CONFIG are missing after 1.5 s")
     assert "are missing after 1.5 s (wait): no answer from" in error

@@ -38,7 +38,8 @@ def test_the_sample_project_passes_on_the_checkout(tmp_path: Path) -> None:
 def test_the_sample_project_passes_on_the_installed_wheel(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     source = tmp_path / "source"  # what a build writes beside its sources stays away from them
-    shutil.copytree(ROOT / "tfdist_ext", source / "tfdist_ext")
+    for name in ("tfdist_ext", "docs"):
+        shutil.copytree(ROOT / name, source / name)
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, source)
     wheels, installed = tmp_path / "wheels", tmp_path / "installed"
@@ -53,6 +54,14 @@ def test_the_sample_project_passes_on_the_installed_wheel(tmp_path: Path) -> Non
     (metadata,) = installed.glob("tfdist_ext-*.dist-info/METADATA")
     provided = re.findall(r"^Provides-Extra: (.*)$", metadata.read_text(encoding="utf-8"), re.M)
     assert {"tensorboard", "records", "launch", "ray", "plot", "pytest"} <= set(provided)
+
+    # Errors name pages that are installed.
+    code = "import tfdist_ext.errors as e; print(e.address_of(e.PeerError.help_page))"
+    env = {**os.environ, "PYTHONPATH": str(installed)}
+    shown = subprocess.check_output([sys.executable, "-c", code], env=env, cwd=tmp_path, text=True)
+    page, _, section = shown.strip().partition(", section ")
+    assert Path(page) == installed / "tfdist_ext" / "docs" / "error_messages.md"
+    assert section.strip('"') in Path(page).read_text(encoding="utf-8").lower()
 
     project = shutil.copytree(ROOT / "tests" / "sample_project", tmp_path / "project")
     run_it(project, installed)

@@ -11,16 +11,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["ROUNDING_FACTOR", "Results", "Verification", "relative_differences"]
+from tfdist_ext.errors import address_of
+
+__all__ = ["ROUNDING_FACTOR", "TOLERANCE", "Results", "Verification", "relative_differences"]
 
 Results = Mapping[str, np.ndarray]  # "weight dense/kernel", "log loss": kind and name
 
+TOLERANCE = 1e-5  # default for the largest relative difference that counts as equal
 SMALLEST_SCALE = 1e-3  # differences of numbers that are all smaller are relative to this
 # A change of last bits is one rounding. Another order of additions rounds in each addition.
 ROUNDING_FACTOR = 100.0
+_OF_ITS_OWN_SIZE = 0.1  # a trained weight that rounding moves by more has no other gradient
 _KINDS = ("weight", "variable", "optimizer", "log", "prediction", "data")  # first words of names
 _ROW = "{:10}  {:10}  {:8}  {:9}  {}"
-_wrapped = textwrap.TextWrapper(100).fill
+_ROUNDING_ALONE = (
+    "Rounding alone: {}. Plain Keras, too, trains another value if the last bits of inputs change,"
+    " because the gradient is only rounding. Before BatchNormalization, pass use_bias=False."
+)
+# Addresses of pages stay whole.
+_wrapped = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False).fill
 
 
 @dataclass(frozen=True)
@@ -35,10 +44,8 @@ class Verification:
         rounding: the differences between two trainings in plain Keras. In the second training, the
             last bits of weights and inputs are changed. Empty if no difference exceeds `tolerance`.
         tolerance: the largest relative difference that counts as equal.
-        causes: probable causes of the differences, and their remedies. The most probable cause is
-            first.
-        error: the message of the error that ended the training on the strategy, or "". After an
-            error, `differences` come from the same steps run eagerly, if possible.
+        causes: probable causes of the differences, and their remedies.
+        error: the message of the error that ended the training on the strategy, or "".
     """
 
     title: str
@@ -70,17 +77,25 @@ class Verification:
             verdict = f"NOT EQUAL: {count} compared values differ, the most in {names[0]}."
         if self.error:
             verdict = f"NOT EQUAL: {self.error}"
-        causes = ["Probable cause (rules: docs/exactness.md):", *self.causes] if self.causes else []
+        notes = [verdict]
+        of_weights = (name for name in self.rounding if name.startswith("weight "))
+        if alone := [name for name in of_weights if self.rounding[name] > _OF_ITS_OWN_SIZE]:
+            notes.append(_ROUNDING_ALONE.format(", ".join(alone)))
+        if self.causes:
+            rules = address_of("docs/exactness.md")
+            notes += [f"Probable cause (rules: {rules}):", *self.causes]
         table = [self._table()] if self.differences else []
-        return "\n\n".join([_wrapped(self.title), *table, *map(_wrapped, [verdict, *causes])])
+        return "\n\n".join([_wrapped(self.title), *table, *map(_wrapped, notes)])
 
     def _table(self) -> str:
         rows = [_ROW.format("kind", "difference", "rounding", "", "largest in")]
         for kind in _KINDS:
             names = [name for name in self.differences if name.split()[0] == kind]
             if names:
-                worst = max(names, key=lambda name: self.differences[name] / self.allowed(name))
-                verdict = "DIFFERENT" if worst in self.unequal else "equal"
+                unequal = [name for name in self.unequal if name in names]
+                worst = max(unequal or names, key=self.differences.__getitem__)
+                explained = "rounding" if self.differences[worst] > self.tolerance else "equal"
+                verdict = "DIFFERENT" if unequal else explained
                 numbers = self.differences[worst], self.rounding.get(worst)
                 shown = ("-" if number is None else f"{number:.1e}" for number in numbers)
                 rows.append(_ROW.format(kind, *shown, verdict, worst.removeprefix(f"{kind} ")))

@@ -1,8 +1,4 @@
-"""tfd.verify: the same training in plain Keras on one device and on a strategy, compared.
-
-Each probable cause of a difference has an experiment: the same training with another setting, or
-the loss of plain Keras on other batches.
-"""
+"""tfd.verify: the same training in plain Keras on one device and on a strategy, compared."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +17,9 @@ import tensorflow as tf
 from tfdist_ext.data.pipelines import Structure, batch_size_of, rows_between
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TfDistError, TrainingError
-from tfdist_ext.messages import shown
+from tfdist_ext.messages import counted, shown
 from tfdist_ext.strategies.owned_sums import owned_sums_of
-from tfdist_ext.training._keras_private import get_data_adapter, uses_keras_step
+from tfdist_ext.training._keras_private import get_data_adapter
 from tfdist_ext.training.building.build import batch_normalization_layers
 from tfdist_ext.training.model import check_counts, distribute
 from tfdist_ext.training.state import (
@@ -35,10 +31,15 @@ from tfdist_ext.training.state import (
     whole_value,
 )
 from tfdist_ext.training.synchronous.reduction import SynchronousReduction
-from tfdist_ext.training.verification import Results, Verification, relative_differences
+from tfdist_ext.training.verification import (
+    TOLERANCE,
+    Results,
+    Verification,
+    relative_differences,
+)
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["Trainings", "verify"]
+__all__ = ["Trainings", "compare_with_one_device", "verify"]
 
 _SEED = 1337
 
@@ -46,43 +47,22 @@ _ORDER = (
     "The data function returns different batches when it is called again, so two workers would"
     " train on different data. Seed shuffle() and all random numbers in the function."
 )
-_RANDOM = (
-    "The model draws random numbers from np.random, or from another source that Keras does not"
-    " seed. Replicas do not share these numbers (rule 6). Draw from keras.random with a"
-    " keras.random.SeedGenerator."
-)
 _BATCH_NORM = (
     "BatchNormalization normalizes the rows of each replica separately (rule 5). Pass"
-    " synchronize_batch_norm=True to tfd.distribute to normalize over the global batch."
-)
-_SUM = (
-    "The loss is a sum over rows, or a sum divided by a constant such as the batch size (rule 2)."
-    " Return one loss per row, or take tf.reduce_mean over the rows."
-)
-_RATIO = (
-    "The loss is a ratio of two sums over rows, such as a masked mean. Each replica divides its own"
-    " sums (rule 2). Call tfd.all_rows on the losses and the mask first, or return one loss per"
-    " row with a sample weight."
-)
-_PAIRS = (
-    "The loss compares rows with each other, such as in-batch negatives. Each replica sees only its"
-    " own rows (rule 7). Call tfd.all_rows on the features before they are compared."
-)
-_VARIABLE = (
-    "A step writes a value that depends on its rows, such as a count, to {} (rule 5). Compute the"
-    " value from tfd.all_rows, so that all replicas write the same, or count in a Keras metric."
-)
-_METRIC = (
-    "The metric {} is not made of sums over rows: it averages one number per batch (rule 4)."
-    " Add up numerator and denominator in two variables, and divide in result()."
+    " synchronize_batch_norm=True to tfd.distribute to normalize over the global batch. Then verify"
+    " again with this option: there may be other causes."
 )
 _COPIES = (
     "The replicas' copies of {} are different, because an update is not the same on all replicas."
     " It may draw random numbers outside of TensorFlow, or use the ID of the replica."
 )
-_UNKNOWN = (
-    'No experiment found the cause. See "What the rules do not cover" in docs/exactness.md. If all'
-    " differences are below 1e-4, they may be rounding: pass tolerance=1e-4 (--tolerance 1e-4)."
+_OTHER_CAUSES = (
+    'The section "What the rules do not cover" of this page lists causes. If the strategy is your'
+    " own, test it with tfdist_ext.testing.StrategyConformance."
+)
+_MAY_BE_ROUNDING = (
+    "All differences are below 1e-4, so they may be rounding: pass tolerance=1e-4"
+    " (--tolerance 1e-4)."
 )
 
 
@@ -93,7 +73,7 @@ def verify(
     strategy: tf.distribute.Strategy,
     *,
     steps: int = 3,
-    tolerance: float = 1e-5,
+    tolerance: float = TOLERANCE,
     synchronize_batch_norm: bool | None = None,
     **fit: Any,
 ) -> Verification:
@@ -109,7 +89,7 @@ def verify(
         data: arrays `(x, y)` or `(x, y, sample_weight)`, a dataset that yields global batches, or a
             function without arguments that returns one of them. A function is called twice: if the
             results differ, the data is not the same on all workers.
-        strategy: a synchronous strategy.
+        strategy: a synchronous strategy with at least two replicas.
         steps: the number of global batches per epoch. Both trainings use the first batches, in the
             same order.
         tolerance: the largest relative difference that counts as equal. A larger difference also
@@ -124,120 +104,71 @@ def verify(
         A `Verification`, to be printed.
 
     Raises:
-        TrainingError: the strategy trains asynchronously, `builder` is not a function, the data
-            contains no batch, or `validation_split` is passed.
+        TrainingError: the strategy trains asynchronously or has one replica, `builder` is not a
+            function, the data contains no batch, or `validation_split` is passed.
     """
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise TrainingError(
             "verify cannot compare parameter servers with one device, because they train"
             ' asynchronously. Verify the model with create_strategy("mirrored", logical_cpus=4).'
         )
+    if strategy.num_replicas_in_sync < 2:
+        raise TrainingError(
+            "verify needs at least 2 replicas, got 1: an equal result would prove nothing about"
+            ' several. Pass create_strategy("mirrored", logical_cpus=2) (--devices 2).'
+        )
+    return compare_with_one_device(
+        builder, data, strategy, steps, tolerance, synchronize_batch_norm, **fit
+    )
+
+
+def compare_with_one_device(
+    builder: Callable[[], keras.Model],
+    data: Any,
+    strategy: tf.distribute.Strategy,
+    steps: int = 3,
+    tolerance: float = TOLERANCE,
+    synchronize_batch_norm: bool | None = None,
+    **fit: Any,
+) -> Verification:
+    """Returns the result of `verify`, also for a strategy with one replica, as tests have it."""
     with warnings.catch_warnings():
         warnings.simplefilter("default", UserWarning)  # no warning of a training is an error
         trainings = Trainings(builder, data, steps, fit, synchronize_batch_norm)
         title = (
-            f"{type(strategy).__name__} with {strategy.num_replicas_in_sync} replicas, compared"
-            " with plain Keras on one device. Rows in the global batches:"
+            f"{type(strategy).__name__} with {counted(strategy.num_replicas_in_sync, 'replica')},"
+            " compared with plain Keras on one device. Rows in the global batches:"
             f" {str(trainings.rows)[1:-1]}."
         )
-        result = Verification(title, {}, {}, tolerance)
         try:
             differences = trainings.differences(strategy)
         except TfDistError as error:
-            result = replace(result, error=str(error))
-            differences = _differences_of_refused(trainings, strategy)
+            return Verification(title, {}, {}, tolerance, error=str(error))
         if trainings.order_changes:
             differences["data first batch"] = float("inf")
-        result = replace(result, differences=differences)
+        result = Verification(title, differences, {}, tolerance)
         if result.unequal:
             result = replace(result, rounding=trainings.differences(last_bit=True))
-        if result.unequal and not result.error:
-            result = replace(result, causes=list(_probable_causes(trainings, strategy, result)))
+        if result.unequal:
+            result = replace(result, causes=_probable_causes(trainings, result))
         return result
 
 
-def _differences_of_refused(
-    trainings: Trainings, strategy: tf.distribute.Strategy
-) -> dict[str, float]:
-    """Returns the differences of refused steps that run eagerly; {} if they cannot.
-
-    Rows in a variable are found in the graph of a step, and an eager step has no graph.
-    """
-    with contextlib.suppress(Exception):
-        # After an error the other workers may be elsewhere.
-        if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-            return trainings.differences(strategy, eagerly=True)
-    return {}
-
-
-def _probable_causes(
-    trainings: Trainings, strategy: tf.distribute.Strategy, result: Verification
-) -> Iterator[str]:
-    """Yields the causes that experiments find, with their remedies."""
-
-    def unequal(*args: Any, **options: Any) -> list[str]:
-        differences = trainings.differences(*args, **options)
-        return [name for name, value in differences.items() if value > result.allowed(name)]
-
+def _probable_causes(trainings: Trainings, result: Verification) -> list[str]:
+    """Returns what both trainings have shown, with remedies; no cause is guessed."""
+    causes = []
     if trainings.order_changes:
-        yield _ORDER
+        causes.append(_ORDER)
     names = [name for name in result.unequal if not name.startswith("data ")]
-    if not names:
-        return
-    if trainings.unequal_copies:
-        yield _COPIES.format(shown(sorted(trainings.unequal_copies)))
-        return
-    if unequal(numpy_seed=7331):
-        yield _RANDOM
-        return
-    layers = batch_normalization_layers(trainings.new_model())
-    if any(not layer.synchronized for layer in layers):
-        remaining = unequal(strategy, synchronize_batch_norm=True)
-        if len(remaining) < len(names):
-            yield _BATCH_NORM
-            names = remaining
-    if names:
-        yield from _causes_by_place(names, trainings) or [_UNKNOWN]
-
-
-def _causes_by_place(unequal: list[str], trainings: Trainings) -> list[str]:
-    """Returns causes by what differs: trained weights, other variables, or only logs."""
-    names: dict[str, list[str]] = {"weight": [], "variable": [], "log": []}
-    for kind, _, name in (each.partition(" ") for each in unequal):
-        names.setdefault(kind, []).append(name)
-    causes = [_VARIABLE.format(name) for name in names["variable"]]
-    if names["weight"]:
-        # A custom step may refuse other batches.
-        with contextlib.suppress(Exception):
-            causes = [*_causes_in_loss(trainings), *causes]
-    elif metrics := [name for name in names["log"] if not name.endswith("loss")]:
-        causes.append(_METRIC.format(", ".join(metrics)))
+    if names and trainings.unequal_copies:
+        causes.append(_COPIES.format(shown(sorted(trainings.unequal_copies))))
+    elif names and trainings.normalizes_by_replica:
+        causes.append(_BATCH_NORM)
+    elif names:
+        causes.append(_OTHER_CAUSES)
+    if names and max(result.differences[name] for name in names) < 1e-4:
+        causes.append(_MAY_BE_ROUNDING)
     return causes
-
-
-def _causes_in_loss(trainings: Trainings) -> Iterator[str]:
-    """Tells the kind of a loss by its value for a batch, its rows twice, and its halves."""
-    batch, rows = trainings.batches[0], trainings.rows[0]
-    half = rows // 2
-    if not half:
-        return
-
-    def loss_of(*batches: Structure) -> float:
-        model, data = trainings.new_model(), _dataset_of(batches).unbatch().batch(2 * rows)
-        if uses_keras_step(model, "train"):  # evaluate has no dropout
-            return float(model.evaluate(data, verbose=0, return_dict=True)["loss"])
-        return float(model.fit(data, verbose=0).history["loss"][0])
-
-    whole, doubled = loss_of(batch), loss_of(batch, batch)
-    first, second = loss_of(rows_between(batch, 0, half)), loss_of(rows_between(batch, half, rows))
-    if not _close(doubled, whole):
-        yield _SUM if _close(doubled, 2 * whole) else _PAIRS
-    elif not _close((half * first + (rows - half) * second) / rows, whole):
-        yield _RATIO
-
-
-def _close(a: float, b: float) -> bool:
-    return bool(np.isclose(a, b, rtol=1e-3, atol=1e-6))
 
 
 class Trainings:
@@ -255,6 +186,7 @@ class Trainings:
         rows: the number of rows of each batch.
         order_changes: whether the data function returns another first batch when called again.
         unequal_copies: names of variables that have had different copies after a training.
+        normalizes_by_replica: whether a strategy has trained unsynchronized BatchNormalization.
     """
 
     def __init__(
@@ -284,6 +216,7 @@ class Trainings:
             raise TrainingError("The data passed to verify is empty: it has no batch.")
         self.order_changes = False
         self.unequal_copies: set[str] = set()
+        self.normalizes_by_replica = False
         # A dataset is not compared with itself: a seeded shuffle has a new order in each iteration.
         if callable(data) and (again := data()) is not made:
             first = self._read(again, 1)
@@ -292,11 +225,6 @@ class Trainings:
         if self.rows[-1] == self.rows[0]:  # parts of different sizes show more
             self.rows[-1] -= self.rows[0] // 2
             self.batches[-1] = rows_between(self.batches[-1], 0, self.rows[-1])
-
-    def new_model(self) -> keras.Model:
-        """Returns a new model of plain Keras, from the seeds of all trainings."""
-        keras.utils.set_random_seed(_SEED)
-        return self._builder()
 
     @functools.cached_property
     def plain(self) -> Results:
@@ -319,31 +247,27 @@ class Trainings:
         self,
         strategy: tf.distribute.Strategy | None = None,
         *,
-        synchronize_batch_norm: bool = False,
         last_bit: bool = False,
-        numpy_seed: int = _SEED,
-        eagerly: bool = False,
     ) -> Results:
         """Trains in plain Keras or on a strategy; returns all numbers by kind and name.
 
         Args:
-            synchronize_batch_norm: turn it on.
             last_bit: change the last bits of the initial weights and of the inputs.
-            numpy_seed: the seed of `np.random` when the training starts.
-            eagerly: do not compile the steps.
         """
         build: Callable[[], Any] = self._builder
         if strategy is not None:
-            wanted = synchronize_batch_norm or self._synchronize_batch_norm
+            wanted = self._synchronize_batch_norm
             build = functools.partial(distribute, build, strategy, synchronize_batch_norm=wanted)
         keras.utils.set_random_seed(_SEED)
         model = build()
         inner = getattr(model, "keras_model", model)
-        if strategy is None and self._synchronize_batch_norm:
+        layers = batch_normalization_layers(inner)
+        if strategy is not None:
+            self.normalizes_by_replica = any(not layer.synchronized for layer in layers)
+        elif self._synchronize_batch_norm:
             # The other formula of a synchronized layer is more exact, on one device, too.
-            for layer in batch_normalization_layers(inner):
+            for layer in layers:
                 layer.synchronized = True
-        inner.run_eagerly = inner.run_eagerly or eagerly
         batches = self.batches
         if last_bit:
             random = np.random.default_rng(_SEED)
@@ -351,7 +275,6 @@ class Trainings:
                 weight.assign(_neighbors(weight.numpy(), random))
             batches = [_with_neighbors(batch, random) for batch in batches]
         keras.utils.set_random_seed(_SEED)
-        np.random.seed(numpy_seed)
         callbacks = copy.deepcopy(self._fit.get("callbacks"))  # some cannot be used twice
         logs = model.fit(_dataset_of(batches), **{**self._fit, "callbacks": callbacks}).history
         whole: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

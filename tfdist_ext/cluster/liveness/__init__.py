@@ -17,6 +17,8 @@ import faulthandler
 import sys
 import time
 
+from tfdist_ext.errors import address_of
+
 FIRST_AFTER = 10.0  # seconds; each further report comes after twice the time
 LONGEST_PAUSE = 120.0
 
@@ -54,5 +56,5 @@ class WaitReports:
             log_line(
                 f"{me}: waiting for {names} for {waited:.0f} s. Check that it is started, that its"
                 f" address in {source} is right on every task, and that this host can reach it."
-                " Help: docs/troubleshooting.md#the-job-hangs-at-start"
+                f" Help: {address_of('docs/troubleshooting.md#the-job-hangs-at-start')}"
             )

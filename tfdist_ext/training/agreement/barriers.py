@@ -34,7 +34,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.cluster.liveness import WaitReports, log_line, show_stacks
-from tfdist_ext.errors import PeerError
+from tfdist_ext.errors import PeerError, address_of
 from tfdist_ext.training._tf_private import (
     abort_collectives,
     get_value,
@@ -309,7 +309,7 @@ class PeerMonitor(TaskStatus):
             names = f"{'; '.join(late[:5])}{more}"
             log_line(
                 f"{self._me}: waiting in {position.place} for {waited:.0f} s for {names}. Help:"
-                " docs/troubleshooting.md#the-job-hangs-during-training"
+                f" {address_of('docs/troubleshooting.md#the-job-hangs-during-training')}"
             )
 
     def _obey(self, end: End) -> None:
