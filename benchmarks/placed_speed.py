@@ -1,7 +1,7 @@
 """Compares the speed and memory of PlacedStrategy with the alternatives.
 
     .venv/bin/python benchmarks/placed_speed.py [--rounds 3] [--markdown docs/performance.md]
-    .venv/bin/python benchmarks/placed_speed.py --sizes [--markdown docs/placement.md]
+    .venv/bin/python benchmarks/placed_speed.py --sizes [--markdown docs/performance.md]
 
 The models train on four logical CPUs with Adam. The first is an MLP of 7.3M parameters, with
 batches of 32, whose kernels have owners. The second is an Embedding of 1M x 32 on CPU:0 with a
@@ -26,6 +26,7 @@ from report import closing_line, put_into
 
 PROGRAM = Path(__file__).resolve().parent / "programs" / "placed_fit.py"
 MARKERS = ("<!-- placed_speed begin -->", "<!-- placed_speed end -->")
+MARKERS_OF_SIZES = ("<!-- placed_sizes begin -->", "<!-- placed_sizes end -->")
 OURS = "PlacedStrategy, tfdist_ext fit"
 
 # name -> (strategy, who trains, steps of the MLP, steps of the embedding): 5 to 20 seconds each
@@ -107,7 +108,7 @@ def by_size(rounds: int, markdown: Path | None) -> int:
     text = "\n".join(lines + closing_line(rounds))
     print(f"\n{text}")
     if markdown:
-        put_into(markdown, MARKERS, text)
+        put_into(markdown, MARKERS_OF_SIZES, text)
     return 0
 
 

@@ -56,6 +56,7 @@ for name, make in models.OPTIMIZERS.items():
     result["optimizers"][name] = {
         "weights": difference(weights_of(ours), weights_of(plain)),
         "variables": difference(whole_variables(ours), plain.optimizer.variables),
+        "explain": str(tfd.explain(ours)),
         "own": sum(np.prod(slot.variable.shape, dtype=int).item() for slot in slots),
         "all": sum(np.prod(slot.shape, dtype=int).item() for slot in slots),
     }

@@ -12,6 +12,7 @@ import pytest
 from task_programs import results_of
 
 import tfdist_ext as tfd
+from tfdist_ext.placement.specs import size_text
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 sys.path.insert(0, str(PROGRAMS))
@@ -58,6 +59,10 @@ def test_each_worker_has_its_part_of_the_slots(workers: list[dict[str, Any]]) ->
     for name in models.OPTIMIZERS:
         own = [worker["optimizers"][name]["own"] for worker in workers]
         whole = workers[0]["optimizers"][name]["all"]
+        of_whole = f" of {size_text(4 * whole)} here"
+        for worker, elements in zip(workers, own, strict=True):
+            line = f"optimizer state: {size_text(4 * elements)}{of_whole}"
+            assert not whole or line in worker["optimizers"][name]["explain"]
         if name != "Adafactor":  # some of its slots do not follow the rows of a weight
             assert sum(own) == whole, name
         if name in ("Adam", "Nadam", "Lion", "RMSprop"):  # cut along rows

@@ -21,6 +21,7 @@ from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.messages import counted, shown
+from tfdist_ext.placement.specs import size_text
 from tfdist_ext.strategies import create_strategy
 from tfdist_ext.strategies.explanation import evaluates
 from tfdist_ext.strategies.factory import check_spans_cluster
@@ -81,6 +82,7 @@ from tfdist_ext.training.sharded_inputs import check_no_other_arguments, read_sh
 from tfdist_ext.training.state import (
     broadcast_variables,
     run_on_chief,
+    sharded_bytes,
     snapshot,
     state_of,
     whole_slots,
@@ -153,7 +155,9 @@ class DistributedModel(SavingMixin):
         if self._predictor is not None:
             found["predict"] = self._predictor.traces
         traces = [f"{kind}: {how}" for kind, how in found.items()]
-        return [*traces, *filter(None, [self._unsynchronized()])]
+        here, whole = sharded_bytes(self._model)
+        shared = f"optimizer state: {size_text(here)} of {size_text(whole)} here" if whole else ""
+        return [*traces, *filter(None, [shared, self._unsynchronized()])]
 
     @overridable
     @on_every_worker

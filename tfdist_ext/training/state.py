@@ -395,6 +395,13 @@ def _slots_of(model: keras.Model) -> list[ShardedSlot]:
     return [slot for each in optimizers_of(model).values() for slot in sharded_slots(each)]
 
 
+def sharded_bytes(model: keras.Model) -> tuple[int, int]:
+    """Returns the bytes of the slots that workers share: on this worker, and on all of them."""
+    slots = [(slot, raw_value(slot.variable)) for slot in _slots_of(model)]
+    here = sum(part.dtype.size * math.prod(part.shape) for _, part in slots)
+    return here, sum(part.dtype.size * math.prod(slot.shape) for slot, part in slots)
+
+
 def broadcast_bytes(reduction: Reduction, data: bytes) -> bytes:
     """Returns the chief's bytes; every worker must call."""
     size = int(reduction.from_chief(len(data)))

@@ -103,6 +103,7 @@ class Gradients(keras.Model):
             errors = tf.square(self(x) - y)
             loss = self.compute_loss(x, y, tf.where(y > 0, self(x), y))
             loss += keras.losses.MeanSquaredError()(errors[y > 0][:, None], 0.0)
+            loss += tf.nn.compute_average_loss(errors[y > 0])
         return tape.gradient(loss, self.trainable_variables)
 
     def of_rows_by_jacobian(self, x: Any, y: Any) -> Any:

@@ -59,6 +59,16 @@ MIXING: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     "relative to a row": (lambda x: x * x[0], STATISTIC),
     "masked mean": (lambda x: tf.reduce_sum(x * x) / tf.reduce_sum(x), STATISTIC),
     "mean by hand": (lambda x: tf.reduce_sum(x) / tf.cast(tf.shape(x)[0], x.dtype), None),
+    "root of a mean": (lambda x: tf.sqrt(tf.reduce_mean(x**2)), STATISTIC),
+    "largest of all": (lambda x: tf.reduce_max(x, 0), STATISTIC),
+    "largest of columns": (lambda x: tf.reduce_max(x, 1), None),
+    "product of means": (lambda x: tf.reduce_mean(x) * tf.reduce_mean(x**2), STATISTIC),
+    "sum of means": (lambda x: 0.3 * tf.reduce_mean(x) - tf.reduce_mean(x**2) / 4.0, None),
+    "free bits": (lambda x: tf.maximum(tf.reduce_mean(x), 0.1), STATISTIC),
+    "number of selected": (
+        lambda x: tf.reduce_sum(x[x > 0]) / tf.cast(tf.size(x[x > 0]), x.dtype),
+        STATISTIC,
+    ),
     "mean plus rows": (lambda x: x + tf.reduce_mean(x), None),
     "scaled": (lambda x: x / 3.0 - tf.ones([4]), None),
     "mean of selected": (lambda x: tf.reduce_mean(tf.boolean_mask(x, x[:, 0] > 0)), SELECTED),
@@ -69,7 +79,7 @@ MIXING: dict[str, tuple[Callable[[Any], Any], str | None]] = {
 @pytest.mark.parametrize("name", MIXING)
 def test_operations_that_mix_rows(name: str) -> None:
     function, expected = MIXING[name]
-    found = found_in(function, lambda value, equal: mixed_rows([value], equal, {}))
+    found = found_in(function, lambda value, equal: mixed_rows([value], equal, {}, {}))
     assert (found is None) == (expected is None)
     assert expected is None or found.what.startswith(expected)
 
@@ -99,6 +109,14 @@ def test_a_layer_that_mixes_rows_is_warned_of() -> None:
         model, _ = distributed_fit(backwards, X[:16], Y[:16])
     with pytest.warns(UserWarning, match="another order"):
         model.predict(X[:16], verbose=0)
+
+
+def test_a_root_of_a_loss_is_warned_of() -> None:
+    def root(y: Any, p: Any) -> Any:
+        return tf.sqrt(keras.losses.MeanSquaredError()(y, p))
+
+    with pytest.warns(UserWarning, match="relates values to a statistic"):
+        distributed_fit(lambda: compiled(stack(keras.layers.Dense(1)), loss=root), X[:16], Y[:16])
 
 
 def test_a_metric_that_is_a_ratio_over_rows_is_warned_of() -> None:

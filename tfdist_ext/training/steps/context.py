@@ -231,6 +231,7 @@ class StepContext:
         computes_gradients: True while a gradient tape is computing gradients, and in a vectorized
             map, which computes those of single rows.
         exact: by the key of a tensor that is computed over all rows, what it is computed from.
+        statistics: by the key of a tensor, whether it is a statistic of this part's rows.
         row_numbers: shuffled numbers of rows in the global batch.
     """
 
@@ -261,6 +262,7 @@ class StepContext:
         self.has_all_rows_tensors = False
         self.computes_gradients = False
         self.exact: dict[Key, Sequence[tf.Tensor]] = {}
+        self.statistics: dict[Key, bool] = {}
         self.row_numbers: list[tf.Tensor] = []
         self._position: tuple[tf.Tensor, tf.Tensor] | None = None
 

@@ -52,6 +52,7 @@ from tfdist_ext.training.steps.scope import (
     check_value,
     shared_by_replicas,
     take_rows,
+    warn_of_sums,
 )
 from tfdist_ext.training.steps.step_timer import timestamp_after
 from tfdist_ext.training.variables import (
@@ -131,6 +132,8 @@ def _write_variable(
         values = [] if op is None else op.inputs[1:]
         for value in values:
             check_value(context, variable, value)
+            if variable.dtype.is_floating:
+                warn_of_sums(context, variable.name, value)
         if op is not None and not variable.dtype.is_floating:
             check_equal(context, variable, values, op.type)
         elif op is not None and ("Scatter" in op.type or "Slice" in op.type):
@@ -397,7 +400,8 @@ def _moments(
     """Returns mean and variance of each channel, of a synchronized layer over all replicas."""
     if not layer.synchronized:
         moments = original(layer, inputs, mask)
-        context.exact.update({tensor_key(each): [inputs] for each in _symbolic(moments)})
+        keys = map(tensor_key, _symbolic(moments))  # `distribute` warns of them
+        context.statistics.update(dict.fromkeys(keys, False))
         return moments
     counted = tf.ones_like(inputs)
     if mask is not None:
@@ -432,6 +436,8 @@ def _reduce_loss(
     if loss is not values:
         before = _symbolic([values, sample_weight])
         context.exact.update({tensor_key(each): before for each in _symbolic(loss)})
+        keys = [tensor_key(each) for each in _symbolic(loss) if each.shape.rank == 0]
+        context.statistics.update(dict.fromkeys(keys, True))
     return loss
 
 
@@ -507,6 +513,8 @@ def _average_loss(context: StepContext, original: Original, losses: tf.Tensor) -
     With a `global_batch_size`, TensorFlow divides the sum over the part by the rows of all parts.
     """
     is_mean = context.rows_in(losses) == "batch"
+    rows = context.rows_of(losses)
+    is_selection = rows is not None and rows.is_selection
 
     def replicas(*_: Any) -> int:
         nonlocal is_mean
@@ -514,8 +522,14 @@ def _average_loss(context: StepContext, original: Original, losses: tf.Tensor) -
         return 1
 
     def divide(original: Original, total: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+        if is_mean and is_selection:  # a size of this part, and not the global batch size
+            (size,) = context.sums.all_reduce([context.where_nonempty(size)])
         loss = original(total, size)
-        return loss if is_mean else original(loss, context.batch_fraction(loss.dtype))
+        return (
+            loss
+            if is_mean and not is_selection
+            else original(loss, context.batch_fraction(loss.dtype))
+        )
 
     with original(losses), substitutes({"replicas": replicas, "divide_average_loss": divide}):
         yield
@@ -616,7 +630,7 @@ def warn_of_mixed_rows(context: StepContext, targets: Structure) -> None:
     if context.replicas == 1 or context.graph is None or context.on_tpu:
         return
     if replica_id() % context.local_replicas == 0 and (
-        found := mixed_rows(_symbolic(targets), context.equal, context.exact)
+        found := mixed_rows(_symbolic(targets), context.equal, context.exact, context.statistics)
     ):
         warn(
             f"The step {found.what}, in {found.name!r}. Each of {context.replicas} replicas sees"

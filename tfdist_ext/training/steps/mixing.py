@@ -7,7 +7,7 @@ such operations in the graph of a step by the types in the tables of this module
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfdist_ext.training.steps.rows import (
     SAME_ORDER,
     EqualTensors,
+    Key,
     behind,
     rows_of,
     tensor_key,
@@ -74,22 +75,33 @@ _COMPARING = {
 _DIVIDING = {"DivNoNan", "RealDiv", "Xdivy"}
 _RELATING = _DIVIDING | {"Maximum", "Minimum", "Mul", "Pow", "SquaredDifference", "Sub"}
 
+# Operations that are not linear: of a mean over rows they are not the mean over replicas.
+_NOT_LINEAR = {"Maximum", "Minimum", "Pow", "SquaredDifference", *_DIVIDING} | {
+    *("Abs", "Exp", "Expm1", "Log", "Log1p", "Reciprocal", "Relu", "Rsqrt", "Sigmoid"),
+    *("Softplus", "Sqrt", "Square", "Tanh"),
+}
+
+_EXTREMES = {"Max", "Min", "Prod"}
+
 _SIZES = {"Rank", "Shape", "ShapeN", "Size"}
 
 
 def mixed_rows(
     targets: Iterable[tf.Tensor],
     equal: EqualTensors,
-    exact: dict[tuple[int, str], Sequence[tf.Tensor]],
+    exact: Mapping[Key, Sequence[tf.Tensor]],
+    statistics: Mapping[Key, bool],
 ) -> MixedRows | None:
     """Returns an operation before these tensors that mixes rows of the part; None without one.
 
     Args:
         exact: by the key of a tensor that is computed over all rows, the tensors before it to go
             on with.
+        statistics: by the key of a tensor, whether it is a statistic of the part's rows, as far as
+            that is known.
     """
-    statistics: dict[tuple[int, str], bool] = {}
-    for tensor in _tensors_before(targets, exact):
+    known = dict(statistics)
+    for tensor in _tensors_before(targets, equal, exact):
         op = tensor.op
         if op.type in _ORDERING and (rows := rows_of(op.inputs[0], equal)):
             rank = op.inputs[0].shape.rank or 1
@@ -97,27 +109,43 @@ def mixed_rows(
                 return MixedRows(op.name, "puts rows of the batch in another order")
         if op.type in _COMPARING and _compares_rows(tensor, equal):
             return MixedRows(op.name, "compares rows of the batch with each other")
-        if op.type == "Mean" and (rows := rows_of(op.inputs[0], equal)) and rows.is_selection:
-            axes = _of_input(1)(op)
-            if rows.axis in [axis % op.inputs[0].shape.rank for axis in axes]:
-                return MixedRows(op.name, "takes the mean of selected rows")
-        if op.type in _RELATING:
-            left, right = op.inputs
-            pairs = [(left, right)] if op.type in _DIVIDING else [(left, right), (right, left)]
-            for rows_side, other in pairs:
-                is_related = op.type in _DIVIDING or unknown_sizes(rows_side)
-                if is_related and _is_statistic(other, equal, exact, statistics):
-                    return MixedRows(op.name, "relates values to a statistic of the batch")
+        if op.type == "Mean" and _reduces_rows(op, equal, only_selected=True):
+            return MixedRows(op.name, "takes the mean of selected rows")
+        is_extreme = op.type in _EXTREMES and tensor.dtype.is_floating
+        if is_extreme and _reduces_rows(op, equal):
+            return MixedRows(op.name, _STATISTIC)
+        if op.type not in _RELATING | _NOT_LINEAR:
+            continue
+        # Numbers divided by others are linear in the former only.
+        others = op.inputs[1:] if op.type in _DIVIDING else op.inputs
+        found = [_is_statistic(each, equal, known) for each in others]
+        is_related = any(map(unknown_sizes, op.inputs)) or (op.type == "Mul" and all(found))
+        if any(found) and (is_related or op.type in _NOT_LINEAR):
+            return MixedRows(op.name, _STATISTIC)
     return None
 
 
+_STATISTIC = "relates values to a statistic of the batch"
+
+
+def _reduces_rows(op: tf.Operation, equal: EqualTensors, *, only_selected: bool = False) -> bool:
+    """Whether a reduction reduces the dimension of the rows, or of selected rows."""
+    rows = rows_of(op.inputs[0], equal)
+    if rows is None or (only_selected and not rows.is_selection):
+        return False
+    rank = op.inputs[0].shape.rank or 1
+    return rows.axis in [axis % rank for axis in _of_input(1)(op)]
+
+
 def _tensors_before(
-    targets: Iterable[tf.Tensor], exact: dict[tuple[int, str], Sequence[tf.Tensor]]
+    targets: Iterable[tf.Tensor],
+    equal: EqualTensors,
+    exact: Mapping[Key, Sequence[tf.Tensor]],
 ) -> Iterator[tf.Tensor]:
-    waiting, seen = list(targets), set[tuple[int, str]]()
+    waiting, seen = list(targets), set[Key]()
     while waiting:
         tensor = waiting.pop()
-        if (key := tensor_key(tensor)) in seen:
+        if (key := tensor_key(tensor)) in seen or equal.has(tensor):
             continue
         seen.add(key)
         if key not in exact:
@@ -137,27 +165,27 @@ def _compares_rows(tensor: tf.Tensor, equal: EqualTensors) -> bool:
     return not any(ranges) and not any(map(equal.has, inputs))
 
 
-def _is_statistic(
-    tensor: tf.Tensor,
-    equal: EqualTensors,
-    exact: dict[tuple[int, str], Sequence[tf.Tensor]],
-    known: dict[tuple[int, str], bool],
-) -> bool:
+def _is_statistic(tensor: tf.Tensor, equal: EqualTensors, known: dict[Key, bool]) -> bool:
     """Whether a tensor without rows is computed from the values of this part's rows.
 
     Args:
         known: what was found before, by key of a tensor.
     """
-    waiting, seen = [tensor], list[tuple[int, str]]()
+    if unknown_sizes(tensor):
+        return False
+    waiting, seen = [tensor], list[Key]()
     result = False
     while waiting and not result:
         key = tensor_key(each := waiting.pop())
-        if key in exact or known.get(key) is False or key in seen:
+        if known.get(key) is False or key in seen:
             continue
         seen.append(key)
-        if known.get(key) or (unknown_sizes(each) and each is not tensor):
+        if known.get(key) or unknown_sizes(each):
             result = True
-        elif not unknown_sizes(each) and each.op.type not in _SIZES and not equal.has(each):
+        elif each.op.type in _SIZES:
+            rows = rows_of(each.op.inputs[0], equal)
+            result = rows is not None and rows.is_selection
+        elif not equal.has(each):
             waiting += each.op.inputs
     known.update(dict.fromkeys(seen if not result else seen[:1], result))
     return result
@@ -177,10 +205,8 @@ def adds_rows(value: tf.Tensor, equal: EqualTensors) -> str | None:
         op = tensor.op
         if unknown_sizes(tensor) or equal.has(tensor):
             continue
-        if op.type == "Sum" and (rows := rows_of(op.inputs[0], equal)):
-            rank = op.inputs[0].shape.rank or 1
-            if rows.axis in [axis % rank for axis in _of_input(1)(op)]:
-                return "a sum"
+        if op.type == "Sum" and _reduces_rows(op, equal):
+            return "a sum"
         if op.type in ("Size", "StridedSlice") and (
             op.type == "Size" or op.inputs[0].op.type == "Shape"
         ):

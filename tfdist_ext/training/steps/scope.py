@@ -62,6 +62,7 @@ __all__ = [
     "observed_metrics",
     "shared_by_replicas",
     "take_rows",
+    "warn_of_sums",
 ]
 
 # The value of each metric by name. An output that is not a single number is an array.
@@ -259,13 +260,7 @@ class ReplicaScope(StepScope):
             return before + added
         if not value.dtype.is_floating:
             raise _rows_written(context, variable, value.op.type)
-        if how := adds_rows(value, context.equal):
-            warn(
-                f"A step adds {how} of this replica's part of the batch to {variable.path!r}, which"
-                f" is averaged over {context.replicas} replicas. If the step only adds to the"
-                ' variable, create it with add_weight(..., aggregation="sum"). Otherwise use the'
-                " rows of all replicas: rows = tfd.all_rows(rows)."
-            )
+        warn_of_sums(context, variable.path, value)
         return value
 
     def _in_inner_graph(self) -> bool:
@@ -462,6 +457,17 @@ def check_value(
         return
     if how := places_rows(value, context.equal, is_metric=is_metric):
         raise _rows_written(context, variable, how)
+
+
+def warn_of_sums(context: StepContext, name: str, value: tf.Tensor) -> None:
+    """Warns of a sum or a count of this part's rows that a step adds to a variable."""
+    if context.replicas > 1 and (how := adds_rows(value, context.equal)):
+        warn(
+            f"A step adds {how} of this replica's part of the batch to {name!r}, which is averaged"
+            f" over {context.replicas} replicas. If the step only adds to the variable, create it"
+            ' with add_weight(..., aggregation="sum"). Otherwise use the rows of all replicas:'
+            " rows = tfd.all_rows(rows)."
+        )
 
 
 def check_equal(context: StepContext, variable: tf.Variable, values: object, how: str) -> None:
