@@ -400,8 +400,9 @@ def _moments(
     """Returns mean and variance of each channel, of a synchronized layer over all replicas."""
     if not layer.synchronized:
         moments = original(layer, inputs, mask)
-        keys = map(tensor_key, _symbolic(moments))  # `distribute` warns of them
-        context.statistics.update(dict.fromkeys(keys, False))
+        for moment in _symbolic(moments):  # `distribute` warns of them
+            context.exact[tensor_key(moment)] = [inputs]
+            context.statistics[tensor_key(moment)] = False
         return moments
     counted = tf.ones_like(inputs)
     if mask is not None:

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdist_ext.cluster.liveness import FIRST_AFTER, log_line
 from tfdist_ext.data.pipelines import Structure, batch_size_of, rows_between
-from tfdist_ext.errors import StrategyError, TrainingError
+from tfdist_ext.errors import StrategyError, TfDistError, TrainingError
 from tfdist_ext.strategies._tf_private import lightly_optimized
 from tfdist_ext.strategies.owned_sums import owned_sums_of
 from tfdist_ext.strategies.shared_step import SharedStep, kind_of
@@ -172,7 +172,7 @@ class ModelStep:
                 "A step failed on one replica, and TensorFlow reports only that the other replicas"
                 " were cancelled. The error is in TensorFlow's log, in the line \"Local rendezvous"
                 ' is aborting with status", which TF_CPP_MIN_LOG_LEVEL=1 shows.'
-                " compile(run_eagerly=True) shows where the error comes from."
+                " With distribute(..., one_trace=False) the error itself is raised."
             ) from error
         if draws:
             self._seeds.end()
@@ -296,7 +296,8 @@ class ModelStep:
         try:
             yield
         except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
-            if self._replicas > 1 and self.batch_size and not hasattr(error, "__notes__"):
+            is_ours = isinstance(error, TfDistError) and error.__cause__ is None
+            if self._replicas > 1 and self.batch_size and not is_ours:
                 error.add_note(
                     f"tfdist_ext: each of {self._replicas} replicas gets a part of the"
                     f" {self.batch_size} rows of a batch, and x.shape[0] is None in the step. If"
