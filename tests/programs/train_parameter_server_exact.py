@@ -211,7 +211,9 @@ def gathers(rows):
 
     model = tfd.distribute(make, strategy)
     model.fit(x[:, :2], y, batch_size=16, verbose=0)
-    batches = iter(model._engine.feed(model._global_batches(x[:, :2], y, batch_size=16)))
+    batches = iter(
+        model._engine.feed(model._global_batches(x[:, :2], y, batch_size=16), eagerly=False)
+    )
     program = model._loop("train").program
     function = traced_on_batches(program._on_batches, batches, program._specs, 1)
     graph = function.graph.as_graph_def()

@@ -214,7 +214,7 @@ def trained_with(gathered: Callable[[Any], Any]) -> None:
     [
         (
             lambda x: tfd.all_rows(tf.concat([x, x], axis=0)),
-            tf.errors.InvalidArgumentError,
+            tfd.TrainingError,
             "axis 0 of x must hold the rows of this replica.* before rows are dropped",
         ),
         (lambda x: tfd.all_rows(tf.as_string(x)), tfd.TrainingError, "got a tensor of .* string"),

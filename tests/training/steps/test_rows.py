@@ -147,6 +147,10 @@ ROWS: dict[str, tuple[Any, Any]] = {
     "product": (lambda x: tf.matmul(x[:, 0], tf.ones([4, 3])), (0, 1, False)),
     "covariance": (lambda x: tf.matmul(x[:, 0], x[:, 0], transpose_a=True), None),
     "looked up": (lambda x: tf.gather(tf.ones([9, 2]), tf.cast(x, tf.int32)), (0, 1, False)),
+    "looked up in pieces": (
+        lambda x: tf.nn.embedding_lookup([tf.ones([9, 2])] * 2, tf.cast(x[:, 0], tf.int32)),
+        (0, 1, False),
+    ),
     "selected": (selected, (0, 1, True)),
     "selected entries": (lambda x: tf.square(x[x > 0]), (0, 1, True)),
     "selected by place": (lambda x: tf.gather_nd(x, tf.where(x > 0)), (0, 1, True)),

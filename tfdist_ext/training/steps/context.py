@@ -484,6 +484,9 @@ def gather_rows(context: StepContext, values: Sequence[tf.Tensor]) -> list[tf.Te
     before, count = context.position()
     padded = []
     for tensor in tensors:
+        rows = context.rows_of(tensor)
+        if rows is not None and (rows.axis or rows.blocks > 1):
+            raise TrainingError(_NOT_THE_ROWS)
         check = tf.debugging.assert_equal(
             tf.shape(tensor, tf.int64)[0], context.rows_read, message=_NOT_THE_ROWS
         )

@@ -114,7 +114,7 @@ def mixed_rows(
         is_extreme = op.type in _EXTREMES and tensor.dtype.is_floating
         if is_extreme and _reduces_rows(op, equal):
             return MixedRows(op.name, _STATISTIC)
-        if op.type not in _RELATING | _NOT_LINEAR:
+        if op.type not in _RELATING | _NOT_LINEAR or not op.inputs[0].dtype.is_floating:
             continue
         # Numbers divided by others are linear in the former only.
         others = op.inputs[1:] if op.type in _DIVIDING else op.inputs

@@ -215,7 +215,8 @@ def places_rows(value: tf.Tensor, equal: EqualTensors, *, is_metric: bool) -> st
     return None
 
 
-_SELECTING = {"DynamicPartition", "DynamicStitch", "Unique", "UniqueV2", "Where"}
+_SELECTING = {"DynamicPartition", "Unique", "UniqueV2", "Where"}
+_STITCHING = {"DynamicStitch", "ParallelDynamicStitch"}  # puts partitions back in order
 _REDUCING = {"All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "Sum"}
 
 
@@ -228,7 +229,8 @@ def rows_of(tensor: tf.Tensor, equal: EqualTensors) -> Rows | None:
     if equal.has(tensor) and tensor_key(tensor) not in equal.rows:
         return None
     path = []
-    while (key := tensor_key(tensor)) not in equal.rows and tensor.op.type not in _SELECTING:
+    ends = _SELECTING | _STITCHING
+    while (key := tensor_key(tensor)) not in equal.rows and tensor.op.type not in ends:
         if (source := _source_of_rows(tensor, equal)) is None:
             break
         path.append((tensor, source))
