@@ -5,12 +5,11 @@ import ratings
 import tensorflow as tf
 
 import tfdist_ext as tfd
-from tfdist_ext.testing import assert_same_on_all_replicas
+from tfdist_ext.testing import assert_same_on_all_replicas, assert_trains_like_one_device
 
 
 def test_the_same_numbers_on_every_strategy(tfdist_strategy):
-    result = tfd.verify(ratings.build, ratings.data(), tfdist_strategy, batch_size=12)
-    assert result.equal, result
+    assert_trains_like_one_device(ratings.build, ratings.data(), tfdist_strategy, batch_size=12)
 
 
 @pytest.mark.tfdist_cluster(worker=2)

@@ -13,7 +13,7 @@ from template_cases import DATA, LABELS, ROWS, build, train
 import tfdist_ext as tfd
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies import PlacedStrategy
-from tfdist_ext.testing import assert_same_on_all_replicas
+from tfdist_ext.testing import assert_same_on_all_replicas, assert_trains_like_one_device
 
 RULES = {
     "sharded": {
@@ -44,9 +44,7 @@ def test_trained_as_on_one_device(optimizer: str, rules: str, replicas: int) -> 
     """Other rules: tests/exactness."""
     strategy = PlacedStrategy(replicas, RULES[rules])
     fit = {"batch_size": 12, "epochs": 2, "validation_data": (DATA, LABELS)}
-    data = (DATA, LABELS)
-    result = tfd.verify(lambda: build(optimizer), data, strategy, tolerance=1e-6, **fit)
-    assert result.equal, result
+    assert_trains_like_one_device(lambda: build(optimizer), (DATA, LABELS), strategy, **fit)
 
 
 def test_copies_are_equal() -> None:
@@ -61,8 +59,7 @@ def test_in_eager_steps() -> None:
     rules = {"table/.*": "sharded", "hidden/kernel": "sharded(2)"}
     strategy = PlacedStrategy(2, rules, owned_from=64)
     eager = functools.partial(build, "SGD", run_eagerly=True)
-    result = tfd.verify(eager, (DATA, LABELS), strategy, tolerance=1e-6, batch_size=12)
-    assert result.equal, result
+    assert_trains_like_one_device(eager, (DATA, LABELS), strategy, batch_size=12)
 
 
 def test_slots_are_with_the_owner_alone_and_balanced() -> None:

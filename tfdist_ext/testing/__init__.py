@@ -2,7 +2,7 @@
 
 - Logical CPUs and strategies: `logical_cpus`, `strategy_matrix`.
 - Processes: `run_tasks(fn, {"worker": 2})`.
-- Assertions: `assert_same_on_all_replicas`.
+- Assertions: `assert_same_on_all_replicas`, `assert_trains_like_one_device`.
 - Tests of your own strategy: `StrategyConformance`.
 
 The submodules are imported on first use, because pytest imports this module in every session.
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from tfdist_ext.testing.conformance import (
         assert_same_on_all_replicas as assert_same_on_all_replicas,
     )
+    from tfdist_ext.testing.conformance import (
+        assert_trains_like_one_device as assert_trains_like_one_device,
+    )
     from tfdist_ext.testing.matrix import logical_cpus as logical_cpus
     from tfdist_ext.testing.matrix import strategy_matrix as strategy_matrix
     from tfdist_ext.testing.tasks import run_tasks as run_tasks
@@ -27,6 +30,7 @@ _HOME = {
     "StrategyConformance": "testing.conformance",
     "TaskError": "errors",
     "assert_same_on_all_replicas": "testing.conformance",
+    "assert_trains_like_one_device": "testing.conformance",
     "logical_cpus": "testing.matrix",
     "run_tasks": "testing.tasks",
     "strategy_matrix": "testing.matrix",

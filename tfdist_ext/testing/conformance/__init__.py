@@ -6,11 +6,12 @@
 
 Each check is a method that pytest collects. It can also be called directly. A check that fails
 raises an AssertionError with the expected and the actual value. This module checks training, with
-an assertion that is useful for other tests, too. The other modules check the methods of a strategy.
+assertions that are useful for other tests, too. The other modules check the methods of a strategy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,11 @@ from tfdist_ext.testing.conformance.variable_checks import VariableChecks
 from tfdist_ext.training.verify import verify
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["StrategyConformance", "assert_same_on_all_replicas"]
+__all__ = [
+    "StrategyConformance",
+    "assert_same_on_all_replicas",
+    "assert_trains_like_one_device",
+]
 
 
 @filter_traceback
@@ -51,6 +56,33 @@ def assert_same_on_all_replicas(
             np.testing.assert_allclose(
                 other, by_replica[0], rtol=0, atol=atol, err_msg=f"{path}: replicas {number} and 0"
             )
+
+
+@filter_traceback
+def assert_trains_like_one_device(
+    builder: Callable[[], keras.Model],
+    data: Any,
+    strategy: tf.distribute.Strategy,
+    *,
+    tolerance: float = 1e-6,
+    **options: Any,
+) -> None:
+    """Asserts that a model trains on a strategy as it does on one device, with `tfd.verify`.
+
+    Args:
+        builder: the argument of `tfd.verify`.
+        data: the argument of `tfd.verify`.
+        strategy: the argument of `tfd.verify`.
+        tolerance: the largest relative difference of a variable, log or prediction. A larger
+            difference also counts as equal if rounding explains it.
+        options: other arguments of `tfd.verify`, such as steps, batch_size (global) and epochs.
+
+    Raises:
+        AssertionError: the results differ. The message is the table of `tfd.verify`.
+    """
+    result = verify(builder, data, strategy, tolerance=tolerance, **options)
+    if not result.equal:
+        raise AssertionError(str(result))
 
 
 def _by_replica(value: Any, strategy: tf.distribute.Strategy) -> list[np.ndarray]:
