@@ -6,7 +6,6 @@ Only the sub-commands that need TensorFlow import it.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -45,7 +44,6 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `tfdist`; the exit status is returned, also for --help and for errors (2)."""
     words = list(sys.argv[1:] if argv is None else argv)
-    _open_standard_streams()
     try:
         return _dispatch(words)
     except TfDistError as error:
@@ -101,16 +99,6 @@ def _parser() -> _Parser:
         )
         command.add_options(sub)
     return parser
-
-
-def _open_standard_streams() -> None:
-    """Open streams that are closed (`tfdist ... >&-`) on /dev/null.
-
-    Otherwise the next file or pipe that is opened would get the number of the closed stream.
-    """
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
 
 
 if __name__ == "__main__":

@@ -17,13 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.exit_codes import (
-    COMMAND,
-    STALL_TIMEOUT,
-    USUAL_STALL_TIMEOUT,
-    StopSignals,
-    stall_timeout,
-)
+from tfdist_ext.launch.exit_codes import COMMAND, STALL_TIMEOUT, USUAL_STALL_TIMEOUT, StopSignals
 from tfdist_ext.launch.plan import LaunchPlan, local_plan, shell_line
 from tfdist_ext.launch.resources import gpus_of, watch_ports
 from tfdist_ext.launch.restarts import RestartPolicy, run_with_restarts
@@ -115,7 +109,7 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
         workers,
         workers if options.min_workers is None else options.min_workers,
     )
-    limits = Limits(options.grace, options.linger, options.timeout, stall_timeout(env))
+    limits = Limits(options.grace, options.linger, options.timeout)
 
     joined = threading.Event()  # set when a task listens at its address
 

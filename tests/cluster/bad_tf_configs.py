@@ -78,22 +78,10 @@ BAD_TF_CONFIGS = (
         "'ps': ('a:1',)",
     ),
     Bad(
-        "a sparse key that is no index",
-        _config({"worker": {"first": "a:1"}}),
-        "must have indices as keys",
-        "'first'",
-    ),
-    Bad(
-        "a sparse index twice",
-        _config({"worker": {"1": "a:1", "01": "b:1"}}),
-        "cluster.worker[1] appears twice",
-        "'01': 'b:1'",
-    ),
-    Bad(
-        "a sparse index of a million",
-        _config({"worker": {"1000000": "a:1"}}),
-        "must be below 1,000,000",
-        "'1000000'",
+        "some of the tasks of a job",
+        _config({"worker": {"1": "a:1"}}),
+        "cluster.worker must be a list",
+        "{'1': 'a:1'}",
     ),
     # Addresses
     Bad("no port", _workers("a:1", "node7"), "cluster.worker[1] has no port", "'node7'"),
@@ -130,12 +118,6 @@ BAD_TF_CONFIGS = (
     Bad("a boolean index", _task(type="worker", index=True), "task.index must be a whole", "True"),
     Bad("an index past the end", _task(type="worker", index=2), "must be from 0 to 1", "2"),
     Bad("a task of no job", _task(type="ps", index=0), "cluster has no such job", "['worker']"),
-    Bad(
-        "an index the sparse form leaves out",
-        _config({"worker": {"1": "a:1"}}),
-        "task.index must have an address in cluster.worker",
-        "0",
-    ),
 )
 
 

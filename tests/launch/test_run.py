@@ -172,13 +172,6 @@ def test_a_signal_as_root_cause(run_tasks):
     assert "worker:0 wrote nothing" in ran.err
 
 
-def test_a_task_that_is_stopped_is_killed_and_the_cause(run_tasks):
-    ran = run_tasks({"worker:0": "kill -STOP $$", "worker:1": SLEEP}, stall_timeout=2.0)
-    assert (ran.result.exit_status, ran.result.failed_task) == (137, "worker:0")
-    assert "s: killed by tfdist after it was stopped (SIGSTOP) for 2 s (--stall-timeout)" in ran.err
-    assert "out of memory" not in ran.err
-
-
 # How the others are ended
 
 

@@ -39,8 +39,8 @@ def test_a_config_becomes_a_resolver() -> None:
     resolver = resolver_of(config)
     assert resolver.cluster_spec().as_dict() == {"worker": ["h:1", "h:2", "h:3"]}
     assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 2, "grpc")
-    described = describe(_simple({"worker": {0: "h:1", 2: "h:3"}}))
-    assert described.addresses == {"worker:0": "h:1", "worker:1": "", "worker:2": "h:3"}
+    described = describe(_simple({"worker": ["h:1", "h:3"]}))
+    assert described.addresses == {"worker:0": "h:1", "worker:1": "h:3"}
     assert str(described) == "2 workers"
 
 
@@ -62,6 +62,7 @@ def test_a_resolver_that_describes_no_cluster() -> None:
     [
         (_simple(TWO), "does not say which task this process is"),
         (_simple({"worker": ["h:1", "h:1"]}, task_type="worker", task_id=0), "the same address"),
+        (_simple({"worker": {0: "h:1", 2: "h:3"}}), "cluster.worker[1] is blank"),
     ],
 )
 def test_what_would_hang_is_refused(resolver: Any, message: str) -> None:

@@ -10,7 +10,7 @@ from tfdist_ext.cluster import tf_config
 from tfdist_ext.cluster.environments import cloud, open_mpi, slurm
 from tfdist_ext.cluster.jobs import ClusterDescription, Jobs, Task, check_task
 from tfdist_ext.errors import ClusterConfigError
-from tfdist_ext.messages import counted
+from tfdist_ext.messages import counted, refuse
 from tfdist_ext.user_frames import filter_traceback
 
 # The places that can describe a cluster, in order of precedence. TF_CONFIG is first, because
@@ -35,23 +35,20 @@ class ClusterConfig:
     Immutable and hashable. The cluster is validated when it is created.
 
     Attributes:
-        jobs: maps each job to the addresses ("host:port") of its tasks, in index order. The address
-            is "" for an index that the sparse form of TF_CONFIG does not list. Read-only.
+        jobs: maps each job to the addresses ("host:port") of its tasks, in index order. Read-only.
         task: the task of this process.
         rpc_layer: the protocol between tasks, for example "grpc". None uses TensorFlow's default.
-        environment: the value of "environment" in TF_CONFIG, for example "cloud".
         source: a short description of where the cluster was found. Ignored in comparisons.
 
     Raises:
         ClusterConfigError: the cluster has no jobs, an unknown or empty job, two chiefs, parameter
             servers without workers, an invalid or duplicate address, or does not contain `task`;
-            or `rpc_layer` or `environment` is not a string.
+            or `rpc_layer` is not a string.
     """
 
     jobs: dict[str, tuple[str, ...]]
     task: Task
     rpc_layer: str | None = field(default=None, kw_only=True)
-    environment: str | None = field(default=None, kw_only=True)
     source: str = field(default="ClusterConfig", compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -59,8 +56,9 @@ class ClusterConfig:
         jobs = self.jobs if isinstance(self.jobs, Jobs) else Jobs(self.jobs, self.source)
         object.__setattr__(self, "jobs", jobs)
         check_task(self.task, jobs, self.source)
-        tf_config.check_text(self.rpc_layer, "rpc_layer", self.source)
-        tf_config.check_text(self.environment, "environment", self.source)
+        if not isinstance(self.rpc_layer, str | None):
+            advice = "Write a string, or remove rpc_layer."
+            raise refuse(self.source, "rpc_layer is not a string", self.rpc_layer, advice)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> ClusterConfig | None:
@@ -94,7 +92,7 @@ class ClusterConfig:
 
     def to_tf_config(self) -> str:
         """Returns the cluster as a value of TF_CONFIG, which `from_tf_config` reads."""
-        return tf_config.dump(self.jobs, self.task, self.rpc_layer, self.environment)
+        return tf_config.dump(self.jobs, self.task, self.rpc_layer)
 
     def for_task(self, type: str, index: int) -> ClusterConfig:
         """Returns the configuration of another task of the same cluster.
@@ -113,8 +111,8 @@ class ClusterConfig:
 
     @property
     def num_tasks(self) -> int:
-        """The number of tasks with an address, including parameter servers and evaluators."""
-        return sum(1 for _ in self.tasks())
+        """The number of tasks, including parameter servers and evaluators."""
+        return sum(map(len, self.jobs.values()))
 
     @property
     def address(self) -> str:
@@ -122,11 +120,10 @@ class ClusterConfig:
         return self.jobs[self.task.type][self.task.index] if self.task.type in self.jobs else ""
 
     def tasks(self) -> Iterator[Task]:
-        """Yields the tasks that have an address, ordered by job and index."""
+        """Yields the tasks of the cluster, ordered by job and index."""
         for name, addresses in self.jobs.items():
-            for index, address in enumerate(addresses):
-                if address:
-                    yield Task(name, index)
+            for index in range(len(addresses)):
+                yield Task(name, index)
 
 
 def describe_environments(env: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -12,7 +12,6 @@ from tfdist_ext.messages import counted, nearest, refuse
 from tfdist_ext.user_frames import filter_traceback
 
 JOB_NAMES = ("chief", "worker", "ps", "evaluator")
-MAX_INDEX = 1_000_000  # exclusive; a sparse index beyond it is a slip, and would cost memory
 _EXAMPLE = 'Give at least one job, for example {"worker": ["host:port"]}.'
 # The common case in one match. Ports have no leading zeros, so one address has one spelling.
 _PLAIN = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*):([1-9][0-9]{0,4})")
@@ -122,13 +121,13 @@ class Task:
 
 
 class Jobs(dict[str, tuple[str, ...]]):
-    """Job name -> addresses in index order ("" where none is listed); checked and read-only.
+    """Job name -> addresses in index order; checked and read-only.
 
     It copies what it is given. Jobs stand in the order chief, worker, ps, evaluator.
 
     Raises:
-        ClusterConfigError: no jobs, an unknown or empty job, two chiefs, ps without workers, an
-            address that is wrong or stands twice, an index of 1,000,000 or more.
+        ClusterConfigError: no jobs, an unknown or empty job, two chiefs, ps without workers, or an
+            address that is wrong or stands twice.
     """
 
     def __init__(
@@ -173,22 +172,20 @@ class ClusterDescription(NamedTuple):
     """A cluster as an environment or a resolver describes it; `ClusterConfig` checks the rest.
 
     Attributes:
-        jobs: job -> addresses in index order, "" where none is listed; empty: no cluster.
+        jobs: job -> addresses in index order; empty: no cluster.
         task: the task this process is; None where a resolver does not say.
         source: where this comes from, in a few words.
         rpc_layer: the protocol between tasks; None leaves it to TensorFlow.
-        environment: TF_CONFIG's own word for where it was written.
     """
 
     jobs: Mapping[str, tuple[str, ...]]
     task: Task | None
     source: str
     rpc_layer: str | None = None
-    environment: str | None = None
 
     @property
     def addresses(self) -> dict[str, str]:
-        """Every task below the highest index of its job: "worker:1" -> "host:port", or ""."""
+        """Task -> address, as "worker:1" -> "host:port"."""
         return {
             f"{job}:{index}": address
             for job, addresses in self.jobs.items()
@@ -212,12 +209,12 @@ class ClusterDescription(NamedTuple):
         None if it is not a task of the cluster, as the coordinator of parameter servers may be.
         """
         for job in ("chief",) if "ps" in self.jobs else ("chief", "worker"):
-            if self.jobs.get(job, ("",))[0]:
+            if job in self.jobs:
                 return f"{job}:0", self.jobs[job][0]
         return None
 
     def __str__(self) -> str:
-        return ", ".join(counted(sum(map(bool, tasks)), job) for job, tasks in self.jobs.items())
+        return ", ".join(counted(len(tasks), job) for job, tasks in self.jobs.items())
 
 
 def check_job_name(name: object, key: str, where: str) -> None:
@@ -244,11 +241,8 @@ def check_task(task: object, jobs: Jobs, where: str) -> None:
         what = f"task.type is {task.type}, but cluster has no such job"
         advice = f"Add the {task.type} job with the address of each of its tasks to cluster."
         raise refuse(where, what, list(jobs), advice)
-    addresses = jobs[task.type]
-    if not 0 <= index < len(addresses) or not addresses[index]:
-        what = f"task.index must be from 0 to {len(addresses) - 1}"
-        if 0 <= index < len(addresses):
-            what = f"task.index must have an address in cluster.{task.type}"
+    if not 0 <= index < len(jobs[task.type]):
+        what = f"task.index must be from 0 to {len(jobs[task.type]) - 1}"
         advice = f"Correct it, or add the address of this task to cluster.{task.type}."
         raise refuse(where, what, index, advice)
 
@@ -260,27 +254,13 @@ def _addresses(name: str, given: object, where: str) -> tuple[str, ...]:
     if not given:
         advice = f"List the address of each {name} task, or remove {name}."
         raise refuse(where, f"cluster.{name} must not be empty", given, advice)
-    if len(given) > MAX_INDEX:
-        raise index_too_large(name, len(given) - 1, where)
-    if given[-1] == "":
-        # The last one is what says how many there are; a hole there would not survive a round trip.
-        advice = 'Write "host:port" for it.'
-        raise refuse(where, f"cluster.{name}[{len(given) - 1}] is blank", given[-1], advice)
     return tuple(given)
-
-
-def index_too_large(name: str, index: object, where: str) -> Exception:
-    """The refusal of an index at or beyond the limit."""
-    what = f"indices of cluster.{name} must be below {MAX_INDEX:,}"
-    return refuse(where, what, index, "Number the tasks of a job from 0, without large gaps.")
 
 
 def _check_addresses(jobs: Jobs, where: str) -> None:
     first: dict[tuple[str, int], str] = {}
     for name, addresses in jobs.items():
         for index, address in enumerate(addresses):
-            if address == "":
-                continue
             path = f"cluster.{name}[{index}]"
             try:
                 key = identity(address)

@@ -2,9 +2,8 @@
 
     {"cluster": {"worker": ["10.0.0.5:2222", "10.0.0.6:2222"], "ps": ["10.0.0.7:2222"]},
      "task": {"type": "worker", "index": 0},
-     "rpc_layer": "grpc", "environment": "cloud"}
+     "rpc_layer": "grpc"}
 
-A job may also be sparse, {"worker": {"1": "10.0.0.6:2222"}}: only the tasks this one talks to.
 This module knows the shape of the text; what a cluster may be is decided in `jobs`.
 """
 
@@ -15,20 +14,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from tfdist_ext.cluster.jobs import (
-    MAX_INDEX,
-    ClusterDescription,
-    Jobs,
-    Task,
-    check_job_name,
-    index_too_large,
-)
+from tfdist_ext.cluster.jobs import ClusterDescription, Jobs, Task
 from tfdist_ext.messages import nearest, refuse, shown
 
-_KEYS = ("cluster", "task", "rpc_layer", "environment")
+_KEYS = ("cluster", "task", "rpc_layer")
 _TASK_KEYS = ("type", "index")
-# Google Cloud adds these for itself. They say nothing about the cluster.
-_FOREIGN_KEYS = frozenset({"job"})
+# Estimators read "environment", and Google Cloud adds the others. None describes the cluster.
+_FOREIGN_KEYS = frozenset({"environment", "job"})
 _FOREIGN_TASK_KEYS = frozenset({"trial", "cloud"})
 _CLUSTER_EXAMPLE = 'Add "cluster": {"worker": ["host:port"]}.'
 _TASK_EXAMPLE = 'Add "task": {"type": "worker", "index": 0}.'
@@ -55,7 +47,7 @@ def parse(text: object, where: str) -> ClusterDescription:
         raise refuse(where, what, value["sparseCluster"], advice)
     _refuse_unknown(value, _KEYS, _FOREIGN_KEYS, "", where)
     jobs, task = _jobs(value, where), _task(value, where)
-    return ClusterDescription(jobs, task, where, value.get("rpc_layer"), value.get("environment"))
+    return ClusterDescription(jobs, task, where, value.get("rpc_layer"))
 
 
 def load_json(text: str, where: str) -> Any:
@@ -96,29 +88,12 @@ def parse_variable(env: Mapping[str, str]) -> ClusterDescription | str:
     return parse(text, "TF_CONFIG") if text.strip() else "TF_CONFIG is empty"
 
 
-def dump(
-    jobs: Mapping[str, tuple[str, ...]], task: Task, rpc_layer: str | None, environment: str | None
-) -> str:
-    """The TF_CONFIG text; a job with holes is written in the sparse form."""
-    cluster: dict[str, Any] = {
-        name: {str(i): address for i, address in enumerate(addresses) if address}
-        if "" in addresses
-        else list(addresses)
-        for name, addresses in jobs.items()
-    }
-    optional = {"rpc_layer": rpc_layer, "environment": environment}
-    value = {
-        "cluster": cluster,
-        "task": {"type": task.type, "index": task.index},
-        **{key: text for key, text in optional.items() if text is not None},
-    }
+def dump(jobs: Mapping[str, tuple[str, ...]], task: Task, rpc_layer: str | None) -> str:
+    """The TF_CONFIG text."""
+    value: dict[str, Any] = {"cluster": jobs, "task": {"type": task.type, "index": task.index}}
+    if rpc_layer is not None:
+        value["rpc_layer"] = rpc_layer
     return json.dumps(value)
-
-
-def check_text(value: object, key: str, where: str) -> None:
-    """Refuses what is neither None nor text."""
-    if value is not None and not isinstance(value, str):
-        raise refuse(where, f"{key} is not a string", value, f"Write a string, or remove {key}.")
 
 
 def _refuse_unknown(
@@ -137,36 +112,7 @@ def _jobs(value: dict[str, Any], where: str) -> Jobs:
     if not isinstance(cluster, dict):
         advice = 'Write {"worker": ["host:port"]}.'
         raise refuse(where, "cluster must be a JSON object", cluster, advice)
-    dense = {
-        name: _from_sparse(name, given, where) if isinstance(given, dict) else given
-        for name, given in cluster.items()
-    }
-    jobs = Jobs(dense, where)
-    for name, given in cluster.items():
-        # Holes are what the sparse form leaves out. In a list they are a forgotten address.
-        if isinstance(given, list) and "" in given:
-            path = f"cluster.{name}[{given.index('')}]"
-            raise refuse(where, f"{path} is blank", given, 'Write "host:port" for it.')
-    return jobs
-
-
-def _from_sparse(name: str, given: dict[str, Any], where: str) -> list[Any]:
-    check_job_name(name, "cluster", where)
-    by_index: dict[int, Any] = {}
-    for key, address in given.items():
-        if not (key.isascii() and key.isdigit()):
-            what = f"cluster.{name} must have indices as keys"
-            raise refuse(where, what, key, f'Write {{"{name}": {{"1": "host:port"}}}}.')
-        if len(key.lstrip("0")) >= len(str(MAX_INDEX)):
-            raise index_too_large(name, key, where)
-        index = int(key)
-        if index in by_index:
-            raise refuse(where, f"cluster.{name}[{index}] appears twice", given, "Keep one.")
-        if address == "":
-            advice = 'Write "host:port", or remove the index.'
-            raise refuse(where, f"cluster.{name}[{index}] is blank", given, advice)
-        by_index[index] = address
-    return [by_index.get(index, "") for index in range(max(by_index, default=-1) + 1)]
+    return Jobs(cluster, where)
 
 
 def _task(value: dict[str, Any], where: str) -> Task:

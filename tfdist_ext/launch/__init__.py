@@ -87,8 +87,7 @@ def launch(
             return functions.function_plan(fn, args, tasks, folder, env, log_folder)
 
         logs = folder if log_dir is None else Path(log_dir)
-        limits = Limits(stall_timeout=exit_codes.stall_timeout(env))
-        ended = run_with_restarts(planned, policy, logs, env, limits, stop)
+        ended = run_with_restarts(planned, policy, logs, env, Limits(), stop)
         functions.raise_stop_signal(stop.first)
         if ended.exit_status:
             message = functions.failure_message(ended, folder)

@@ -16,23 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-__all__ = [
-    "COMMAND",
-    "DONE",
-    "FAILED",
-    "PREEMPTED",
-    "PREEMPTION_SIGNAL",
-    "RESTART",
-    "STALL_TIMEOUT",
-    "STARTS_AGAIN",
-    "USUAL_STALL_TIMEOUT",
-    "StopSignals",
-    "command_line",
-    "is_launched",
-    "is_started_again",
-    "stall_timeout",
-]
-
 DONE = 0
 FAILED = 1  # as all others up to 127: the next start would fail again
 RESTART = 138  # 128 + SIGUSR1: "start me again"

@@ -23,7 +23,6 @@ from tfdist_ext.launch.plan import LaunchPlan, TaskPlan
 
 __all__ = ["StartProcess", "TaskProcess", "Tasks", "start_process"]
 
-_LOOK_EVERY = 1.0  # seconds between two looks for tasks that are stopped
 _UNKILLABLE = 5.0  # seconds; a process that SIGKILL has not ended by then will not end
 
 
@@ -72,7 +71,6 @@ class TaskProcess:
         returncode: None until the process has ended; -n where signal n ended it.
         began: when it was started, in monotonic time.
         ended_after: how long the run had lasted when it ended, in seconds.
-        killed_because: why the launcher has killed it, in words; "" where it has not.
     """
 
     def __init__(
@@ -91,7 +89,6 @@ class TaskProcess:
         self.returncode: int | None = None
         self.began = time.monotonic()
         self.ended_after = 0.0
-        self.killed_because = ""
         self._free = free
         self._is_reaped = False
         # One thread for each task, because the order in which tasks end decides which failure is
@@ -154,7 +151,6 @@ class Tasks:
         self._report = report
         self._start_process = start
         self._width = max(len(task.name) for task in plan.tasks) + len("[] ")
-        self._closed = threading.Event()
 
     def start(self, on_end: Callable[[TaskProcess, int], object]) -> None:
         """Start all tasks.
@@ -218,25 +214,6 @@ class Tasks:
         ignoring = f'trap \'\' {name.removeprefix("SIG")}; exec "$0" "$@"'
         return ("sh", "-c", ignoring, *plan.argv)
 
-    def kill_stopped(self, after: float) -> None:
-        """Kill each task that is stopped for this many seconds, until `close`.
-
-        Before its servers listen, other tasks cannot tell a stopped task from a late one.
-        """
-        looks: dict[TaskProcess, int] = {}
-        # Looks are counted, because this process may have been stopped itself.
-        while not self._closed.wait(_LOOK_EVERY):
-            states = {task: _state_and_group(task.pid)[0] for task in self.running()}
-            # "t", of a task that a debugger holds, is another state.
-            looks = {task: looks.get(task, 0) + 1 for task in states if states[task] == "T"}
-            for task, count in looks.items():
-                if count * _LOOK_EVERY >= after:
-                    task.killed_because = (
-                        f"killed by tfdist after it was stopped (SIGSTOP) for {after:g} s"
-                        " (--stall-timeout)"
-                    )
-                    task.signal_group(signal.SIGKILL)
-
     def running(self) -> list[TaskProcess]:
         """The tasks that have not ended."""
         return [task for task in self.all if task.returncode is None]
@@ -270,7 +247,6 @@ class Tasks:
 
     def close(self) -> None:
         """Dismiss the watchdog; after `kill`."""
-        self._closed.set()
         self._watchdog.dismiss()
 
 
@@ -316,7 +292,7 @@ class _Watchdog:
 
 
 def _state_and_group(pid: int) -> tuple[str, int]:
-    """Returns the state of a process, such as "T", and its group; ("", 0) if /proc has neither."""
+    """Returns the state of a process, such as "Z", and its group; ("", 0) if /proc has neither."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

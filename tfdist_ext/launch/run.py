@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +47,6 @@ class Limits:
             5 after Ctrl-C and after the timeout, and 1 after a failure.
         linger: seconds between the coordinator's success and SIGTERM for the others.
         timeout: seconds for all starts together; None: no limit.
-        stall_timeout: seconds after which a task that is stopped (SIGSTOP) is killed; 0: never.
         began: when the first start began, in monotonic time; None: with this start.
         at_timeout: makes tasks write their stacks after the timeout; None: they do not.
     """
@@ -56,7 +54,6 @@ class Limits:
     grace: float = 30.0
     linger: float = 5.0
     timeout: float | None = None
-    stall_timeout: float = 0.0
     began: float | None = None
     at_timeout: signal.Signals | None = None
 
@@ -155,10 +152,6 @@ class _Run:
         try:
             self.tasks.start(lambda task, code: self.events.append((task, code)))
             self.start = time.monotonic()
-            if self.limits.stall_timeout:
-                threading.Thread(
-                    target=self.tasks.kill_stopped, args=(self.limits.stall_timeout,), daemon=True
-                ).start()
             self._watch()
             self._end()
         finally:
@@ -348,20 +341,20 @@ def failure_report(
         victim: the task that failed because of it, and what that task wrote about it.
     """
     returncode = None if verb == "does not answer" else task.returncode  # tfdist killed it later
-    how, after = task.killed_because or outcome(returncode), task.ended_after
+    how, after = outcome(returncode), task.ended_after
     if verb == "left":
         how += ", but the other tasks still needed it"
     if victim is not None:  # a task may tell the others of its failure before its process ends
         after = min(after or math.inf, victim[0].ended_after)
     what = "failed first" if verb == "failed" else verb
     lines = [f"{task.name} {what}, after {after:.1f} s: {how}"]
-    if task.returncode == -signal.SIGKILL and verb == "failed" and not task.killed_because:
+    if task.returncode == -signal.SIGKILL and verb == "failed":
         lines.append("tfdist did not send this signal: is the machine out of memory?")
     if last := list(task.output.last_lines):
         last = last[-1:] if last[-1] == task.output.raised else last  # the traceback was shown
         lines.append(f"the last lines of {task.name}:")
         lines += [f"    {line}" for line in last]
-    elif not task.killed_because:
+    else:
         lines.append(f"{task.name} wrote nothing")
     if task.plan.log_file is not None:
         lines.append(f"its log: {task.plan.log_file}")

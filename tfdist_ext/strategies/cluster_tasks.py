@@ -50,7 +50,7 @@ Cluster: TypeAlias = "ClusterConfig | tf.distribute.cluster_resolver.ClusterReso
 
 
 def resolver_of(cluster: Cluster) -> tf.distribute.cluster_resolver.ClusterResolver:
-    """TensorFlow's form of a cluster without gaps; its own resolvers stay as they are."""
+    """TensorFlow's form of a cluster; its own resolvers stay as they are."""
     resolvers = tf.distribute.cluster_resolver
     if isinstance(cluster, resolvers.ClusterResolver):
         return cluster
@@ -63,7 +63,6 @@ def resolver_of(cluster: Cluster) -> tf.distribute.cluster_resolver.ClusterResol
         tf.train.ClusterSpec(dict(cluster.jobs)),
         task_type=cluster.task.type,
         task_id=cluster.task.index,
-        environment=cluster.environment or "",
         rpc_layer=cluster.rpc_layer or "grpc",
     )
 
@@ -99,13 +98,13 @@ def describe(cluster: Cluster) -> ClusterDescription | None:
 
 
 def describe_for(strategy: str, cluster: Cluster) -> ClusterDescription:
-    """The description of a cluster in which every task has an address.
+    """The description of a cluster that is there.
 
     Args:
         strategy: its name, for messages.
 
     Raises:
-        StrategyError: there is no cluster, or a task without an address.
+        StrategyError: there is no cluster.
         ClusterConfigError: as `describe`.
     """
     described = describe(cluster)
@@ -115,11 +114,6 @@ def describe_for(strategy: str, cluster: Cluster) -> ClusterDescription:
         raise StrategyError(
             f"{strategy} needs a cluster, but {source} describes none. Set TF_CONFIG, start the"
             f" script with `tfdist run --workers N{servers}`, or pass cluster=."
-        )
-    if holes := [task for task, address in described.addresses.items() if not address]:
-        raise StrategyError(
-            f"{strategy} needs the address of every task, but {described.source} has none for"
-            f" {', '.join(holes)}. Number the tasks from 0."
         )
     return described
 

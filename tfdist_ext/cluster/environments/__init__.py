@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from tfdist_ext.cluster.jobs import JOB_NAMES, MAX_INDEX, ClusterDescription, Jobs, Task
+from tfdist_ext.cluster.jobs import JOB_NAMES, ClusterDescription, Jobs, Task
 from tfdist_ext.messages import refuse
 
 # What the tasks are where an environment only counts them, as "chief=1,worker=2,ps=1".
@@ -18,6 +18,7 @@ SET_TASKS = 'Write job=number of tasks, as in "chief=1,worker=2,ps=1,evaluator=1
 # Below the range from which Linux hands out ports by itself, and not 2222, where MPI's sshd may be.
 DEFAULT_PORT_BASE = 22222
 ALONE = "1 task: no cluster needed"
+MAX_TASKS = 1_000_000  # a larger number is a slip, and would cost memory
 
 
 def number(
@@ -46,7 +47,7 @@ def task_counts(env: Mapping[str, str], where: str) -> dict[str, int]:
         job, _, count = (word.strip() for word in entry.partition("="))
         known = job in JOB_NAMES and job not in counts
         digits = count.isascii() and count.isdigit() and len(count) <= 7
-        if not known or not digits or not 1 <= int(count) <= MAX_INDEX:
+        if not known or not digits or not 1 <= int(count) <= MAX_TASKS:
             what = f"{TASKS} must list job=number, each of {', '.join(JOB_NAMES)} at most once"
             raise refuse(where, what, env[TASKS], SET_TASKS)
         counts[job] = int(count)

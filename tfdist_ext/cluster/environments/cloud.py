@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from tfdist_ext.cluster.environments import (
     ALONE,
+    MAX_TASKS,
     SET_TASKS,
     TASKS,
     cluster_at,
@@ -19,7 +20,7 @@ from tfdist_ext.cluster.environments import (
     required,
     task_counts,
 )
-from tfdist_ext.cluster.jobs import MAX_INDEX, ClusterDescription, Task
+from tfdist_ext.cluster.jobs import ClusterDescription, Task
 from tfdist_ext.cluster.tf_config import load_json
 from tfdist_ext.messages import refuse
 
@@ -48,7 +49,7 @@ def kubernetes(env: Mapping[str, str]) -> ClusterDescription | str:
     where = f"Kubernetes ({_INDEX}={index})"
     if env.get(TASKS, "").strip():
         return _jobset(env, index)
-    total = number(env, "TFDIST_JOB_SIZE", where, _SET_SIZE, 1, MAX_INDEX)
+    total = number(env, "TFDIST_JOB_SIZE", where, _SET_SIZE, 1, MAX_TASKS)
     if index >= total:
         what = f"{_INDEX} must be below TFDIST_JOB_SIZE, {total}"
         raise refuse(where, what, index, _SET_SIZE)

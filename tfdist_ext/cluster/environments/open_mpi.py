@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from tfdist_ext.cluster.environments import ALONE, local_ids, number, ranked_cluster
-from tfdist_ext.cluster.jobs import MAX_INDEX, ClusterDescription
+from tfdist_ext.cluster.environments import ALONE, MAX_TASKS, local_ids, number, ranked_cluster
+from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.messages import refuse, shown
 
 _RANK = "OMPI_COMM_WORLD_RANK"
@@ -31,7 +31,7 @@ def parse(env: Mapping[str, str]) -> ClusterDescription | str:
         return f"{_RANK} is not set"
     where = "Open MPI"
     rank = number(env, _RANK, where, _BY_MPIRUN)
-    total = number(env, _SIZE, where, _BY_MPIRUN, 1, MAX_INDEX)
+    total = number(env, _SIZE, where, _BY_MPIRUN, 1, MAX_TASKS)
     if rank >= total:
         what = f"{_RANK} must be below {_SIZE}, {total}"
         raise refuse(where, what, rank, _BY_MPIRUN)

@@ -90,7 +90,6 @@ def tasks_of(jobs: Jobs) -> dict[str, str]:
         f"{job}:{index}": address
         for job in ("chief", "worker", "ps")
         for index, address in enumerate(jobs.get(job, ()))
-        if address
     }
 
 

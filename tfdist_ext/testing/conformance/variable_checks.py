@@ -12,11 +12,10 @@ from tfdist_ext.testing.conformance.replica_checks import (
     RUN_MODES,
     StrategyCase,
     expect_equal,
+    local_values,
     replica_number,
     run,
 )
-
-__all__ = ["VariableChecks"]
 
 LARGE = [512, 512]  # 1 MiB of float32, for strategies that decide by size
 MATRIX = [[1.0, 2.0], [3.0, 4.0]]  # what steps write, and checkpoints hold
@@ -29,22 +28,14 @@ class VariableChecks(StrategyCase):
         """The value that each replica reads; [minimum, maximum] of a large one."""
         # Converted, because variables in pieces have no `read_value`.
         read = self.under_test().run(lambda: tf.convert_to_tensor(variable))
-        return self._shown(read)
+        return local_values(self.under_test(), read)
 
     def expect_everywhere(self, what: str, variable: Any, value: Any) -> None:
         """Raise AssertionError unless all replicas, all copies and Python read `value`."""
         expect_equal(f"{what}, read in replicas", self.seen(variable), [value] * self.replicas())
-        copies = self._shown(variable)
+        copies = local_values(self.under_test(), variable)
         expect_equal(f"{what}, in the copies", copies, [value] * len(copies))
-        python = self._shown(tf.convert_to_tensor(variable))
-        expect_equal(f"{what}, read in Python", python, [value])
-
-    def _shown(self, value: Any) -> list[Any]:
-        arrays = [each.numpy() for each in self.under_test().experimental_local_results(value)]
-        return [
-            each.tolist() if each.size < 100 else [float(each.min()), float(each.max())]
-            for each in arrays
-        ]
+        self.expect_values(f"{what}, read in Python", tf.convert_to_tensor(variable), [value])
 
     def counter(self) -> tf.Variable:
         """Returns an int64 counter that starts at 5, like the step counter of an optimizer."""
