@@ -65,14 +65,7 @@ from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
 from tfdist_ext.training.checkpoints.saving import SavingMixin
 from tfdist_ext.training.inputs import Epochs, GlobalBatches, read
-from tfdist_ext.training.loop import (
-    EndOfJob,
-    Loop,
-    Validation,
-    end_training,
-    predict,
-    train,
-)
+from tfdist_ext.training.loop import Loop, Validation, end_training, predict, train
 from tfdist_ext.training.parameter_server.engine import (
     ParameterServerEngine,
     ParameterServerPredictor,
@@ -132,9 +125,7 @@ class DistributedModel(SavingMixin):
         self._reduction = self._engine.reduction
         self._check_batch_normalization()
         # Of a running fit, for the model's own evaluate.
-        self._cached_validation: (
-            tuple[Epochs, keras.callbacks.CallbackList, EndOfJob | None] | None
-        ) = None
+        self._cached_validation: tuple[Epochs, keras.callbacks.CallbackList] | None = None
         self._compared: tuple[object, ...] | None = None  # what `compile` had set
         self._unify()
 
@@ -485,10 +476,10 @@ class DistributedModel(SavingMixin):
         # What Keras's fit passes to the model's own evaluate.
         given = {**dict(zip(("x", "y", "sample_weight"), arrays, strict=True)), **sizes}
 
-        def evaluate(hooks: keras.callbacks.CallbackList, end: EndOfJob | None) -> Logs:
+        def evaluate(hooks: keras.callbacks.CallbackList) -> Logs:
             if not overrides(self._model, "evaluate"):
-                return self._evaluate(epochs, hooks, end)
-            self._cached_validation = epochs, hooks, end
+                return self._evaluate(epochs, hooks)
+            self._cached_validation = epochs, hooks
             try:
                 options = {"return_dict": True, "_use_cached_eval_dataset": True}
                 return dict(self.evaluate(**given, callbacks=hooks, **options))
@@ -497,12 +488,7 @@ class DistributedModel(SavingMixin):
 
         return Validation(evaluate, frequency)
 
-    def _evaluate(
-        self,
-        epochs: Epochs,
-        hooks: keras.callbacks.CallbackList,
-        end: EndOfJob | None = None,
-    ) -> Logs:
+    def _evaluate(self, epochs: Epochs, hooks: keras.callbacks.CallbackList) -> Logs:
         self._model.stop_evaluating = False
         # A callback may evaluate in the middle of an epoch of a fit, and a checkpoint follows.
         is_training = any(loop.is_running for loop in self._loops.values())
@@ -511,8 +497,8 @@ class DistributedModel(SavingMixin):
             epochs.rewind()
             hooks.on_test_begin()
             with epochs.next() as data:
-                logs, steps = self._loop("test").run(data, hooks, end=end)
-        epochs.is_done(data, steps, stopped=bool(self._model.stop_evaluating))
+                logs, steps = self._loop("test").run(data, hooks)
+        epochs.end_epoch(data, steps, stopped=bool(self._model.stop_evaluating))
         hooks.on_test_end(logs)
         restore_metrics()
         return logs
