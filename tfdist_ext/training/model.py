@@ -51,13 +51,11 @@ from tfdist_ext.training.building.build import (
 from tfdist_ext.training.callbacks.in_cluster import (
     Callbacks,
     callbacks_of_this_task,
-    check_shared_optimizer,
-    has_backup,
+    check_supported,
     overridable,
     redirect_model_methods,
     redirected_method,
     refusing_compile,
-    restored_epoch,
 )
 from tfdist_ext.training.callbacks.worker_tensorboard import WorkerTensorBoard
 from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
@@ -206,8 +204,7 @@ class DistributedModel(SavingMixin):
             "validation_batch_size": validation_batch_size,
             "checkpoint_every": checkpoint_every,
         }
-        backup = has_backup(callbacks, checkpoint_dir)
-        check_shared_optimizer(callbacks, self._strategy)
+        check_supported(callbacks, self._strategy)
         self._check_call(
             "fit",
             counts,
@@ -218,7 +215,6 @@ class DistributedModel(SavingMixin):
             validation_split=validation_split,
             validation_freq=validation_freq,
             checkpoint_dir="none" if checkpoint_dir is None else "given",
-            BackupAndRestore=backup,
         )
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = train_validation_split(
@@ -267,14 +263,13 @@ class DistributedModel(SavingMixin):
         is_chief = self._reduction.is_chief
         with (
             contextlib.nullcontext() if saved is None else saved.training(),
-            redirect_model_methods(self, self._model, callbacks, is_chief=is_chief),
+            redirect_model_methods(self, self._model, is_chief=is_chief),
         ):
             with refusing_compile(self._model, "fit"):
                 hooks.on_train_begin()
-                restored = restored_epoch(self._model, self._reduction) if backup else None
                 if saved is not None:
                     saved.training_has_begun()
-                remaining = range(restored or initial_epoch, epochs)
+                remaining = range(initial_epoch, epochs)
                 logs: Logs = {}
                 loop = self._train_loop(hooks)
                 for each in train(loop, remaining, data, hooks, saved, validation):
