@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
+from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.messages import counted, shown
@@ -25,17 +26,14 @@ from tfdist_ext.strategies import create_strategy
 from tfdist_ext.strategies.explanation import evaluates
 from tfdist_ext.strategies.factory import check_spans_cluster
 from tfdist_ext.strategies.reductions import bucket_bytes_of
-from tfdist_ext.training._keras_private import (
-    metrics_in_order,
-    overrides,
-    train_validation_split,
-)
+from tfdist_ext.training._keras_private import metrics_in_order, overrides, train_validation_split
 from tfdist_ext.training.agreement.barriers import peers_of
 from tfdist_ext.training.agreement.equality import (
     SAME_ARGUMENTS,
+    SAME_DATA,
     SAME_MODEL,
     check_equal_across_workers,
-    check_equal_data,
+    describe_data,
 )
 from tfdist_ext.training.agreement.model_description import describe_model
 from tfdist_ext.training.agreement.task_status import on_every_worker
@@ -573,11 +571,15 @@ class DistributedModel(SavingMixin):
             sizes = {"batch_size": batch_size, "batches in the data": batches.steps}
             sizes = {f"{of}{name}": size for name, size in sizes.items()}
             check_equal_across_workers(self._reduction, sizes, SAME_ARGUMENTS)
-            check = functools.partial(check_equal_data, self._reduction, names=of)
+
+            def compare(data: Structure) -> None:
+                described = describe_data(data, of)
+                check_equal_across_workers(self._reduction, described, SAME_DATA)
+
             if batches.arrays is not None:
-                check(batches.arrays)
+                compare(batches.arrays)
             if batches.dataset is not None:
-                inspect = functools.partial(check, dataset=batches.dataset)
+                inspect = compare
         feed = functools.partial(self._engine.feed, eagerly=bool(self._model.run_eagerly))
         return Epochs(batches, feed, steps, inspect)
 
