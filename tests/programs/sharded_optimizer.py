@@ -109,7 +109,6 @@ def steps_and_files(shared):
     result["adopted"] = [float(np.abs(each).sum()) for each in whole_variables(adopted)]
     result["own"] = [float(np.abs(np.asarray(each)).sum()) for each in own.optimizer.variables]
 
-    result["backup"] = told(ours, keras.callbacks.BackupAndRestore(shared / "backup"))
     result["swap"] = told(ours, keras.callbacks.SwapEMAWeights())
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

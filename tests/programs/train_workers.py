@@ -3,7 +3,6 @@
 Argument: a directory that all workers share.
 """
 
-import contextlib
 import json
 import os
 import sys
@@ -128,28 +127,6 @@ before = int(model.keras_model.optimizer.iterations.numpy())
 model.fit(x, y, batch_size=mlp.BATCH, epochs=3, verbose=0, callbacks=[StopsBeforeAnyBatch()])
 result["stopped_before"] = int(model.keras_model.optimizer.iterations.numpy()) - before
 
-
-class Crashes(keras.callbacks.Callback):
-    def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 2:
-            raise KeyboardInterrupt
-
-
-def with_backup(callbacks):
-    """A new model, trained for 3 epochs by a job that was interrupted and started again."""
-    backup = keras.callbacks.BackupAndRestore(shared / "backup" / str(rank))
-    again = tfd.distribute(mlp.build, strategy)
-    return again, again.fit(
-        x, y, batch_size=mlp.BATCH, epochs=3, verbose=0, callbacks=[backup, *callbacks]
-    )
-
-
-with contextlib.suppress(KeyboardInterrupt):
-    with_backup([Crashes()])
-again, history = with_backup([])
-result["epochs_after_restore"] = history.epoch
-result["iterations_after_restore"] = int(again.keras_model.optimizer.iterations.numpy())
-result["bits_after_restore"] = mlp.fingerprint(again.keras_model)
 
 # A trained model of each worker's own: the chief's counts, its optimizer's state included.
 keras.utils.set_random_seed(20 + rank)

@@ -101,7 +101,6 @@ def test_a_trained_model_brings_the_slots_of_the_chief(workers: list[dict[str, A
 
 def test_callbacks_that_need_the_whole_optimizer(workers: list[dict[str, Any]]) -> None:
     for worker in workers:
-        assert "BackupAndRestore needs the whole state" in worker["backup"]
         assert "SwapEMAWeights needs the whole state" in worker["swap"]
         assert worker["checkpoint"] is None
     assert any("without the state of the optimizer" in w for w in workers[0]["warned_by_callback"])

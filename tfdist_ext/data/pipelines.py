@@ -31,7 +31,6 @@ __all__ = [
     "named_parts",
     "one_at_least",
     "operations_in",
-    "operations_of",
     "padded",
     "rows_between",
     "takes_elements",
@@ -99,17 +98,6 @@ def in_own_memory(batch: Any) -> Any:
         return tf.raw_ops.DeepCopy(x=part) if is_data else part
 
     return tf.nest.map_structure(copied, batch, expand_composites=True)
-
-
-def operations_of(dataset: tf.data.Dataset) -> set[str]:
-    """The kinds of operations in a data set's graph and in its functions. Nothing is read."""
-    graph = tf.compat.v1.GraphDef.FromString(
-        tf.raw_ops.DatasetToGraphV2(
-            input_dataset=tf.data.experimental.to_variant(dataset),
-            external_state_policy=1,  # do not warn of random numbers
-        ).numpy()
-    )
-    return operations_in(graph)
 
 
 def operations_in(graph: tf.compat.v1.GraphDef) -> set[str]:

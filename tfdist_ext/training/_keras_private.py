@@ -535,11 +535,6 @@ def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> list[float]:
     return NAMES.of(model, "_flatten_metrics_in_order", "the order of evaluate's results")(logs)
 
 
-def restored_epoch(model: keras.Model) -> int | None:
-    """The epoch that BackupAndRestore found. Private: the callback sets it for Keras's fit."""
-    return NAMES.of(model, "_initial_epoch", "BackupAndRestore")
-
-
 def traces_batches(callback: keras.callbacks.TensorBoard) -> bool:
     """Whether the callback profiles single batches. Private: its argument is not kept."""
     return bool(NAMES.of(callback, "_should_trace", "TensorBoard's profile"))

@@ -538,8 +538,8 @@ class Epochs:
             batches.on_epoch_end()  # stops workers that read ahead
             raise
 
-    def is_done(self, epoch: Epoch, steps: int, *, stopped: bool) -> bool:
-        """Ends an epoch; returns whether all of its steps, or of the data, are done.
+    def end_epoch(self, epoch: Epoch, steps: int, *, stopped: bool) -> None:
+        """Ends an epoch.
 
         Args:
             steps: steps that were done.
@@ -556,7 +556,7 @@ class Epochs:
         if epoch.steps is None or steps < epoch.steps:
             self._iterator = None
             if stopped:
-                return False
+                return
             if self._is_empty:
                 raise TrainingError(EMPTY)
             if self._requested is not None and steps < self._requested:
@@ -569,8 +569,7 @@ class Epochs:
             self._longest = max(self._longest, steps)
             self._source = None
             batches.ended()
-            return True
-        if batches.steps is not None and self._position == 0:
+        elif batches.steps is not None and self._position == 0:
             batches.ended()
             if not batches.is_infinite:
                 self._iterator = None
@@ -578,7 +577,6 @@ class Epochs:
                 # Keras makes an iterator here. If the epochs have no number of steps, Keras makes
                 # another one when the next epoch begins.
                 self._source = _without_prefetch(batches.dataset)
-        return True
 
     def _warn_of_end(self, steps: int) -> None:
         warn(
@@ -667,7 +665,7 @@ class Epochs:
                     while epoch.steps is None or steps < epoch.steps:
                         next(epoch.iterator)
                         steps += 1
-            self.is_done(epoch, steps, stopped=False)
+            self.end_epoch(epoch, steps, stopped=False)
 
 
 def _without_prefetch(dataset: tf.data.Dataset) -> tf.data.Iterator:

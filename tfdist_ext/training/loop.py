@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple, NoReturn, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import keras
 import numpy as np
@@ -39,7 +39,6 @@ from tfdist_ext.training.steps.scope import Logs
 from tfdist_ext.training.synchronous.engine import Predictor, SynchronousProgram
 
 __all__ = [
-    "EndOfJob",
     "Loop",
     "StepsPerExecutionTuner",
     "Validation",
@@ -53,20 +52,15 @@ __all__ = [
 StepProgram: TypeAlias = SynchronousProgram | ParameterServerProgram
 
 
-# Ends the job in a validation, at a signal.
-EndOfJob: TypeAlias = Callable[[], NoReturn]
-
-
 class Validation(NamedTuple):
     """The validation of a `fit`.
 
     Attributes:
-        evaluate: evaluates on the validation data, with the callbacks of the `fit`. It ends the job
-            at a signal, if it gets an `EndOfJob`.
+        evaluate: evaluates on the validation data, with the callbacks of the `fit`.
         frequency: after how many epochs, or after which epochs, counted from 1.
     """
 
-    evaluate: Callable[[keras.callbacks.CallbackList, EndOfJob | None], Logs]
+    evaluate: Callable[[keras.callbacks.CallbackList], Logs]
     frequency: int | Collection[int]
 
     def is_due(self, epoch: int) -> bool:
@@ -95,16 +89,13 @@ def train(
     for epoch in epochs:
         peers.enters("callbacks")
         hooks.on_epoch_begin(epoch)
-        logs, complete = None if saved is None else saved.epoch_has_begun(), True
-        if logs is None:
-            with data.next() as batches:
-                logs, steps = loop.run(batches, hooks, f"epoch {epoch + 1}, ", saved=saved)
-            complete = data.is_done(batches, steps, stopped=bool(model.stop_training))
+        if saved is not None:
+            saved.epoch_has_begun()
+        with data.next() as batches:
+            logs, steps = loop.run(batches, hooks, f"epoch {epoch + 1}, ", saved=saved)
+        data.end_epoch(batches, steps, stopped=bool(model.stop_training))
         if validation is not None and validation.is_due(epoch):
-            end = None
-            if saved is not None:
-                end = saved.end_of_validation(epoch, logs, complete=complete)
-            val_logs = validation.evaluate(hooks, end)
+            val_logs = validation.evaluate(hooks)
             logs = {**logs, **{f"val_{name}": value for name, value in val_logs.items()}}
         peers.enters("callbacks")
         hooks.on_epoch_end(epoch, logs)
@@ -181,14 +172,12 @@ class Loop:
         where: str = "",
         *,
         saved: CheckpointManager | None = None,
-        end: EndOfJob | None = None,
     ) -> tuple[Logs, int]:
         """Run one epoch.
 
         Args:
             where: names the epoch in messages, as "epoch 2, ".
             saved: gets the steps that are done.
-            end: called at a signal to end, unless the epoch is done.
 
         Returns:
             The logs, and the number of steps that were done.
@@ -232,11 +221,8 @@ class Loop:
                     with peers.barrier(f"{where}stop check after step {done}"):
                         stop = self.reduction.any_worker(stop)
                 peers.enters("checkpoint")
-                status = {"epoch_ends": done == data.steps, "stopped": stop}
                 if saved is not None:  # after callbacks: a checkpoint has their state
-                    saved.steps_done(result, **status)
-                if end is not None and result.stop_requested and not any(status.values()):
-                    end()
+                    saved.steps_done(result, epoch_ends=done == data.steps, stopped=stop)
                 if stop:
                     setattr(self.model, self._stop_flag, True)
                 if stop or result.steps < n:
@@ -346,7 +332,7 @@ def predict(
                     stop = reduction.any_worker(bool(model.stop_predicting))
     if not collected:
         raise TrainingError(EMPTY)
-    epochs.is_done(data, done, stopped=stop)
+    epochs.end_epoch(data, done, stopped=stop)
     hooks.on_predict_end()
     return keras.tree.map_structure(in_one_array, *collected)
 

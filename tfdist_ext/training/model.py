@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
+from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.messages import counted, shown
@@ -26,17 +27,14 @@ from tfdist_ext.strategies import create_strategy
 from tfdist_ext.strategies.explanation import evaluates
 from tfdist_ext.strategies.factory import check_spans_cluster
 from tfdist_ext.strategies.reductions import bucket_bytes_of
-from tfdist_ext.training._keras_private import (
-    metrics_in_order,
-    overrides,
-    train_validation_split,
-)
+from tfdist_ext.training._keras_private import metrics_in_order, overrides, train_validation_split
 from tfdist_ext.training.agreement.barriers import peers_of
 from tfdist_ext.training.agreement.equality import (
     SAME_ARGUMENTS,
+    SAME_DATA,
     SAME_MODEL,
     check_equal_across_workers,
-    check_equal_data,
+    describe_data,
 )
 from tfdist_ext.training.agreement.model_description import describe_model
 from tfdist_ext.training.agreement.task_status import on_every_worker
@@ -52,13 +50,11 @@ from tfdist_ext.training.building.build import (
 from tfdist_ext.training.callbacks.in_cluster import (
     Callbacks,
     callbacks_of_this_task,
-    check_shared_optimizer,
-    has_backup,
+    check_supported,
     overridable,
     redirect_model_methods,
     redirected_method,
     refusing_compile,
-    restored_epoch,
 )
 from tfdist_ext.training.callbacks.worker_tensorboard import WorkerTensorBoard
 from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
@@ -66,14 +62,7 @@ from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
 from tfdist_ext.training.checkpoints.saving import SavingMixin
 from tfdist_ext.training.inputs import Epochs, GlobalBatches, read
-from tfdist_ext.training.loop import (
-    EndOfJob,
-    Loop,
-    Validation,
-    end_training,
-    predict,
-    train,
-)
+from tfdist_ext.training.loop import Loop, Validation, end_training, predict, train
 from tfdist_ext.training.parameter_server.engine import (
     ParameterServerEngine,
     ParameterServerPredictor,
@@ -134,9 +123,7 @@ class DistributedModel(SavingMixin):
         self._reduction = self._engine.reduction
         self._check_batch_normalization()
         # Of a running fit, for the model's own evaluate.
-        self._cached_validation: (
-            tuple[Epochs, keras.callbacks.CallbackList, EndOfJob | None] | None
-        ) = None
+        self._cached_validation: tuple[Epochs, keras.callbacks.CallbackList] | None = None
         self._compared: tuple[object, ...] | None = None  # what `compile` had set
         self._unify()
 
@@ -219,8 +206,7 @@ class DistributedModel(SavingMixin):
             "validation_batch_size": validation_batch_size,
             "checkpoint_every": checkpoint_every,
         }
-        backup = has_backup(callbacks, checkpoint_dir)
-        check_shared_optimizer(callbacks, self._strategy)
+        check_supported(callbacks, self._strategy)
         self._check_call(
             "fit",
             counts,
@@ -231,7 +217,6 @@ class DistributedModel(SavingMixin):
             validation_split=validation_split,
             validation_freq=validation_freq,
             checkpoint_dir="none" if checkpoint_dir is None else "given",
-            BackupAndRestore=backup,
         )
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = train_validation_split(
@@ -280,14 +265,13 @@ class DistributedModel(SavingMixin):
         is_chief = self._reduction.is_chief
         with (
             contextlib.nullcontext() if saved is None else saved.training(),
-            redirect_model_methods(self, self._model, callbacks, is_chief=is_chief),
+            redirect_model_methods(self, self._model, is_chief=is_chief),
         ):
             with refusing_compile(self._model, "fit"):
                 hooks.on_train_begin()
-                restored = restored_epoch(self._model, self._reduction) if backup else None
                 if saved is not None:
                     saved.training_has_begun()
-                remaining = range(restored or initial_epoch, epochs)
+                remaining = range(initial_epoch, epochs)
                 logs: Logs = {}
                 loop = self._train_loop(hooks)
                 for each in train(loop, remaining, data, hooks, saved, validation):
@@ -489,10 +473,10 @@ class DistributedModel(SavingMixin):
         # What Keras's fit passes to the model's own evaluate.
         given = {**dict(zip(("x", "y", "sample_weight"), arrays, strict=True)), **sizes}
 
-        def evaluate(hooks: keras.callbacks.CallbackList, end: EndOfJob | None) -> Logs:
+        def evaluate(hooks: keras.callbacks.CallbackList) -> Logs:
             if not overrides(self._model, "evaluate"):
-                return self._evaluate(epochs, hooks, end)
-            self._cached_validation = epochs, hooks, end
+                return self._evaluate(epochs, hooks)
+            self._cached_validation = epochs, hooks
             try:
                 options = {"return_dict": True, "_use_cached_eval_dataset": True}
                 return dict(self.evaluate(**given, callbacks=hooks, **options))
@@ -501,12 +485,7 @@ class DistributedModel(SavingMixin):
 
         return Validation(evaluate, frequency)
 
-    def _evaluate(
-        self,
-        epochs: Epochs,
-        hooks: keras.callbacks.CallbackList,
-        end: EndOfJob | None = None,
-    ) -> Logs:
+    def _evaluate(self, epochs: Epochs, hooks: keras.callbacks.CallbackList) -> Logs:
         self._model.stop_evaluating = False
         # A callback may evaluate in the middle of an epoch of a fit, and a checkpoint follows.
         is_training = any(loop.is_running for loop in self._loops.values())
@@ -515,8 +494,8 @@ class DistributedModel(SavingMixin):
             epochs.rewind()
             hooks.on_test_begin()
             with epochs.next() as data:
-                logs, steps = self._loop("test").run(data, hooks, end=end)
-        epochs.is_done(data, steps, stopped=bool(self._model.stop_evaluating))
+                logs, steps = self._loop("test").run(data, hooks)
+        epochs.end_epoch(data, steps, stopped=bool(self._model.stop_evaluating))
         hooks.on_test_end(logs)
         restore_metrics()
         return logs
@@ -596,11 +575,15 @@ class DistributedModel(SavingMixin):
             sizes = {"batch_size": batch_size, "batches in the data": batches.steps}
             sizes = {f"{of}{name}": size for name, size in sizes.items()}
             check_equal_across_workers(self._reduction, sizes, SAME_ARGUMENTS)
-            check = functools.partial(check_equal_data, self._reduction, names=of)
+
+            def compare(data: Structure) -> None:
+                described = describe_data(data, of)
+                check_equal_across_workers(self._reduction, described, SAME_DATA)
+
             if batches.arrays is not None:
-                check(batches.arrays)
+                compare(batches.arrays)
             if batches.dataset is not None:
-                inspect = functools.partial(check, dataset=batches.dataset)
+                inspect = compare
         feed = functools.partial(self._engine.feed, eagerly=bool(self._model.run_eagerly))
         return Epochs(batches, feed, steps, inspect)
 

@@ -54,7 +54,6 @@ class OwnHistory(K.History):
         pytest.param(K.ModelCheckpoint("x.keras"), set(), id="checkpoint of epochs"),
         pytest.param(OwnCheckpoint("x.keras"), set(), id="own checkpoint of epochs"),
         pytest.param(K.ModelCheckpoint("x.keras", save_freq=5), {"train"}, id="of batches"),
-        pytest.param(K.BackupAndRestore("x", save_freq=5), {"train"}, id="backup of batches"),
         pytest.param(K.TensorBoard("x"), set(), id="board of epochs"),
         pytest.param(K.TensorBoard("x", update_freq="batch"), {"train", "test"}, id="of batches"),
     ],
@@ -64,7 +63,7 @@ def test_who_looks_at_batches(callback: keras.callbacks.Callback, kinds: set[str
 
 
 def test_only_the_chief_writes_and_prints() -> None:
-    writers = [K.CSVLogger("x"), K.ModelCheckpoint("x.keras"), K.BackupAndRestore("x")]
+    writers = [K.CSVLogger("x"), K.ModelCheckpoint("x.keras")]
     writers += [K.TensorBoard("x"), K.ProgbarLogger(), K.RemoteMonitor()]
     deciding = [K.EarlyStopping(verbose=1), K.ReduceLROnPlateau(verbose=1), Each()]
     assert callbacks_of_this_task([writers, deciding], is_chief=True) == writers + deciding

@@ -68,7 +68,7 @@ def alone(folder: Path, *, hurt: bool) -> int:
     return status
 
 
-def test_jobs_end_in_an_epoch_and_in_a_validation_and_continue(tmp_path: Path) -> None:
+def test_jobs_end_in_an_epoch_and_after_a_validation_and_continue(tmp_path: Path) -> None:
     """The numbers of 3 and 2 workers that are stopped twice are those of a single process."""
     single, hurt = tmp_path / "single", tmp_path / "hurt"
     for folder in (single, hurt):
@@ -79,7 +79,7 @@ def test_jobs_end_in_an_epoch_and_in_a_validation_and_continue(tmp_path: Path) -
     assert checkpoint.name.startswith("epoch-00001-batch-")
     ended = train(hurt, 2, hurt=IN_SECOND_VALIDATION, resumes="resuming after batch ")
     assert set(ended.values()) == {143}
-    resumes = "resuming after epoch 2, before its validation "
+    resumes = f"resuming after epoch 2 (step {2 * STEPS})"
     assert set(train(hurt, 2, resumes=resumes).values()) == {0}
     with np.load(single / "alone.npz") as expected, np.load(hurt / "worker-0.npz") as found:
         for name, value in expected.items():

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -21,21 +20,24 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.pipelines import PY_FUNCTIONS, Structure, operations_of
+from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.agreement.model_description import as_text, describe_array
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.user_frames import warn
 
-_RELATIVE, _SHOWN, _MOST = 1e-5, 200, 3  # noise of floats, characters of a text, differences
-_FLOAT = re.compile(r"\d+\.\d+(?:e[-+]\d+)?|\d+e[-+]\d+")
-_RANDOM = re.compile("Random|Multinomial|StatefulUniform|StatefulStandardNormal|StatefulTruncated")
-# Names of what no augmentation changes: the number of rows, and one integer or text for each row.
-_BATCH_SIZE, _LABELS = "batch size", "class labels "
+_SHOWN, _MOST = 200, 3  # characters of a text, differences
+_FLOATS = re.compile(r"^(b?float\S+ \[[\d, ]*\]) .*")  # text of an array; its kind
 SAME_ARGUMENTS = (
     "Pass the same data and arguments on every worker, as for one device. Each worker takes its"
     " part of every global batch."
+)
+SAME_DATA = (
+    "Each worker takes its own part of the same global batches, so some examples would be used"
+    " twice and others never. Give every worker the same data, batch size and order (a seed for"
+    " shuffle(), or the same keras.utils.set_random_seed() on every worker before the data is"
+    " made); or let each worker read its own examples with tfd.data.from_dataset_fn()."
 )
 SAME_MODEL = (
     "All workers train one model together. Build and compile the same model on every worker, from"
@@ -49,7 +51,8 @@ def check_equal_across_workers(
     """Compares values by name; every worker must call.
 
     Of arguments, what decides how many steps a call has and what the steps do is compared: of data
-    only the kind, of paths only whether there is one.
+    only the kind, of paths only whether there is one. Arrays of floats may differ with a warning,
+    because another processor may round them differently.
 
     Args:
         values: name -> value; see `as_text`.
@@ -58,52 +61,37 @@ def check_equal_across_workers(
     Raises:
         TrainingError: on every worker, if the values of one differ from the first worker's.
     """
-    if found := _differences(reduction, values):
-        raise TrainingError(f"{_sentences(found)}. {advice}")
-
-
-def _differences(reduction: Reduction, values: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> a sentence, for the first worker that has other values than worker 0.
-
-    The result is the same on every worker; every worker must call.
-    """
     if not reduction.multi_worker:
-        return {}
+        return
     text = json.dumps({name: as_text(value) for name, value in values.items()}).encode()
     digest = np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.int32)
     heads = from_each_worker(reduction, np.append(digest, np.int32(len(text))))
     if (heads == heads[0]).all():
-        return {}
+        return
     lengths = heads[:, -1]
     numbers = np.zeros(lengths.max(), np.int32)  # every collective can sum this dtype
     numbers[: len(text)] = np.frombuffer(text, np.uint8)
     rows = from_each_worker(reduction, numbers).astype(np.uint8)
     of_each = [json.loads(bytes(row[:n])) for row, n in zip(rows, lengths, strict=True)]
     tasks, of_first = reduction.task_names(), of_each[0]
+    floats: list[str] = []
     for task, of_other in zip(tasks, of_each, strict=True):
-        found = {}
+        errors: list[str] = []
         for name in {**of_first, **of_other}:
             first, other = (values.get(name, "nothing") for values in (of_first, of_other))
-            if not _is_same(first, other):
-                found[name] = (
+            if first != other:
+                same_kind = _FLOATS.sub(r"\1", first) == _FLOATS.sub(r"\1", other)
+                (floats if same_kind else errors).append(
                     f"{name} must be the same on all workers, but is {first[:_SHOWN]} on {tasks[0]}"
                     f" and {other[:_SHOWN]} on {task}"
                 )
-        if found:
-            return found
-    return {}
-
-
-def _is_same(first: str, other: str) -> bool:
-    """Whether two texts are equal, up to the noise of floats, as of another processor."""
-    if _FLOAT.sub("", first) != _FLOAT.sub("", other):
-        return False
-    a, b = (np.array(_FLOAT.findall(text), np.float64) for text in (first, other))
-    return bool(np.allclose(a, b, rtol=_RELATIVE, atol=1e-12))
-
-
-def _sentences(found: Mapping[str, str]) -> str:
-    return "; ".join(list(found.values())[:_MOST])
+        if errors:
+            raise TrainingError(f"{'; '.join(errors[:_MOST])}. {advice}")
+    if reduction.is_chief:
+        warn(
+            f"{'; '.join(floats[:_MOST])}. {advice} This is a warning because only floating-point"
+            " values differ: if only rounding or an augmentation differs, nothing is wrong."
+        )
 
 
 def from_each_worker(reduction: Reduction, value: np.ndarray) -> np.ndarray:
@@ -126,45 +114,12 @@ def check_equal_positions(reduction: Reduction, data: ShardedDataset) -> None:
     check_equal_across_workers(reduction, values, advice)
 
 
-def check_equal_data(
-    reduction: Reduction,
-    data: Structure,
-    names: str = "",
-    dataset: tf.data.Dataset | None = None,
-) -> None:
-    """Compares arrays that each worker holds whole, or a first batch; every worker must call.
-
-    If a pipeline draws random numbers or calls Python, as an augmentation does, inputs may differ
-    with a warning. Batch sizes and class labels may not.
+def describe_data(batch: Structure, names: str) -> dict[str, Any]:
+    """Returns the parts of a batch, or of a tuple of arrays, as values to compare.
 
     Args:
         names: what goes before "x" and "y" in messages.
-        dataset: the pipeline of the first batch.
-
-    Raises:
-        TrainingError: as `check_equal_across_workers`.
     """
-    if not (found := _differences(reduction, _described(data, names))):
-        return
-    message = (
-        f"{_sentences(found)}. Each worker takes its own part of the same global batches, so some"
-        " examples would be used twice and others never. Give every worker the same data, batch"
-        " size and order (a seed for shuffle(), or the same keras.utils.set_random_seed() on every"
-        " worker before the data is made); or let each worker read its own examples with"
-        " tfd.data.from_dataset_fn()."
-    )
-    is_random = reduction.any_worker(dataset is not None and _is_random(dataset))
-    if not is_random or any(name.startswith((_BATCH_SIZE, _LABELS)) for name in found):
-        raise TrainingError(message)
-    if reduction.is_chief:
-        warn(
-            f"{message} This is a warning because the pipeline draws random numbers or calls"
-            " Python: if only an augmentation differs, nothing is wrong."
-        )
-
-
-def _described(batch: Structure, names: str) -> dict[str, Any]:
-    """The parts of a batch, or of a tuple of arrays, as values to compare."""
     values: dict[str, Any] = {}
     parts = [None] if batch is None else keras.utils.unpack_x_y_sample_weight(batch)
     for part, structure in zip(("x", "y", "sample_weight"), parts, strict=False):
@@ -176,17 +131,6 @@ def _described(batch: Structure, names: str) -> dict[str, Any]:
                 suffix = f" (tensor {number})" if number else ""  # of a ragged or sparse one
                 name = names + part + "".join(f"[{key!r}]" for key in path) + suffix
                 if part == "x" and array.ndim:
-                    values.setdefault(f"{_BATCH_SIZE} of {names}x", len(array))
-                one_each = math.prod(array.shape[1:]) == 1
-                is_label = part == "y" and one_each and array.dtype.kind in "biuOSU"
-                values[_LABELS * is_label + name] = describe_array(array)
+                    values.setdefault(f"batch size of {names}x", len(array))
+                values[name] = describe_array(array)
     return values
-
-
-def _is_random(dataset: tf.data.Dataset) -> bool:
-    """Whether a pipeline may draw random numbers or call Python."""
-    try:
-        operations = operations_of(dataset)
-    except (tf.errors.OpError, ValueError):  # more than fits into a message
-        return True
-    return any(_RANDOM.search(name) or name in PY_FUNCTIONS for name in operations)

@@ -29,9 +29,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.messages import shown
 from tfdist_ext.strategies.owned_sums import owned_sums_of
 from tfdist_ext.training import _keras_private
-from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.callbacks.worker_tensorboard import check_tensorboard
-from tfdist_ext.training.state import broadcast_state
 from tfdist_ext.user_frames import filter_traceback, warn
 
 Callback: TypeAlias = keras.callbacks.Callback
@@ -51,11 +49,8 @@ _ARRAY = "array of the state"  # the key of {_ARRAY: "3"} in the JSON
 # Settings that distinguish two callbacks of one class, in this job and in the next.
 _SETTINGS = ("monitor", "filepath", "filename", "log_dir")
 
-_WITH_WHOLE_OPTIMIZER = (keras.callbacks.BackupAndRestore, keras.callbacks.SwapEMAWeights)
-
 # They write files, or print: only the chief runs them.
 _WRITING_CALLBACKS = (
-    keras.callbacks.BackupAndRestore,
     keras.callbacks.CSVLogger,
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.ProgbarLogger,
@@ -107,75 +102,43 @@ def _does_nothing(callback: Callback, hook: str) -> bool:
     match callback:
         case keras.callbacks.ProgbarLogger() | keras.callbacks.History():
             return True
-        case keras.callbacks.ModelCheckpoint() | keras.callbacks.BackupAndRestore():
+        case keras.callbacks.ModelCheckpoint():
             return callback.save_freq == "epoch"
         case keras.callbacks.TensorBoard():
             return callback.update_freq == "epoch" and not _keras_private.traces_batches(callback)
     return False
 
 
-def has_backup(callbacks: Callbacks, checkpoint_dir: str | Path | None) -> bool:
-    """Returns whether BackupAndRestore is among the callbacks of a `fit`.
-
-    Raises:
-        TrainingError: `checkpoint_dir` is given, too.
-    """
-    given = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or [])
-    found = any(isinstance(each, keras.callbacks.BackupAndRestore) for each in given)
-    if found and checkpoint_dir is not None:
-        raise TrainingError(
-            "Both checkpoint_dir and the callback BackupAndRestore would restore the model. Pass"
-            " only one of them."
-        )
-    return found
-
-
-def check_shared_optimizer(callbacks: Callbacks, strategy: tf.distribute.Strategy) -> None:
-    """Raises TrainingError for callbacks that need a whole optimizer, if workers share it."""
+def check_supported(callbacks: Callbacks, strategy: tf.distribute.Strategy) -> None:
+    """Raises TrainingError for callbacks that do not work in a distributed `fit`."""
     for callback in keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or []):
-        needs_whole = isinstance(callback, _WITH_WHOLE_OPTIMIZER)
-        if needs_whole and owned_sums_of(strategy) is not None:
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise TrainingError(
-                f"{type(callback).__name__} needs the whole state of the optimizer, which workers"
-                " share (shard_optimizer=True). Use fit(checkpoint_dir=...) to save and resume, or"
-                " a strategy without shard_optimizer=True."
+                "fit() does not support the callback BackupAndRestore. Remove it, and call"
+                " fit(checkpoint_dir=...), which saves each epoch and resumes."
+            )
+        is_swap = isinstance(callback, keras.callbacks.SwapEMAWeights)
+        if is_swap and owned_sums_of(strategy) is not None:
+            raise TrainingError(
+                "SwapEMAWeights needs the whole state of the optimizer, which workers share"
+                " (shard_optimizer=True). Use a strategy without shard_optimizer=True."
             )
 
 
-def restored_epoch(model: keras.Model, reduction: Reduction) -> int | None:
-    """Returns the epoch that BackupAndRestore found; copies the chief's state to all tasks."""
-    epoch = _keras_private.restored_epoch(model)
-    epoch = int(reduction.from_chief(-1 if epoch is None else epoch))
-    if epoch < 0:
-        return None
-    broadcast_state(reduction, model)
-    return epoch
-
-
 def redirect_model_methods(
-    distributed: Any, model: keras.Model, callbacks: Callbacks, *, is_chief: bool
+    distributed: Any, model: keras.Model, *, is_chief: bool
 ) -> contextlib.AbstractContextManager[None]:
     """Scope in which callbacks get methods of a DistributedModel as methods of its Keras model.
 
     - `evaluate`, `predict` and `..._on_batch` of Keras fail, or are wrong, on a strategy.
     - `save`, `save_weights` and `export` do nothing on tasks that are not the chief. They do not
       wait for the chief, because the other tasks may not run the callback.
-    - `load_weights` reads on the chief, for all tasks. BackupAndRestore runs on the chief alone,
-      so it reads for itself (see `restored_epoch`).
+    - `load_weights` reads on the chief, for all tasks.
     """
-    given = keras.tree.flatten(callbacks or [])
-    backups = [c.backup_dir for c in given if isinstance(c, keras.callbacks.BackupAndRestore)]
-
-    def load_weights(filepath: str | Path, *args: Any, **kwargs: Any) -> None:
-        if Path(filepath).parent in map(Path, backups):
-            type(model).load_weights(model, filepath, *args, **kwargs)
-        else:
-            distributed.load_weights(filepath, *args, **kwargs)
-
     not_written = ("export", "save", "save_weights") if not is_chief else ()
     return _keras_private.redirect_methods(
         model,
-        load_weights=load_weights,
+        load_weights=distributed.load_weights,
         **{name: getattr(distributed, name) for name in TRAINER_METHODS if name != "fit"},
         **dict.fromkeys(not_written, lambda *args, **kwargs: None),
     )

@@ -85,7 +85,6 @@ class Progress:
         data_settings: the batch size and other settings of the data, by name.
         compiled: the loss and the metrics, as texts by name.
         data: the state of a ShardedDataset; None with other data.
-        trained: the training logs of an epoch that is not validated yet, else None.
         stopped: whether a callback stopped the training.
     """
 
@@ -97,14 +96,12 @@ class Progress:
     data_settings: dict[str, Any] = field(default_factory=dict)
     compiled: dict[str, str] = field(default_factory=dict)
     data: dict[str, Any] | None = None
-    trained: dict[str, Any] | None = None
     stopped: bool = False
 
     def __str__(self) -> str:
         if self.batches:
             return f"batch {self.batches} of epoch {self.epoch + 1} (step {self.step})"
-        before = ", before its validation" if self.trained is not None else ""
-        return f"epoch {self.epoch}{before} (step {self.step})"
+        return f"epoch {self.epoch} (step {self.step})"
 
 
 class SavedArray(NamedTuple):

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 import numpy as np
@@ -20,13 +20,7 @@ from tfdist_ext.cluster.liveness import log_line
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.launch.exit_codes import PREEMPTED, command_line, is_launched, is_started_again
-from tfdist_ext.training._keras_private import (
-    flat_layers,
-    global_seed_generator,
-    seed_generators,
-    seed_state,
-    step_variables,
-)
+from tfdist_ext.training._keras_private import step_variables
 from tfdist_ext.training.agreement.model_description import (
     LOSS_AND_METRICS,
     as_text,
@@ -56,8 +50,8 @@ class CheckpointManager:
 
     Every task makes the same calls, in this order: `seed`, `resume`, and in the scope of `training`
     first `training_has_begun`. In each epoch `epoch_has_begun`, around each execution `max_steps`
-    and `steps_done`, before a validation `end_of_validation`, then `epoch_is_done` and `announce`.
-    At the end `training_is_done`. Only the chief needs to see the folder.
+    and `steps_done`, then `epoch_is_done` and `announce`. At the end `training_is_done`. Only the
+    chief needs to see the folder.
 
     Args:
         folder: where checkpoints are, or will be.
@@ -154,8 +148,7 @@ class CheckpointManager:
         self._progress = self._unannounced = progress
         self._restore = _restoring(model, state, callbacks)
         continue_log_files(state, callbacks)
-        has_ended = progress.stopped or progress.epoch >= self._epochs
-        is_done = has_ended and progress.trained is None
+        is_done = progress.stopped or progress.epoch >= self._epochs
         if self._reduction.is_chief:
             complete = f"training in {folder.path} is complete after {progress}; nothing to do"
             restored = _differences(rates, _learning_rates(model))
@@ -173,9 +166,7 @@ class CheckpointManager:
                 for _ in range(epochs):
                     self._data.end_epoch()
             data.begin_at_position(completed=progress.batches)
-        if is_done:
-            return max(self._epochs, progress.epoch)
-        return progress.epoch - (progress.trained is not None)
+        return max(self._epochs, progress.epoch) if is_done else progress.epoch
 
     def _check_every(self, data: Epochs) -> None:
         """Raises TrainingError if `checkpoint_every` is given, and is not possible."""
@@ -198,24 +189,16 @@ class CheckpointManager:
         self._restore()
         self.announce()
 
-    def epoch_has_begun(self) -> Logs | None:
-        """After `on_epoch_begin`: undoes it in an epoch that callbacks have begun before.
-
-        Returns:
-            The logs of the epoch's training, if the job before ended in its validation; else None.
-        """
-        logs = self._progress.trained
-        if self._progress.batches or logs is not None:
+    def epoch_has_begun(self) -> None:
+        """After `on_epoch_begin`: undoes it in an epoch that callbacks have begun before."""
+        if self._progress.batches:
             self._restore()
         self._restore = lambda: None
-        self._progress = replace(self._progress, trained=None)
-        return logs and {k: v if isinstance(v, float) else np.asarray(v) for k, v in logs.items()}
 
     def announce(self) -> None:
         """Calls `on_checkpoint_end` when the checkpoint of the last epoch is on disk."""
         progress, self._unannounced = self._unannounced, Progress()
-        is_whole = progress.epoch and not progress.batches and progress.trained is None
-        if not is_whole:
+        if not progress.epoch or progress.batches:
             return
         hooks = [getattr(each, "on_checkpoint_end", None) for each in self._callbacks]
         with self._reduction.peers.barrier(f"epoch {progress.epoch}, checkpoint"):
@@ -227,35 +210,6 @@ class CheckpointManager:
         path = newest if newest is None or "://" in newest else Path(newest)
         for hook in filter(None, hooks):
             hook(progress.epoch - 1, path)
-
-    def end_of_validation(
-        self, epoch: int, logs: Logs, *, complete: bool
-    ) -> Callable[[], NoReturn] | None:
-        """Returns a function that ends the job in a validation; None if it must not end there.
-
-        The function saves the state before the validation, which the next job begins again.
-
-        Args:
-            logs: of the epoch's training.
-            complete: all global batches of the epoch are done.
-        """
-        if not complete or self._model.stop_training or not _is_finite(logs):
-            return None
-        trained = {name: np.asarray(value).tolist() for name, value in logs.items()}
-        progress = replace(self._progress, epoch=epoch + 1, batches=0, trained=trained)
-        # Besides metrics, a validation changes the states of random generators.
-        layers = flat_layers(self._model)
-        seeds = [each.state for layer in layers for each in seed_generators(layer)]
-        if seed_state() is not None:
-            seeds.append(global_seed_generator().state)
-        restore_seeds = snapshot(seeds)
-
-        def end() -> NoReturn:
-            restore_seeds()
-            self._save(progress)
-            raise SystemExit(PREEMPTED)
-
-        return end
 
     def max_steps(self) -> int | None:
         """Returns the number of steps up to the next checkpoint; None: any number."""
