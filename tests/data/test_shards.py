@@ -76,7 +76,7 @@ def test_arguments_of_another_type() -> None:
         shard_range(4, Shard(0, 2), "pad")  # type: ignore[arg-type]
 
 
-WITH_CHIEF = {"chief": ("a:1",), "worker": ("b:1", "", "c:1"), "evaluator": ("e:1",)}
+WITH_CHIEF = {"chief": ("a:1",), "worker": ("b:1", "c:1"), "evaluator": ("e:1",)}
 WITH_PS = {"chief": ("a:1",), "worker": ("b:1", "c:1"), "ps": ("d:1",)}
 
 
@@ -86,7 +86,7 @@ WITH_PS = {"chief": ("a:1",), "worker": ("b:1", "c:1"), "ps": ("d:1",)}
         pytest.param({"worker": ("b:1", "c:1")}, Task("worker", 1), (1, 2), id="workers"),
         pytest.param(WITH_CHIEF, Task("chief", 0), (0, 3), id="the chief is first"),
         pytest.param(WITH_CHIEF, Task("worker", 0), (1, 3), id="a worker after the chief"),
-        pytest.param(WITH_CHIEF, Task("worker", 2), (2, 3), id="an index that is not listed"),
+        pytest.param(WITH_CHIEF, Task("worker", 1), (2, 3), id="the last worker"),
         pytest.param(WITH_CHIEF, Task("evaluator", 0), (0, 1), id="evaluates on everything"),
         pytest.param(WITH_PS, Task("worker", 1), (1, 2), id="beside parameter servers"),
         pytest.param(WITH_PS, Task("chief", 0), (0, 1), id="a coordinator hands out everything"),

@@ -164,7 +164,6 @@ PS = {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"], "evaluator": ["h:4"]}
             ("worker", 0),
             ["needs ps and worker tasks", "has 2 workers"],
         ),
-        ("auto", {"worker": ["", "h:2"]}, ("worker", 1), ["has none for worker:0."]),
     ],
 )
 def test_clusters_that_a_strategy_cannot_use(

@@ -69,6 +69,7 @@ MIXING: dict[str, tuple[Callable[[Any], Any], str | None]] = {
         lambda x: tf.reduce_sum(x[x > 0]) / tf.cast(tf.size(x[x > 0]), x.dtype),
         STATISTIC,
     ),
+    "squeezed": (lambda x: tf.reduce_mean(tf.square(tf.squeeze(x[:, :1]) - 1.0)), None),
     "mean plus rows": (lambda x: x + tf.reduce_mean(x), None),
     "scaled": (lambda x: x / 3.0 - tf.ones([4]), None),
     "mean of selected": (lambda x: tf.reduce_mean(tf.boolean_mask(x, x[:, 0] > 0)), SELECTED),

@@ -112,6 +112,13 @@ def test_the_lookups_of_one_table() -> None:
     assert total.values[:, 0].numpy().tolist() == [2, 2, 2, 1, 1, 1, 1, 2, 2]
 
 
+@functools.cache
+def words() -> keras.layers.Layer:
+    layer = keras.layers.GRU(3, return_sequences=True)
+    layer.build((None, None, 4))
+    return layer
+
+
 def selected(x: Any) -> Any:
     return tf.boolean_mask(x, x[:, 0] > 0)
 
@@ -155,6 +162,25 @@ ROWS: dict[str, tuple[Any, Any]] = {
     "selected entries": (lambda x: tf.square(x[x > 0]), (0, 1, True)),
     "selected by place": (lambda x: tf.gather_nd(x, tf.where(x > 0)), (0, 1, True)),
     "first rows": (lambda x: x[:3] + 1, (0, 1, True)),
+    "one-hot": (lambda x: tf.one_hot(tf.cast(x[:, 0], tf.int32), 5), (0, 1, False)),
+    "one-hot in front": (
+        lambda x: tf.one_hot(tf.cast(x[:, 0, 0], tf.int32), 5, axis=0), (1, 1, False)
+    ),
+    "outer product": (lambda x: tf.einsum("bi,bj->bij", x[:, 0], x[:, 1]), (0, 1, False)),
+    "weights first": (lambda x: tf.einsum("ij,bj->ib", tf.ones([3, 4]), x[:, 0]), (1, 1, False)),
+    "sum by einsum": (lambda x: tf.einsum("bi,bj->ij", x[:, 0], x[:, 0]), None),
+    "diagonal": (lambda x: tf.linalg.diag(x[:, 0]), (0, 1, False)),
+    "columns looked up": (lambda x: tf.gather(x, [[0, 1], [1, 2]], axis=2), (0, 1, False)),
+    "words looked up": (lambda x: tf.gather(x, tf.range(tf.shape(x)[1]), axis=1), (0, 1, False)),
+    "two rows": (lambda x: tf.gather(x, [0, 1]), None),
+    "table by columns": (
+        lambda x: tf.gather(tf.ones([2, 9]), tf.cast(x[:, 0, 0], tf.int32), axis=1), (1, 1, False)
+    ),
+    "rows and zeros": (lambda x: tf.concat([tf.zeros([3, 4]), x[:, 0]], 0), (0, 0, False)),
+    "tiled as often as words": (lambda x: tf.tile(x, [tf.shape(x)[1], 1, 1]), (0, 0, False)),
+    "words tiled": (lambda x: tf.tile(x, [1, tf.shape(x)[0], 1]), (0, 1, False)),
+    "words and rows, flat": (lambda x: tf.reshape(tf.transpose(x[:, :, 0]), [-1]), (0, 0, False)),
+    "words of a loop": (lambda x: words()(x), (0, 1, False)),
     "range of words": (lambda x: tf.range(tf.shape(x)[1]), None),
 }  # fmt: skip
 
@@ -162,6 +188,7 @@ ROWS: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("name", ROWS)
 def test_how_a_tensor_holds_rows(name: str) -> None:
     function, expected = ROWS[name]
+    words()  # not in the graph
 
     def found(x: Any) -> Any:
         x = tf.cast(x, tf.float32)

@@ -294,8 +294,10 @@ class StepContext:
         In a graph, rows are in a dimension of unknown size. On a TPU, where all sizes are known,
         they are in a first dimension as long as the part.
         """
-        if self.replicas == 1 or not value.shape.rank:
+        if self.replicas == 1 or value.shape.rank == 0:
             return None
+        if value.shape.rank is None:  # such as tf.squeeze(x)
+            return None if self.equal.has(value) else Rows(0, blocks=0)
         if not self.on_tpu:
             return rows_of(value, self.equal)
         leaves = [leaf for leaf in tf.nest.flatten(self.batch) if leaf is not None]

@@ -171,7 +171,7 @@ def _is_statistic(tensor: tf.Tensor, equal: EqualTensors, known: dict[Key, bool]
     Args:
         known: what was found before, by key of a tensor.
     """
-    if unknown_sizes(tensor):
+    if unknown_sizes(tensor) or tensor.shape.rank is None:
         return False
     waiting, seen = [tensor], list[Key]()
     result = False
@@ -180,7 +180,7 @@ def _is_statistic(tensor: tf.Tensor, equal: EqualTensors, known: dict[Key, bool]
         if known.get(key) is False or key in seen:
             continue
         seen.append(key)
-        if known.get(key) or unknown_sizes(each):
+        if known.get(key) or unknown_sizes(each) or each.shape.rank is None:
             result = True
         elif each.op.type in _SIZES:
             rows = rows_of(each.op.inputs[0], equal)

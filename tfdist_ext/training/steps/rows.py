@@ -217,6 +217,7 @@ def places_rows(value: tf.Tensor, equal: EqualTensors, *, is_metric: bool) -> st
 
 _SELECTING = {"DynamicPartition", "Unique", "UniqueV2", "Where"}
 _STITCHING = {"DynamicStitch", "ParallelDynamicStitch"}  # puts partitions back in order
+_GATHERING = {"GatherNd", "GatherV2", "ResourceGather"}
 _REDUCING = {"All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "Sum"}
 
 
@@ -237,19 +238,44 @@ def rows_of(tensor: tf.Tensor, equal: EqualTensors) -> Rows | None:
         tensor = source
     if not unknown_sizes(tensor) or (equal.has(tensor) and key not in equal.rows):
         return None
-    first = tensor.shape.as_list().index(None) if tensor.shape.rank else 0
-    found = Rows(0, is_selection=True) if tensor.op.type in _SELECTING else Rows(first)
-    rows: Rows | None = equal.rows.get(key, found)
+    rows: Rows | None = equal.rows.get(key, _rows_at_first(tensor, equal))
     for result, source in reversed(path):
         if rows is not None:
             rows = _rows_after(result, source, rows, equal)
+        shape = result.shape.as_list() if result.shape.rank else [None]
+        if rows is not None and (rows.axis >= len(shape) or shape[rows.axis] is not None):
+            rows = Rows(shape.index(None), blocks=0) if None in shape else None
     return rows
+
+
+def _rows_at_first(tensor: tf.Tensor, equal: EqualTensors) -> Rows:
+    """How a tensor holds rows that is not followed further."""
+    if tensor.op.type in _SELECTING:
+        return Rows(0, is_selection=True)
+    if tensor.op.type == "TensorListStack" and _is_stack_of_words(tensor, equal):
+        return Rows(1)
+    return Rows(tensor.shape.as_list().index(None) if tensor.shape.rank else 0)
+
+
+def _is_stack_of_words(tensor: tf.Tensor, equal: EqualTensors) -> bool:
+    """Whether a loop over the words of sequences has stacked what it computed for each word."""
+    handle = tensor.op.inputs[0]
+    while handle.op.type in ("Identity", "StatelessWhile", "While"):
+        handle = handle.op.inputs[handle.value_index]
+    if handle.op.type != "TensorListReserve" or tensor.shape.as_list()[1:2] != [None]:
+        return False
+    size = behind(handle.op.inputs[1], ("Cast", "Identity"))
+    if size.op.type != "StridedSlice" or size.op.inputs[0].op.type != "Shape":
+        return equal.has(size)
+    looped = size.op.inputs[0].op.inputs[0]
+    rows, place = rows_of(looped, equal), tf.get_static_value(size.op.inputs[1])
+    return rows is not None and place is not None and place[0] % looped.shape.rank != rows.axis
 
 
 def _source_of_rows(tensor: tf.Tensor, equal: EqualTensors) -> tf.Tensor | None:
     """The input of an operation from which its result has unknown sizes."""
     op = tensor.op
-    if op.type in ("GatherV2", "GatherNd", "ResourceGather") and unknown_sizes(op.inputs[1]):
+    if op.type in _GATHERING and unknown_sizes(op.inputs[1]) and not equal.has(op.inputs[1]):
         return op.inputs[1]
     if op.inputs and op.inputs[0].op.type == "Shape":  # such as noise, drawn with this shape
         return op.inputs[0].op.inputs[0]
@@ -265,15 +291,21 @@ def _rows_after(
     constants = [tf.get_static_value(each) for each in op.inputs[1:]]
     if op.type == "Transpose" and constants[0] is not None:
         return rows._replace(axis=constants[0].tolist().index(axis))
-    if op.type == "Tile" and constants[0] is not None:
-        return rows._replace(blocks=rows.blocks * int(constants[0][axis]))
+    if op.type == "Tile":
+        times = None if constants[0] is None else int(constants[0][axis])
+        packed = op.inputs[1].op
+        if times is None and packed.type == "Pack":
+            times = tf.get_static_value(packed.inputs[axis])
+        return rows._replace(blocks=0 if times is None else rows.blocks * int(times))
     if op.type == "Pack":
         return rows._replace(axis=axis + (op.get_attr("axis") % (rank + 1) <= axis))
     if op.type == "ExpandDims" and constants[0] is not None:
         return rows._replace(axis=axis + (int(constants[0]) % (rank + 1) <= axis))
     if op.type == "ConcatV2" and constants[-1] is not None and constants[-1] % rank == axis:
         parts = [rows_of(each, equal) for each in op.inputs[:-1]]
-        return rows._replace(blocks=sum(each.blocks for each in parts if each is not None))
+        is_known = all(each and each.axis == axis and not each.is_selection for each in parts)
+        blocks = [each.blocks for each in parts if each is not None]
+        return rows._replace(blocks=sum(blocks) if is_known and all(blocks) else 0)
     if op.type == "Reshape":
         return _rows_after_reshape(result, source, rows)
     if op.type in _REDUCING and constants[0] is not None:
@@ -281,7 +313,15 @@ def _rows_after(
         keeps = op.type not in ("ArgMax", "ArgMin") and op.get_attr("keep_dims")
         return None if axis in gone else _without(rows, () if keeps else gone)
     if op.type == "Squeeze":
-        return _without(rows, [each % rank for each in op.get_attr("squeeze_dims")])
+        sizes = source.shape.as_list() if rank else []
+        gone = [each % rank for each in op.get_attr("squeeze_dims")]
+        return _without(rows, gone or [i for i, size in enumerate(sizes) if size == 1])
+    if op.type == "OneHot":
+        return rows._replace(axis=axis + (op.get_attr("axis") % (rank + 1) <= axis))
+    if op.type == "Einsum":
+        return _rows_after_einsum(op, source, rows)
+    if op.type in ("MatrixDiag", "MatrixDiagV2", "MatrixDiagV3"):
+        return rows
     if op.type == "Unpack":
         gone = op.get_attr("axis") % rank
         return None if gone == axis else _without(rows, [gone])
@@ -292,8 +332,8 @@ def _rows_after(
         return None if is_contracted else rows._replace(axis=0 if is_left else 1)
     if op.type == "StridedSlice":
         return _rows_after_slice(op, rows)
-    if op.type in ("GatherV2", "GatherNd", "ResourceGather") and source is op.inputs[1]:
-        return rows
+    if op.type in _GATHERING:
+        return _rows_after_gather(result, source, rows)
     missing = (result.shape.rank or rank) - rank  # of dimensions, which broadcasting adds
     return rows._replace(axis=axis + max(missing, 0))
 
@@ -309,12 +349,42 @@ def _rows_after_reshape(result: tf.Tensor, source: tf.Tensor, rows: Rows) -> Row
         return rows
     if rows.axis == 0 and after[0] == rows.blocks and after[1:2] == [None]:
         return Rows(1)
-    if before[: rows.axis] == after[: rows.axis] and after[rows.axis] is None:
+    is_kept = rows.axis < len(after) and before[: rows.axis] == after[: rows.axis]
+    if is_kept and after[rows.axis] is None:
         return rows
     ahead = before[: rows.axis]
     if after[0] is None and None not in ahead:  # dimensions before the rows are merged with them
         return rows._replace(axis=0, blocks=rows.blocks * int(np.prod(ahead)))
     return Rows(after.index(None) if None in after else 0, 0)
+
+
+def _rows_after_einsum(op: tf.Operation, source: tf.Tensor, rows: Rows) -> Rows | None:
+    equation = tf.compat.as_str(op.get_attr("equation")).replace(" ", "")
+    terms, _, result = equation.partition("->")
+    number = next(i for i, each in enumerate(op.inputs) if each is source)
+    if "." in equation:
+        return rows._replace(blocks=0)
+    letter = terms.split(",")[number][rows.axis]
+    return rows._replace(axis=result.index(letter)) if letter in result else None
+
+
+def _rows_after_gather(result: tf.Tensor, source: tf.Tensor, rows: Rows) -> Rows | None:
+    """Rows after a lookup, of its indices or of the table in which they are looked up."""
+    op, axis = result.op, rows.axis
+    of_indices = source is op.inputs[1]
+    if op.type == "GatherNd":
+        return rows if of_indices else None
+    batch = op.get_attr("batch_dims")
+    at = 0 if op.type == "ResourceGather" else tf.get_static_value(op.inputs[2])
+    if at is None:
+        return rows._replace(blocks=0)
+    at = int(at) % (op.inputs[0].shape.rank or 1) if op.type == "GatherV2" else 0
+    if of_indices:
+        return rows if axis < batch else rows._replace(axis=axis + at - batch)
+    if at == axis:
+        return Rows(axis, is_selection=True) if result.shape[axis] is None else None
+    added = (op.inputs[1].shape.rank or 0) - batch - 1
+    return rows._replace(axis=axis + (added if at < axis else 0))
 
 
 def _rows_after_slice(op: tf.Operation, rows: Rows) -> Rows | None:

@@ -157,7 +157,11 @@ class ReplicaScope(StepScope):
         if key in self._metrics:
             self._update_metric(variable, value, context)
             return
-        if context is not None and context.replicas > 1 and not self._in_inner_graph():
+        if context is not None and context.replicas > 1 and self._in_inner_graph():
+            is_equal = not tf.is_symbolic_tensor(value) or context.equal.has(value)
+            if variable.aggregation == "sum" and not is_equal:
+                raise _rows_written(context, variable, "a cond or a loop")
+        elif context is not None and context.replicas > 1:
             value = self._over_all_rows(variable, tf.convert_to_tensor(value), context)
         if key not in self._watched:
             _check_is_no_metric(variable)

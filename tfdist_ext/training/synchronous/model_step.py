@@ -473,7 +473,7 @@ def _own_rows(outputs: Structure, context: StepContext) -> Structure:
             rows = context.rows_of(value)
             if rows is None and context.equal.has(value):
                 counts = tf.equal(replica_number(), 0)  # one device has it once
-            elif rows is None or rows.axis or rows.blocks != 1:
+            elif value.shape.rank and (value.shape[0] is not None or (rows and rows.blocks > 1)):
                 raise TrainingError(
                     f"predict_step returns a tensor of shape {value.shape} that does not have one"
                     " row for each row of the batch, in their order, so the results of"
