@@ -240,7 +240,7 @@ def test_losses_of_selected_entries_are_divided_by_all_of_them() -> None:
 
 
 class AddsMeansOfWords(keras.layers.Layer):
-    """One number for each word of sequences, whose length is not known when a step is traced."""
+    """A mean for each word. The number of words is unknown while the step is traced."""
 
     def call(self, x: Any) -> Any:
         self.add_loss(tf.reduce_mean(x**2, [0, 2]))

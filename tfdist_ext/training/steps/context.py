@@ -230,8 +230,8 @@ class StepContext:
         has_all_rows_tensors: whether the step has called `all_rows`.
         computes_gradients: True while a gradient tape is computing gradients, and in a vectorized
             map, which computes those of single rows.
-        exact: by the key of a tensor that is computed over all rows, what it is computed from.
-        statistics: by the key of a tensor, whether it is a statistic of this part's rows.
+        exact: maps the key of a tensor that covers all rows to the tensors before it.
+        statistics: maps the key of a tensor to whether it is a statistic of this part's rows.
         row_numbers: shuffled numbers of rows in the global batch.
     """
 

@@ -103,16 +103,14 @@ def mixed_rows(
     known = dict(statistics)
     for tensor in _tensors_before(targets, equal, exact):
         op = tensor.op
-        if op.type in _ORDERING and (rows := rows_of(op.inputs[0], equal)):
-            rank = op.inputs[0].shape.rank or 1
-            if rows.axis in [axis % rank for axis in _ORDERING[op.type](op)]:
-                return MixedRows(op.name, "puts rows of the batch in another order")
+        if op.type in _ORDERING and _is_along_rows(op, _ORDERING[op.type], equal):
+            return MixedRows(op.name, "puts rows of the batch in another order")
         if op.type in _COMPARING and _compares_rows(tensor, equal):
             return MixedRows(op.name, "compares rows of the batch with each other")
-        if op.type == "Mean" and _reduces_rows(op, equal, only_selected=True):
+        if op.type == "Mean" and _is_along_rows(op, _of_input(1), equal, only_selected=True):
             return MixedRows(op.name, "takes the mean of selected rows")
         is_extreme = op.type in _EXTREMES and tensor.dtype.is_floating
-        if is_extreme and _reduces_rows(op, equal):
+        if is_extreme and _is_along_rows(op, _of_input(1), equal):
             return MixedRows(op.name, _STATISTIC)
         if op.type not in _RELATING | _NOT_LINEAR or not op.inputs[0].dtype.is_floating:
             continue
@@ -128,13 +126,23 @@ def mixed_rows(
 _STATISTIC = "relates values to a statistic of the batch"
 
 
-def _reduces_rows(op: tf.Operation, equal: EqualTensors, *, only_selected: bool = False) -> bool:
-    """Whether a reduction reduces the dimension of the rows, or of selected rows."""
+def _is_along_rows(
+    op: tf.Operation,
+    dimensions: Callable[[tf.Operation], Collection[int]],
+    equal: EqualTensors,
+    *,
+    only_selected: bool = False,
+) -> bool:
+    """Whether an operation works along the dimension of the rows, or of selected rows.
+
+    Args:
+        dimensions: returns those along which the operation works.
+    """
     rows = rows_of(op.inputs[0], equal)
     if rows is None or (only_selected and not rows.is_selection):
         return False
     rank = op.inputs[0].shape.rank or 1
-    return rows.axis in [axis % rank for axis in _of_input(1)(op)]
+    return rows.axis in [axis % rank for axis in dimensions(op)]
 
 
 def _tensors_before(
@@ -205,7 +213,7 @@ def adds_rows(value: tf.Tensor, equal: EqualTensors) -> str | None:
         op = tensor.op
         if unknown_sizes(tensor) or equal.has(tensor):
             continue
-        if op.type == "Sum" and _reduces_rows(op, equal):
+        if op.type == "Sum" and _is_along_rows(op, _of_input(1), equal):
             return "a sum"
         if op.type in ("Size", "StridedSlice") and (
             op.type == "Size" or op.inputs[0].op.type == "Shape"

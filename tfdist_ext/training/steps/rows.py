@@ -388,7 +388,7 @@ def _rows_after_gather(result: tf.Tensor, source: tf.Tensor, rows: Rows) -> Rows
 
 
 def _rows_after_slice(op: tf.Operation, rows: Rows) -> Rows | None:
-    """Rows after `x[...]`, whose specification has one entry for each dimension."""
+    """Returns the rows after a slice `x[...]`, from its entries for the dimensions."""
     masks = {name: op.get_attr(f"{name}_mask") for name in ("shrink_axis", "new_axis", "ellipsis")}
     begin, end = op.get_attr("begin_mask"), op.get_attr("end_mask")
     axis, dimension = 0, 0  # of the result, and of the input
