@@ -66,6 +66,7 @@ TRAINING_FLOORS = [
     {"verify"},
     {"verification"},
     {"model"},
+    {"distribution"},
     {"loop"},
     {"checkpoints"},
     {"callbacks"},
@@ -79,7 +80,7 @@ TRAINING_FLOORS = [
     {"agreement"},
     {"_keras_private", "_tf_private"},
 ]
-LARGEST_ROOM = 10
+LARGEST_ROOM = 11
 
 
 def floor_of(name: str) -> str:

@@ -141,7 +141,7 @@ def test_keras_shows_all_frames_when_asked() -> None:
         modules = [module for module, _ in frames_of(MISTAKES["fit"])]
     finally:
         keras.config.enable_traceback_filtering()
-    assert modules[-1] == "tfdist_ext.training.model"
+    assert modules[-1] == "tfdist_ext.training.distribution"
 
 
 def test_a_warning_points_at_the_users_call() -> None:

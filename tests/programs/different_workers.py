@@ -153,11 +153,10 @@ def read_by_the_chief():
     """What the chief alone reads, saves and copies changes nothing in the model."""
     fitted = distribute()()
     if rank == 0:
-        keras_model = fitted.keras_model
-        keras_model.get_config()
-        keras_model.save(Path(tempfile.mkdtemp()) / "model.keras")
-        keras.models.clone_model(keras_model)
-        keras_model.summary(print_fn=lambda *_, **__: None)
+        fitted.get_config()
+        keras.saving.save_model(fitted, Path(tempfile.mkdtemp()) / "model.keras")
+        keras.models.clone_model(fitted)
+        fitted.summary(print_fn=lambda *_, **__: None)
     fitted.compile("adam", "mae")
     fitted.fit(X, Y, batch_size=8, verbose=0)
 

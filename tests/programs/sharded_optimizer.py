@@ -26,7 +26,7 @@ result = {"explain": str(tfd.explain(strategy)), "optimizers": {}}
 
 def whole_variables(model):
     """All variables of the optimizer, as one device has them."""
-    with whole_slots(model._reduction, model.keras_model, everywhere=True):
+    with whole_slots(model._tfdist_ext.reduction, model.keras_model, everywhere=True):
         return [np.asarray(each) for each in model.keras_model.optimizer.variables]
 
 
@@ -105,9 +105,9 @@ def steps_and_files(shared):
     keras.utils.set_random_seed(20 + rank)
     own = build_adam()
     own.fit(*models.data(), **models.FIT)
+    result["own"] = [float(np.abs(np.asarray(each)).sum()) for each in own.optimizer.variables]
     adopted = tfd.distribute(own, strategy)
     result["adopted"] = [float(np.abs(each).sum()) for each in whole_variables(adopted)]
-    result["own"] = [float(np.abs(np.asarray(each)).sum()) for each in own.optimizer.variables]
 
     result["swap"] = told(ours, keras.callbacks.SwapEMAWeights())
     with warnings.catch_warnings(record=True) as warned:

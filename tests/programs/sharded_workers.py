@@ -51,7 +51,7 @@ def by_function(**settings):
     """Workers whose data ends at different steps, in batches of different sizes."""
     model = tfd.distribute(case.build, strategy)
     for name, value in settings.items():
-        setattr(model._reduction, name, value)
+        setattr(model._tfdist_ext.reduction, name, value)
     data = tfd.data.from_dataset_fn(case.of_task)
     history = model.fit(data, epochs=2, verbose=0).history
     return {

@@ -211,10 +211,10 @@ def gathers(rows):
 
     model = tfd.distribute(make, strategy)
     model.fit(x[:, :2], y, batch_size=16, verbose=0)
-    batches = iter(
-        model._engine.feed(model._global_batches(x[:, :2], y, batch_size=16), eagerly=False)
-    )
-    program = model._loop("train").program
+    state = model._tfdist_ext
+    data = state.global_batches(x[:, :2], y, batch_size=16)
+    batches = iter(state.engine.feed(data, eagerly=False))
+    program = model._tfdist_ext.loop("train").program
     function = traced_on_batches(program._on_batches, batches, program._specs, 1)
     graph = function.graph.as_graph_def()
     nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
@@ -240,5 +240,6 @@ try:
 except Exception as error:
     result["error"] = str(error)
 result["steps before the error"] = int(model.optimizer.iterations.numpy())
-programs = [model._loop("train").program for _ in range(2)]
-result["traced once"] = programs[0] is programs[1] is model._loops["train", False].program
+state = model._tfdist_ext
+programs = [state.loop("train").program for _ in range(2)]
+result["traced once"] = programs[0] is programs[1] is state._loops["train", False].program

@@ -22,7 +22,7 @@ from tfdist_ext.strategies.reductions import bucket_bytes_of, set_bucket_bytes  
 
 def sums_in(model):
     """How many collectives sum in the graph of a training's execution."""
-    (loop,) = model._loops.values()
+    (loop,) = model._tfdist_ext._loops.values()
     (function,) = loop.program._executions.values()
     (concrete,) = function._list_all_concrete_functions_for_serialization()
     graph = concrete.graph.as_graph_def()

@@ -206,7 +206,7 @@ def test_a_step_moves_rows() -> None:
     strategy = PlacedStrategy(["CPU:1", "CPU:2"], {"users/.*": "sharded"})
     model = tfd.distribute(lookup, strategy)
     model.fit(IDS, np.zeros([36, 3, 2]), batch_size=12, verbose=0)
-    program = model._loop("train").program
+    program = model._tfdist_ext.loop("train").program
     (step,) = program._executions[True, False]._list_all_concrete_functions()
     graphs = [step.graph, *(function.graph for function in step.graph._functions.values())]
     sizes = [

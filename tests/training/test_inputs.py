@@ -298,8 +298,8 @@ def test_the_distributed_iterator_feeds_the_same_parts() -> None:
     plain, _ = plain_fit(classifier("adam"), X, Y, batch_size=16, epochs=2)
     keras.utils.set_random_seed(1)
     model = tfd.distribute(classifier("adam"), mirrored())
-    assert model._reduction.feeds_on_host
-    model._reduction.feeds_on_host = False
+    assert model._tfdist_ext.reduction.feeds_on_host
+    model._tfdist_ext.reduction.feeds_on_host = False
     model.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0)
     assert_same_weights(plain, model)
     uneven = of_unknown_length(batches(rows=41))

@@ -67,7 +67,7 @@ def test_a_short_rest_of_an_epoch_does_not_slow_the_next() -> None:
 def test_a_second_fit_begins_with_the_steps_that_the_first_one_learned() -> None:
     model = tfd.distribute(classifier(), mirrored())
     model.fit(X, Y, batch_size=1, shuffle=False, verbose=0)
-    program: Any = model._loop("train").program
+    program: Any = model._tfdist_ext.loop("train").program
     run, steps = program.run, []
 
     def counted(data: Any, n: int, *args: Any, **options: Any) -> Any:

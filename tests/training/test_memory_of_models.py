@@ -44,16 +44,16 @@ def test_a_deleted_model_is_collected_with_the_graphs_of_its_steps() -> None:
         model.fit(X, Y, callbacks=[Breaks()], **FIT)
     model.fit(X, Y, validation_data=(X[:16], Y[:16]), **FIT)
     model.predict(X, verbose=0)
-    program = model._loop("train").program
+    program = model._tfdist_ext.loop("train").program
     (step,) = program._executions[True, False]._list_all_concrete_functions()
     alive = {
         "model": weakref.ref(model),
         "Keras model": weakref.ref(model.keras_model),
         "kernel": weakref.ref(model.keras_model.layers[1].kernel),
         "optimizer": weakref.ref(model.keras_model.optimizer),
-        "engine": weakref.ref(model._engine),
+        "engine": weakref.ref(model._tfdist_ext.engine),
         "program": weakref.ref(program),
-        "seeds": weakref.ref(model._engine._seeds),
+        "seeds": weakref.ref(model._tfdist_ext.engine._seeds),
         "graph": weakref.ref(step.graph),
     }
     del model, program, step

@@ -111,7 +111,7 @@ class AddsACallback(Scaled):
     def fit(self, *args, **kwargs):
         self.counter = Counter()
         callbacks = [*(kwargs.pop("callbacks", None) or []), self.counter]
-        return keras.Model.fit(self, *args, callbacks=callbacks, **kwargs)
+        return super(Scaled, self).fit(*args, callbacks=callbacks, **kwargs)
 
 
 class Counter(keras.callbacks.Callback):

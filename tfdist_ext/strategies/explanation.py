@@ -119,8 +119,8 @@ def explain(strategy: Any) -> Explanation:
         StrategyError: `strategy` is neither a strategy nor a distributed model.
     """
     steps: list[str] = []
-    if not isinstance(strategy, tf.distribute.Strategy) and hasattr(strategy, "traces"):
-        steps, strategy = strategy.traces(), strategy.strategy
+    if (distribution := getattr(strategy, "_tfdist_ext", None)) is not None:  # of a model
+        steps, strategy = distribution.traces(), distribution.strategy
     if not isinstance(strategy, tf.distribute.Strategy):
         raise StrategyError(
             f"explain takes the result of create_strategy or distribute, not {shown(strategy)}."

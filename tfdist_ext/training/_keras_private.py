@@ -39,8 +39,7 @@ NAMES = PrivateNames(
         "backend.compute_output_spec": "variables of a model that is not compiled",
         "backend.tensorflow.trainer.convert_to_np_if_not_ragged": "the outputs of predict",
         "backend.tensorflow.trainer.potentially_ragged_concat": "the outputs of predict",
-        "models.functional.Functional": "cloning a model layer by layer",
-        "saving.serialization_lib.SafeModeScope": "cloning objects with lambdas",
+        "models.functional.Functional": "the inputs of an exported model",
         "random.seed_generator.global_seed_generator": "random numbers without a seed",
         "trainers.data_adapters.array_data_adapter.ArrayDataAdapter": "arrays as data",
         "trainers.data_adapters.array_slicing.TensorflowSparseWrapper": "sparse arrays as data",
@@ -399,20 +398,27 @@ def redirect_methods(
                 attributes.pop(name, None)
 
 
+def method_of_user(model: keras.Model, name: str) -> Any:
+    """Returns a method as the user's class has it, without what `distribute` has inserted."""
+    if name in vars(model) or type(model) is model.__class__:
+        return getattr(model, name)
+    return getattr(super(type(model), model), name)
+
+
 def uses_keras_step(model: keras.Model, kind: str) -> bool:
     """Whether a "train", "test" or "predict" step is the one that Keras's own models have."""
-    step = getattr(model, f"{kind}_step")
+    step = method_of_user(model, f"{kind}_step")
     return getattr(step, "__func__", None) is getattr(keras.Model, f"{kind}_step")
 
 
 def overrides(model: keras.Model, name: str) -> bool:
     """Whether a model's class has its own method of this name, and not that of `keras.Model`."""
-    return getattr(type(model), name) is not getattr(keras.Model, name)
+    return getattr(model.__class__, name) is not getattr(keras.Model, name)
 
 
 def step_of(model: keras.Model, kind: str) -> Callable[..., Any]:
     """Returns the model's "train", "test" or "predict" step."""
-    step = getattr(model, f"{kind}_step")
+    step = method_of_user(model, f"{kind}_step")
     # Replicas cannot communicate inside the separate graph of a user's tf.function.
     if getattr(step, "_jit_compile", None):
         warn(
@@ -437,6 +443,40 @@ def raw_value(variable: keras.Variable | tf.Variable) -> tf.Variable:  # None if
 def set_raw_value(variable: keras.Variable, value: tf.Variable, shape: tuple[int, ...]) -> None:
     """Gives a Keras variable another tf.Variable. Private: a part becomes a whole slot."""
     variable._value, variable._shape = value, shape
+
+
+def is_watched(variable: keras.Variable) -> bool:
+    """Whether tapes watch the value of a variable; those of Keras ask for `trainable` when made."""
+    value: Any = raw_value(variable)
+    return bool(getattr(value, "trainable", variable.trainable))  # a value in pieces does not say
+
+
+def initialize_again(variable: keras.Variable, initializer: Callable[..., Any]) -> None:
+    """Creates the value of a variable again, in the current scope. Private: Keras does it once.
+
+    Tapes watch the new value if they have watched the old one. A layer may be frozen meanwhile.
+    """
+    initialize = NAMES.of(variable, "_initialize_with_initializer", "variables of a strategy")
+    trainable = variable.trainable
+    variable.trainable = is_watched(variable)
+    try:
+        initialize(initializer)
+    finally:
+        variable.trainable = trainable
+
+
+def set_strategy(optimizers: Sequence[keras.optimizers.Optimizer], strategy: object) -> None:
+    """Tells optimizers that their variables are in a strategy.
+
+    Private because an optimizer keeps the strategy that was current when it was created, and finds
+    the slots of a variable by the name of its tf.Variable.
+    """
+    for optimizer in optimizers:
+        optimizer._distribution_strategy = strategy
+        if optimizer.built:
+            key_of = NAMES.of(optimizer, "_var_key", "the slots of a variable")
+            numbers = {key_of(v): n for n, v in enumerate(trained_by(optimizer))}
+            optimizer._trainable_variables_indices = numbers
 
 
 def array_parts(adapter: Any) -> tuple[Structure, int, int] | None:
@@ -593,11 +633,6 @@ def drawing_from(generator: keras.random.SeedGenerator) -> Iterator[None]:
         set_attribute(_SEEDS, before)
 
 
-def trusted() -> contextlib.AbstractContextManager[None]:
-    """A scope in which lambdas may be deserialized: for objects alive in this process only."""
-    return NAMES("saving.serialization_lib.SafeModeScope")(safe_mode=False)
-
-
 def trained_by(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """The variables that an optimizer was built for. Private: there is no public list."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -650,6 +685,20 @@ def optimizer_builds() -> list[Target]:
         target = target_of("build", kind, "build")
         found[target.owner] = target
     return list(found.values())
+
+
+@contextlib.contextmanager
+def building_again(optimizers: Sequence[keras.optimizers.Optimizer]) -> Iterator[None]:
+    """Scope of the second build of optimizers. Its variables replace those of the first build.
+
+    Private because Keras builds an optimizer once, and appends the variables to one list.
+    """
+    lists = [NAMES.of(each, "_variables", "the slots of an optimizer") for each in optimizers]
+    before = [len(variables) for variables in lists]
+    yield
+    for variables, size in zip(lists, before, strict=True):
+        added = len(variables) - size
+        del variables[size - added : size]
 
 
 @contextlib.contextmanager

@@ -1,152 +1,90 @@
 """DistributedModel: Keras's fit, evaluate and predict, on any strategy.
 
-`distribute` makes one from a Keras model, or from a function that builds a model. This module
-checks arguments before anything expensive starts, and puts the parts of a training together.
+`distribute` inserts `DistributedModel` into the class of a Keras model, between the user's class
+and `keras.Model`. So a user's `fit` reaches this `fit` by `super()`, and a callback's `self.model`
+is the distributed model. Serialization sees the user's class: a copy, a clone and a loaded model
+are plain Keras models.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import numbers
-import random
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
-from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.messages import counted, shown
-from tfdist_ext.placement.specs import size_text
 from tfdist_ext.strategies import create_strategy
 from tfdist_ext.strategies.explanation import evaluates
 from tfdist_ext.strategies.factory import check_spans_cluster
-from tfdist_ext.strategies.reductions import bucket_bytes_of
-from tfdist_ext.training._keras_private import metrics_in_order, overrides, train_validation_split
+from tfdist_ext.training._keras_private import (
+    metrics_in_order,
+    stateless_scope,
+    train_validation_split,
+)
 from tfdist_ext.training.agreement.barriers import peers_of
-from tfdist_ext.training.agreement.equality import (
-    SAME_ARGUMENTS,
-    SAME_DATA,
-    SAME_MODEL,
-    check_equal_across_workers,
-    describe_data,
-)
-from tfdist_ext.training.agreement.model_description import describe_model
 from tfdist_ext.training.agreement.task_status import on_every_worker
-from tfdist_ext.training.building.build import (
-    adopt,
-    batch_normalization_layers,
-    build,
-    build_sharded_optimizers,
-    creation_scope,
-    deferred_builds,
-    recompile,
-)
-from tfdist_ext.training.callbacks.in_cluster import (
-    Callbacks,
-    callbacks_of_this_task,
-    check_supported,
-    overridable,
-    redirect_model_methods,
-    redirected_method,
-    refusing_compile,
-)
-from tfdist_ext.training.callbacks.worker_tensorboard import WorkerTensorBoard
+from tfdist_ext.training.building.build import input_signature
+from tfdist_ext.training.building.moving import moved_out
+from tfdist_ext.training.callbacks.in_cluster import Callbacks, check_supported
 from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
-from tfdist_ext.training.checkpoints.saving import SavingMixin
-from tfdist_ext.training.inputs import Epochs, GlobalBatches, read
-from tfdist_ext.training.loop import Loop, Validation, end_training, predict, train
-from tfdist_ext.training.parameter_server.engine import (
-    ParameterServerEngine,
-    ParameterServerPredictor,
+from tfdist_ext.training.checkpoints.saving import (
+    at_step,
+    load_weights_on_chief,
+    restore_checkpoint,
+    write_checkpoint,
 )
-from tfdist_ext.training.sharded_inputs import check_no_other_arguments, read_sharded
-from tfdist_ext.training.state import (
-    broadcast_variables,
-    run_on_chief,
-    sharded_bytes,
-    snapshot,
-    state_of,
-    whole_slots,
-)
+from tfdist_ext.training.distribution import Distribution, rows_of_arrays
+from tfdist_ext.training.loop import end_training, train
+from tfdist_ext.training.state import check_has_variables
 from tfdist_ext.training.steps.scope import Logs
-from tfdist_ext.training.synchronous.engine import (
-    Predictor,
-    SynchronousEngine,
-    SynchronousProgram,
-)
+from tfdist_ext.training.synchronous.engine import SynchronousEngine
 from tfdist_ext.training.synchronous.model_step import OneTrace
-from tfdist_ext.user_frames import filter_traceback, warn
+from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["DistributedModel", "check_counts", "distribute"]
+__all__ = ["DistributedModel", "distribute"]
+
+
+class _Attribute:
+    """A property that does not hide an attribute of the user's model with the same name."""
+
+    def __init__(self, function: Callable[[Any], Any]):
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, model: Any, owner: type | None = None) -> Any:
+        return self if model is None else self._function(model)
 
 
 @filter_traceback
-class DistributedModel(SavingMixin):
-    """A Keras model that trains on all replicas of a strategy.
+class DistributedModel(keras.Model):
+    """A Keras model that trains on all replicas of a strategy. `distribute` makes one.
 
     All batch sizes are global: the number of examples of one step, over all replicas of all tasks.
     In a cluster, all tasks make the same calls with the same data.
     """
 
-    def __init__(
-        self,
-        model_or_builder: keras.Model | Callable[[], keras.Model],
-        strategy: tf.distribute.Strategy,
-        *,
-        synchronize_batch_norm: bool | None = None,
-        one_trace: OneTrace = "auto",
-    ):
-        """Arguments and errors are those of `distribute`."""
-        self._created: list[tf.Variable] = []  # they do not have the chief's values yet
-        self._model = adopt(model_or_builder, strategy, self._created)
-        self._builder = None if isinstance(model_or_builder, keras.Model) else model_or_builder
-        self._strategy = strategy
-        self._synchronize_batch_norm = synchronize_batch_norm
-        self._built_for = None
-        self._progress = Progress()
-        self._loops: dict[tuple[str, bool], Loop] = {}  # by kind, and whether steps are timed
-        self._predictor: Predictor | ParameterServerPredictor | None = None
-        self._predictor_made_for: tuple[object, ...] = ()
-        self._engine: SynchronousEngine | ParameterServerEngine
-        if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-            self._engine = ParameterServerEngine(strategy)
-        else:
-            self._engine = SynchronousEngine(strategy, one_trace)
-        self._reduction = self._engine.reduction
-        self._check_batch_normalization()
-        # Of a running fit, for the model's own evaluate.
-        self._cached_validation: tuple[Epochs, keras.callbacks.CallbackList] | None = None
-        self._compared: tuple[object, ...] | None = None  # what `compile` had set
-        self._unify()
+    _tfdist_ext: Distribution
 
-    @property
+    @_Attribute
     def keras_model(self) -> keras.Model:
-        """The Keras model. Its variables are on the devices of the strategy."""
-        return self._model
+        """The model itself."""
+        return self
 
-    @property
+    @_Attribute
     def strategy(self) -> tf.distribute.Strategy:
-        return self._strategy
+        """The strategy that the variables are in."""
+        return self._tfdist_ext.strategy
 
-    def traces(self) -> list[str]:
-        """Returns the lines of `tfd.explain` about traces and unsynchronized layers."""
-        found = {kind: loop.program.traces for (kind, _), loop in self._loops.items()}
-        if self._predictor is not None:
-            found["predict"] = self._predictor.traces
-        traces = [f"{kind}: {how}" for kind, how in found.items()]
-        here, whole = sharded_bytes(self._model)
-        shared = f"optimizer state: {size_text(here)} of {size_text(whole)} here" if whole else ""
-        return [*traces, *filter(None, [shared, self._unsynchronized()])]
-
-    @overridable
     @on_every_worker
     def fit(
         self,
@@ -196,6 +134,7 @@ class DistributedModel(SavingMixin):
                 in use by a newer job.
             ValueError: Keras rejects an argument.
         """
+        state = self._tfdist_ext
         epochs = min(epochs, keras.config.max_epochs() or epochs)
         counts = {
             "batch_size": batch_size,
@@ -206,8 +145,8 @@ class DistributedModel(SavingMixin):
             "validation_batch_size": validation_batch_size,
             "checkpoint_every": checkpoint_every,
         }
-        check_supported(callbacks, self._strategy)
-        self._check_call(
+        check_supported(callbacks, state.strategy)
+        state.check_call(
             "fit",
             counts,
             x=x,
@@ -223,8 +162,8 @@ class DistributedModel(SavingMixin):
                 (x, y, sample_weight), validation_split=validation_split
             )
         sizes = {"batch_size": validation_batch_size or batch_size, "steps": validation_steps}
-        if (cluster := evaluates(self._strategy)) is not None:
-            self._reduction.peers.enters("")  # it waits for checkpoints, as long as it takes
+        if (cluster := evaluates(state.strategy)) is not None:
+            state.reduction.peers.enters("")  # it waits for checkpoints, as long as it takes
             evaluate_checkpoints(
                 self,
                 cluster,
@@ -237,73 +176,47 @@ class DistributedModel(SavingMixin):
             )
         saved = None
         # Whether `fit` knows at each step where it is in this data.
-        keeps_position = isinstance(x, ShardedDataset) and not self._workers_may_read(x)
+        keeps_position = isinstance(x, ShardedDataset) and not state.workers_may_read(x)
         if checkpoint_dir is not None:
             saved = CheckpointManager(
                 checkpoint_dir,
-                self._model,
-                self._reduction,
+                self,
+                state.reduction,
                 x if keeps_position else None,
                 checkpoint_every,
                 epochs,
-                in_background=checkpoint_async and isinstance(self._engine, SynchronousEngine),
+                in_background=checkpoint_async and isinstance(state.engine, SynchronousEngine),
             )
         elif checkpoint_every is not None:
             raise TrainingError("checkpoint_every needs checkpoint_dir, a folder for checkpoints.")
         how = {"batch_size": batch_size, "shuffle": shuffle, "class_weight": class_weight}
-        seed = self._new_seed if saved is None else saved.seed
+        seed = state.new_seed if saved is None else saved.seed
         arrays = x, y, sample_weight
-        data = self._read("train", *arrays, steps=steps_per_epoch, seed=seed, **how)
+        data = state.read("train", *arrays, steps=steps_per_epoch, seed=seed, **how)
         data.reset()
-        validation = self._validation(validation_data, sizes, validation_freq)
-        hooks = self._callbacks(
+        validation = state.validation(validation_data, sizes, validation_freq)
+        hooks = state.callbacks(
             callbacks, verbose, epochs=epochs, steps=data.steps, add_history=True
         )
-        self._model.stop_training = False
+        self.stop_training = False
         if saved is not None:
             initial_epoch = saved.resume(data, initial_epoch, hooks.callbacks)
-        is_chief = self._reduction.is_chief
-        with (
-            contextlib.nullcontext() if saved is None else saved.training(),
-            redirect_model_methods(self, self._model, is_chief=is_chief),
-        ):
-            with refusing_compile(self._model, "fit"):
+        scope = contextlib.nullcontext() if saved is None else saved.training()
+        with scope, state.fitting():
+            with state.refusing_compile("fit"):
                 hooks.on_train_begin()
                 if saved is not None:
                     saved.training_has_begun()
                 remaining = range(initial_epoch, epochs)
                 logs: Logs = {}
-                loop = self._train_loop(hooks)
+                loop = state.train_loop(hooks)
                 for each in train(loop, remaining, data, hooks, saved, validation):
-                    logs, self._progress = each
-                if isinstance(self._model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
-                    self._engine.finalize(self._model)
-            end_training(self._reduction, logs, hooks, saved)
-        return self._model.history
+                    logs, state.progress = each
+                if isinstance(self.optimizer, keras.optimizers.Optimizer) and epochs > 0:
+                    state.engine.finalize(self)
+            end_training(state.reduction, logs, hooks, saved)
+        return self.history
 
-    def _train_loop(self, hooks: keras.callbacks.CallbackList) -> Loop:
-        """The training steps, which a WorkerTensorBoard times."""
-        boards = [each for each in hooks.callbacks if isinstance(each, WorkerTensorBoard)]
-        if len(boards) > 1:  # the times of a step can only be read once
-            raise TrainingError(
-                f"`fit` got {len(boards)} WorkerTensorBoard callbacks. Pass only one."
-            )
-        loop = self._loop("train", timed=bool(boards))
-        for board in boards:
-            assert isinstance(loop.program, SynchronousProgram)
-            board.follow(loop.program, self._reduction)
-        return loop
-
-    def _loop(self, kind: str, *, timed: bool = False) -> Loop:
-        """Returns the loop of "train" or "test" steps; a new one after `compile`."""
-        model, found = self._model, self._loops.get((kind, timed))
-        if found is None or found.made_for != _compiled_parts(model):
-            program = self._engine.make_program(model, kind, timed=timed)  # may change settings
-            found = Loop(model, self._reduction, kind, program, made_for=_compiled_parts(model))
-            self._loops[kind, timed] = found
-        return found
-
-    @overridable
     @on_every_worker
     def evaluate(
         self,
@@ -322,17 +235,17 @@ class DistributedModel(SavingMixin):
 
         All tasks return the same numbers. `batch_size` is the global batch size.
         """
-        if _use_cached_eval_dataset and self._cached_validation is not None:
-            logs = self._evaluate(*self._cached_validation)
-            return logs if return_dict else metrics_in_order(self._model, logs)
-        self._check_call("evaluate", {"batch_size": batch_size, "steps": steps}, x=x)
+        state = self._tfdist_ext
+        if _use_cached_eval_dataset and state.cached_validation is not None:
+            logs = state.evaluate(*state.cached_validation)
+            return logs if return_dict else metrics_in_order(self, logs)
+        state.check_call("evaluate", {"batch_size": batch_size, "steps": steps}, x=x)
         data = x, y, sample_weight
-        epochs = self._read("test", *data, batch_size=batch_size, steps=steps)
-        hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
-        logs = self._evaluate(epochs, hooks)
-        return logs if return_dict else metrics_in_order(self._model, logs)
+        epochs = state.read("test", *data, batch_size=batch_size, steps=steps)
+        hooks = state.callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
+        logs = state.evaluate(epochs, hooks)
+        return logs if return_dict else metrics_in_order(self, logs)
 
-    @overridable
     @on_every_worker
     def predict(
         self,
@@ -346,20 +259,20 @@ class DistributedModel(SavingMixin):
 
         `batch_size` is the global batch size.
         """
-        self._check_call("predict", {"batch_size": batch_size, "steps": steps}, x=x)
+        state = self._tfdist_ext
+        state.check_call("predict", {"batch_size": batch_size, "steps": steps}, x=x)
         if isinstance(x, FunctionDataset) and (
-            self._reduction.multi_worker or self._workers_may_read(x)
+            state.reduction.multi_worker or state.workers_may_read(x)
         ):
             raise TrainingError(
                 "`predict` cannot use from_dataset_fn on several workers, where examples have no"
                 " order. Use from_arrays, from_tfrecords, arrays, or a tf.data.Dataset."
             )
-        epochs = self._read("predict", x, batch_size=batch_size, steps=steps)
-        return self._predict(
-            epochs, self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
+        epochs = state.read("predict", x, batch_size=batch_size, steps=steps)
+        return state.predict(
+            epochs, state.callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
         )
 
-    @overridable
     @on_every_worker
     def train_on_batch(
         self,
@@ -370,314 +283,179 @@ class DistributedModel(SavingMixin):
         return_dict: bool = False,
     ) -> Any:
         """Trains on one global batch, like `keras.Model.train_on_batch`."""
-        logs = self._on_batch("train", (x, y, sample_weight), class_weight=class_weight)
-        return logs if return_dict else metrics_in_order(self._model, logs)
+        state = self._tfdist_ext
+        logs = state.on_batch("train", (x, y, sample_weight), class_weight=class_weight)
+        return logs if return_dict else metrics_in_order(self, logs)
 
-    @overridable
     @on_every_worker
     def test_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
     ) -> Any:
         """Returns the loss and metrics of one global batch, like `keras.Model.test_on_batch`."""
-        logs = self._on_batch("test", (x, y, sample_weight))
-        return logs if return_dict else metrics_in_order(self._model, logs)
+        state = self._tfdist_ext
+        logs = state.on_batch("test", (x, y, sample_weight))
+        return logs if return_dict else metrics_in_order(self, logs)
 
-    @overridable
     @on_every_worker
     def predict_on_batch(self, x: Any) -> Any:
         """Returns the outputs for one global batch, as NumPy arrays on every task."""
-        epochs = self._read("predict", x, batch_size=_rows(x))
-        return self._predict(epochs, keras.callbacks.CallbackList())
+        state = self._tfdist_ext
+        epochs = state.read("predict", x, batch_size=rows_of_arrays(x))
+        return state.predict(epochs, keras.callbacks.CallbackList())
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The Keras model's outputs for tensors, computed on this task alone."""
-        return self._model(*args, **kwargs)
+    @functools.wraps(keras.Model.compile)
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        self._tfdist_ext.check_may_compile()
+        super().compile(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        """Other attributes of the Keras model: `summary`, `layers`, or `generate` of KerasHub.
+    def save(self, filepath: str | Path, overwrite: bool = True, **kwargs: Any) -> None:
+        """Writes the model like `keras.Model.save`. Plain Keras can load it.
 
-        A method of the Keras model runs on this task, on the first replica's copies of the
-        variables. Its own calls of `self.fit`, `self.evaluate`, `self.predict`, ... run on the
-        whole strategy. `compile` and `build` create variables for the strategy. Only the chief
-        calls methods that are named `save_...` or `export_...`, and the other tasks wait.
+        Call it on every task. The chief writes the file, and the other tasks wait for it. In a
+        callback of `fit` the other tasks do nothing.
         """
-        if name.startswith("_"):  # also where this object is not complete, as in copy and pickle
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if name in REFUSED:
-            return functools.partial(_refuse, name)
-        found = getattr(self._model, name)
-        if name in CREATING:
-            return filter_traceback(functools.partial(self._create, name, found))
-        if getattr(found, "__self__", None) is not self._model:
-            return found
-        method = redirected_method(self, found)
-        if name.startswith(("save_", "export_")):
-            return filter_traceback(functools.partial(self._write, name, method))
-        return method
+        save = functools.partial(super().save, filepath, overwrite=overwrite, **kwargs)
+        self._tfdist_ext.write("save", save, f"write {filepath}")
 
-    def _create(self, name: str, method: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        with self._reduction.call(name):
-            with creation_scope(self._strategy, self._created):
-                method(*args, **kwargs)
-            self._unify()
+    def save_weights(self, filepath: str | Path, *args: Any, **kwargs: Any) -> None:
+        """Writes the weights like `keras.Model.save_weights`. See `save`."""
+        save = functools.partial(super().save_weights, filepath, *args, **kwargs)
+        self._tfdist_ext.write("save_weights", save, f"write {filepath}")
 
-    def _write(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._reduction.call(name):
-            write = functools.partial(method, *args, **kwargs)
-            with whole_slots(self._reduction, self._model):
-                return run_on_chief(self._reduction, write, f"do {name}()")
+    def export(self, filepath: str | Path, *args: Any, **kwargs: Any) -> None:
+        """Writes a SavedModel like `keras.Model.export`, for `tf.saved_model.load`.
 
-    def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *dir(self._model)})
+        Call it on every task. The chief writes the files, and needs memory for a copy of the
+        variables. See `save`.
 
-    def __repr__(self) -> str:
-        replicas = self._strategy.num_replicas_in_sync
-        return (
-            f"<DistributedModel {self._model.name!r} on {type(self._strategy).__name__}, replicas:"
-            f" {replicas}; keras_model is the Keras model>"
-        )
+        Raises:
+            TrainingError: the model has no variables yet.
+        """
+        check_has_variables(self, "export")
+        export = super().export
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or hasattr(type(self), name):
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._model, name, value)
+        def write() -> None:
+            with moved_out(self):
+                options = {**input_signature(self, self._tfdist_ext.built_for), **kwargs}
+                export(str(filepath), *args, **options)
 
-    def _predict(self, epochs: Epochs, hooks: keras.callbacks.CallbackList) -> Any:
-        compiled = _compiled_parts(self._model)
-        if self._predictor is None or self._predictor_made_for != compiled:
-            self._predictor = self._engine.make_predictor(self._model)
-            self._predictor_made_for = compiled
-        return predict(self._model, self._reduction, self._predictor, epochs, hooks)
+        self._tfdist_ext.write("export", write, f"export to {filepath}")
 
-    def _on_batch(self, kind: str, data: tuple[Any, ...], **options: Any) -> Logs:
-        self._check_call(f"{kind}_on_batch", {})
-        epochs = self._read(kind, *data, batch_size=_rows(data[0]), **options)
-        with epochs.next() as batch:
-            return self._loop(kind).run(batch, keras.callbacks.CallbackList())[0]
+    @on_every_worker
+    def load_weights(self, filepath: str | Path, *args: Any, **kwargs: Any) -> None:
+        """Loads weights like `keras.Model.load_weights`. Only the chief needs the file.
 
-    def _validation(
-        self, data: Any, sizes: dict[str, Any], frequency: int | list[int]
-    ) -> Validation | None:
-        """Reads the validation data of a `fit`; None without data."""
-        if data is None:
-            return None
-        if frequency == 0 or not isinstance(frequency, int | list | tuple | set):
+        Call it on every task. The chief reads the file and sends the weights to the other tasks.
+        """
+        load = functools.partial(super().load_weights, filepath, *args, **kwargs)
+        load_weights_on_chief(self, self._tfdist_ext.reduction, load, f"load {filepath}")
+
+    @on_every_worker
+    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Writes a checkpoint: weights, optimizer, metrics, random seeds, epoch and step.
+
+        Call it on every task. The chief writes the file, and the other tasks wait for it. The file
+        appears when it is complete. `restore_checkpoint` can read it on any strategy.
+
+        Raises:
+            TrainingError: the model has no variables yet, the path is a folder, or the file cannot
+                be written.
+        """
+        state = self._tfdist_ext
+        check_has_variables(self, "save_checkpoint")
+        state.complete_optimizer()
+        state.progress = at_step(state.progress, self)
+        write_checkpoint(self, state.reduction, state.progress, os.fspath(path))
+
+    @on_every_worker
+    def restore_checkpoint(self, path: str | os.PathLike[str]) -> Progress:
+        """Restores a checkpoint of `save_checkpoint` or `fit`, from any strategy.
+
+        Call it on every task. The chief reads the file and sends the values to the other tasks. If
+        the model is not compiled, only the weights are restored.
+
+        Returns:
+            The progress of the training. `.epoch` is the number of completed epochs, which you can
+            pass as `fit(initial_epoch=...)`. `.step` is the number of completed steps.
+
+        Raises:
+            TrainingError: the file does not exist, is not a checkpoint, is incomplete or damaged,
+                or belongs to another model or optimizer. All tasks raise the same error, and the
+                model does not change.
+        """
+        state = self._tfdist_ext
+        check_has_variables(self, "restore_checkpoint")
+        state.complete_optimizer()
+        state.progress, _ = restore_checkpoint(self, state.reduction, os.fspath(path))
+        return state.progress
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled or copied model is a plain Keras model: its class is the user's."""
+        function, arguments = super().__reduce__()
+        return getattr(self.__class__, function.__name__, function), arguments
+
+
+def _insert_into_class(model: keras.Model) -> None:
+    """Makes a model a DistributedModel: Python finds the methods after those of the user's class.
+
+    `__class__` is still the user's class, which serialization and `clone_model` ask for.
+    """
+    cls = type(model)
+    if issubclass(cls, DistributedModel):
+        return
+    # Methods such as `save_to_preset` of KerasHub write files, too.
+    own = {name: getattr(cls, name) for name in dir(cls) if name not in dir(DistributedModel)}
+    writers = [name for name, method in own.items() if name.startswith(("save_", "export_"))]
+    members: dict[str, Any] = {name: _on_chief(name, own[name]) for name in writers}
+    for kind in ("train", "test", "predict"):
+        members[f"{kind}_step"] = _only_in_steps(kind)
+        members[f"make_{kind}_function"] = _refused_function(kind)
+    members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    members |= {"__doc__": cls.__doc__, "__class__": property(lambda model: cls)}
+    inserted = type(cls.__name__, (cls, DistributedModel), members)
+    object.__setattr__(model, "__class__", inserted)
+
+
+def _on_chief(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method that the chief alone calls."""
+
+    @filter_traceback
+    @functools.wraps(method)
+    def write(self: DistributedModel, *args: Any, **kwargs: Any) -> Any:
+        return self._tfdist_ext.write(name, functools.partial(method, self, *args, **kwargs))
+
+    return write
+
+
+def _only_in_steps(kind: str) -> Callable[..., Any]:
+    """Returns a step that is refused where it would run on the first replica alone."""
+    name = f"{kind}_step"
+
+    @filter_traceback
+    def step(self: DistributedModel, *args: Any, **kwargs: Any) -> Any:
+        in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+        if stateless_scope() is None and not in_replica:
             raise TrainingError(
-                f"validation_freq must be a number of epochs, or a list of epochs from 1, got"
-                f" {frequency!r}."
+                f"Do not call {name}() on a DistributedModel. It would change only the copies of"
+                f" the first replica. Call {kind}_on_batch(), which runs on all replicas."
             )
-        arrays = keras.utils.unpack_x_y_sample_weight(data)
-        batches = self._global_batches(*arrays, **sizes)
-        epochs = self._epochs(batches, sizes["steps"], "validation ")
-        # What Keras's fit passes to the model's own evaluate.
-        given = {**dict(zip(("x", "y", "sample_weight"), arrays, strict=True)), **sizes}
+        return getattr(super(type(self), self), name)(*args, **kwargs)
 
-        def evaluate(hooks: keras.callbacks.CallbackList) -> Logs:
-            if not overrides(self._model, "evaluate"):
-                return self._evaluate(epochs, hooks)
-            self._cached_validation = epochs, hooks
-            try:
-                options = {"return_dict": True, "_use_cached_eval_dataset": True}
-                return dict(self.evaluate(**given, callbacks=hooks, **options))
-            finally:
-                self._cached_validation = None
+    return step
 
-        return Validation(evaluate, frequency)
 
-    def _evaluate(self, epochs: Epochs, hooks: keras.callbacks.CallbackList) -> Logs:
-        self._model.stop_evaluating = False
-        # A callback may evaluate in the middle of an epoch of a fit, and a checkpoint follows.
-        is_training = any(loop.is_running for loop in self._loops.values())
-        restore_metrics = snapshot(self._model.metrics_variables if is_training else ())
-        with refusing_compile(self._model, "evaluate"):
-            epochs.rewind()
-            hooks.on_test_begin()
-            with epochs.next() as data:
-                logs, steps = self._loop("test").run(data, hooks)
-        epochs.end_epoch(data, steps, stopped=bool(self._model.stop_evaluating))
-        hooks.on_test_end(logs)
-        restore_metrics()
-        return logs
+def _refused_function(kind: str) -> Callable[..., Any]:
+    """Returns the function of a step that is refused: `keras.Model.fit` itself asks for it."""
 
-    def _callbacks(
-        self, callbacks: Callbacks, verbose: str | int, **params: Any
-    ) -> keras.callbacks.CallbackList:
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            return callbacks
-        chief = self._reduction.is_chief
-        verbose = 1 if verbose == "auto" else int(verbose)
-        return keras.callbacks.CallbackList(
-            callbacks_of_this_task(callbacks, is_chief=chief),
-            add_progbar=chief and verbose != 0,
-            model=self._model,
-            verbose=verbose,
-            **params,
+    @filter_traceback
+    def make(self: DistributedModel, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TrainingError(
+            f"make_{kind}_function() is not supported on a DistributedModel, which compiles its"
+            " own steps. If a method of your model calls a method of keras.Model by the name of the"
+            " class, such as keras.Model.fit(self, x), call super().fit(x)."
         )
 
-    def _check_call(self, call: str, counts: dict[str, Any], **arguments: Any) -> None:
-        """Check the arguments of a call; all workers must get the same ones."""
-        check_counts(**counts)
-        if not self._model.compiled and not call.startswith("predict"):
-            raise TrainingError(
-                f"the model must be compiled for {call}(). Call compile(optimizer, loss) in the"
-                " function given to distribute(), or on the model before it is distributed."
-            )
-        if self._reduction.multi_worker:
-            check_equal_across_workers(self._reduction, {**counts, **arguments}, SAME_ARGUMENTS)
-
-    def _workers_may_read(self, x: Any) -> TypeGuard[FunctionDataset]:
-        """Returns whether workers of parameter servers may read this data themselves."""
-        on_servers = isinstance(self._engine, ParameterServerEngine)
-        return on_servers and isinstance(x, FunctionDataset) and not x.takes_epoch
-
-    def _new_seed(self) -> int:
-        """Returns a seed for the order of examples, from Python's generator, as in Keras."""
-        return int(self._reduction.from_chief(random.randint(1, 2**31 - 1)))
-
-    def _global_batches(
-        self,
-        x: Any,
-        y: Any = None,
-        sample_weight: Any = None,
-        *,
-        seed: Callable[[], int] | None = None,
-        **options: Any,
-    ) -> GlobalBatches:
-        """Reads the data of a call as global batches; see `inputs.read`.
-
-        Args:
-            seed: given for data to train on. Without it, a ShardedDataset is read from its start.
-        """
-        if not isinstance(x, ShardedDataset):
-            replicas = self._reduction.replicas
-            return read(x, y, sample_weight, seed=seed, replicas=replicas, **options)
-        given = {name: options.get(name) for name in ("class_weight", "batch_size")}
-        check_no_other_arguments(x, y=y, sample_weight=sample_weight, **given)
-        on_workers = None
-        if isinstance(self._engine, ParameterServerEngine) and self._workers_may_read(x):
-            on_workers = self._engine.batches_on_workers(x)
-        return on_workers or read_sharded(x, self._reduction, from_position=seed is not None)
-
-    def _read(self, kind: str, *data: Any, steps: int | None = None, **options: Any) -> Epochs:
-        """Reads the data of a call, and builds the model for its kind of step."""
-        batches = self._global_batches(*data, steps=steps, **options)
-        epochs = self._epochs(batches, steps)
-        self._build(batches, kind)
-        return epochs
-
-    def _epochs(self, batches: GlobalBatches, steps: int | None, of: str = "") -> Epochs:
-        """Returns the epochs of a call, and compares the data of all workers."""
-        inspect = None
-        if self._reduction.multi_worker:
-            # TensorFlow may know the batch size of one worker's dataset and not of another's.
-            batch_size = batches.batch_size if batches.dataset is None else None
-            sizes = {"batch_size": batch_size, "batches in the data": batches.steps}
-            sizes = {f"{of}{name}": size for name, size in sizes.items()}
-            check_equal_across_workers(self._reduction, sizes, SAME_ARGUMENTS)
-
-            def compare(data: Structure) -> None:
-                described = describe_data(data, of)
-                check_equal_across_workers(self._reduction, described, SAME_DATA)
-
-            if batches.arrays is not None:
-                compare(batches.arrays)
-            if batches.dataset is not None:
-                inspect = compare
-        feed = functools.partial(self._engine.feed, eagerly=bool(self._model.run_eagerly))
-        return Epochs(batches, feed, steps, inspect)
-
-    def _build(self, batches: GlobalBatches, kind: str) -> None:
-        """Create variables, metrics and optimizer slots, before a step is traced."""
-        self._built_for = batches.element_spec
-        if kind != "predict":
-            recompile(self._model, self._strategy, self._created)
-        build(self._model, self._built_for, self._strategy, self._created, kind=kind)
-        self._check_batch_normalization()  # of layers that are made in the first call, too
-        self._unify()
-
-    def _unsynchronized(self) -> str:
-        """Returns a sentence about BatchNormalization that is not synchronized, or ""."""
-        layers = batch_normalization_layers(self._model)
-        names = [layer.name for layer in layers if layer.trainable and not layer.synchronized]
-        if not names or self._strategy.num_replicas_in_sync == 1 or self._model.run_eagerly:
-            return ""
-        return (
-            f"BatchNormalization is not synchronized in {counted(len(names), 'layer')}"
-            f" {shown(names)}: each replica normalizes its own rows of the global batch"
-        )
-
-    def _check_batch_normalization(self) -> None:
-        """Turn on `synchronized`, or warn once where it is off."""
-        if self._synchronize_batch_norm:
-            for layer in batch_normalization_layers(self._model):
-                layer.synchronized = True
-        elif self._synchronize_batch_norm is None and (layers := self._unsynchronized()):
-            self._synchronize_batch_norm = False
-            if self._reduction.is_chief:
-                warn(
-                    f"{layers}, so training differs from one device. Pass"
-                    " synchronize_batch_norm=True to tfd.distribute to normalize over the global"
-                    " batch, or synchronize_batch_norm=False to keep this and silence the warning."
-                )
-
-    def _unify(self) -> None:
-        """Compare the workers' models, and give new variables the chief's values.
-
-        Models are compared when they have new variables, and after `compile`. Every worker must
-        call.
-        """
-        created = list({id(variable): variable for variable in self._created}.values())
-        self._created.clear()
-        if not self._reduction.multi_worker:
-            return
-        compiled = _compiled_parts(self._model)
-        is_new = bool(created or deferred_builds(self._model)) or self._compared != compiled
-        if self._reduction.any_worker(is_new):
-            described = describe_model(self._model, created)
-            described["bucket_bytes of the strategy"] = bucket_bytes_of(self._strategy)
-            check_equal_across_workers(self._reduction, described, SAME_MODEL)
-            # Weights that came along are each worker's own.
-            others = state_of(self._model).values() if self._compared is None else ()
-            broadcast_variables(self._reduction, [*others, *created])
-            build_sharded_optimizers(self._model, self._reduction)
-            self._compared = compiled
-
-
-def _compiled_parts(model: keras.Model) -> tuple[object, ...]:
-    """Returns the settings of `compile`. Steps are compiled again after one of them changes."""
-    eagerly = bool(model.run_eagerly)
-    if not model.compiled:
-        return (eagerly,)
-    return model.optimizer, model.loss, model.metrics, eagerly, model.jit_compile
-
-
-# Methods of Keras's models that create variables.
-CREATING = ("build", "build_from_config", "compile", "compile_from_config")
-
-# Methods of Keras's models that would do something on one replica alone -> what to do instead.
-_ONE_STEP = (
-    "It would change only the copies of the first replica. Call {}, which runs on all replicas."
-)
-_COMPILED = "fit(), evaluate() and predict() compile their own steps, and compile() drops them."
-_VARIABLES = "Call it on the model before distribute(), which creates variables for the strategy."
-REFUSED = {
-    "train_step": _ONE_STEP.format("train_on_batch(x, y)"),
-    "test_step": _ONE_STEP.format("test_on_batch(x, y)"),
-    "predict_step": _ONE_STEP.format("predict_on_batch(x)"),
-    **dict.fromkeys([f"make_{kind}_function" for kind in ("train", "test", "predict")], _COMPILED),
-    **dict.fromkeys(["add_weight", "add_variable", "quantize", "quantized_build"], _VARIABLES),
-}
-
-
-@filter_traceback
-def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise TrainingError(f"Do not call {name}() on a DistributedModel. {REFUSED[name]}")
-
-
-def _rows(x: Any) -> int:
-    first = keras.tree.flatten(x)[0]
-    return int(first.shape[0]) if hasattr(first, "shape") else len(first)  # sparse: has no len()
+    return make
 
 
 @filter_traceback
@@ -692,8 +470,9 @@ def distribute(
 
     Args:
         model_or_builder: a function without arguments that returns a Keras model, or an existing
-            model. An existing model is copied with its weights, compile settings and optimizer
-            state, and does not change.
+            model. The variables of an existing model, of its optimizers and its metrics move to the
+            strategy, and the model becomes the result. A model that is distributed twice moves to
+            the second strategy.
         strategy: any `tf.distribute.Strategy`. The default is the strategy of the current scope,
             or `create_strategy()` outside of a scope.
         synchronize_batch_norm: if True, sets `synchronized=True` in every BatchNormalization, so
@@ -708,7 +487,7 @@ def distribute(
             is not tested.
 
     Returns:
-        A `DistributedModel`.
+        A `DistributedModel`, which is the model itself: an instance of its class.
 
     Raises:
         TrainingError: the first argument is not a model and does not return one, the model cannot
@@ -728,18 +507,8 @@ def distribute(
         strategy = tf.distribute.get_strategy() if inside else create_strategy()
     check_spans_cluster(strategy)
     with peers_of(strategy).call("distribute"):
-        return DistributedModel(
-            model_or_builder,
-            strategy,
-            synchronize_batch_norm=synchronize_batch_norm,
-            one_trace=one_trace,
-        )
-
-
-def check_counts(**counts: Any) -> None:
-    """Raise TrainingError for a count that is not a whole number, or is too small."""
-    for name, value in counts.items():
-        least = 1 if name.endswith(("batch_size", "_every")) else 0  # 0 steps are all, as in Keras
-        whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        if value is not None and not (whole and value >= least):
-            raise TrainingError(f"{name} must be a whole number from {least}, got {value!r}.")
+        state = Distribution(model_or_builder, strategy, synchronize_batch_norm, one_trace)
+    _insert_into_class(state.model)
+    # Not by setattr: Keras would look for variables and layers in it.
+    vars(state.model)["_tfdist_ext"] = state
+    return state.model

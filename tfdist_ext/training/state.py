@@ -52,6 +52,7 @@ __all__ = [
     "own_variables",
     "read_rows",
     "run_on_chief",
+    "slot_owner",
     "snapshot",
     "state_of",
     "whole_slots",
@@ -154,6 +155,16 @@ def _renumbered(parts: Iterable[tuple[str, _Part]]) -> Iterator[tuple[str, _Part
 def _slot_name(name: str, slots: dict[str, str]) -> str:
     path = max((each for each in slots if name.startswith(f"{each}_")), key=len, default="")
     return slots.get(path, "") + name.removeprefix(path)
+
+
+def slot_owner(slot: keras.Variable, variables: Iterable[keras.Variable]) -> keras.Variable | None:
+    """Returns the variable that an optimizer's slot belongs to; None for a counter.
+
+    Keras names a slot after its variable.
+    """
+    owners = {variable.path.replace("/", "_"): variable for variable in variables}
+    names = [name for name in owners if slot.name.startswith(f"{name}_")]
+    return owners[max(names, key=len)] if names else None
 
 
 def whole_value(variable: keras.Variable, buffer: np.ndarray | None = None) -> np.ndarray:

@@ -21,7 +21,8 @@ from tfdist_ext.messages import counted, shown
 from tfdist_ext.strategies.owned_sums import owned_sums_of
 from tfdist_ext.training._keras_private import get_data_adapter
 from tfdist_ext.training.building.build import batch_normalization_layers
-from tfdist_ext.training.model import check_counts, distribute
+from tfdist_ext.training.distribution import check_counts
+from tfdist_ext.training.model import distribute
 from tfdist_ext.training.state import (
     METRICS,
     MODEL,
@@ -260,8 +261,7 @@ class Trainings:
             build = functools.partial(distribute, build, strategy, synchronize_batch_norm=wanted)
         keras.utils.set_random_seed(_SEED)
         model = build()
-        inner = getattr(model, "keras_model", model)
-        layers = batch_normalization_layers(inner)
+        layers = batch_normalization_layers(model)
         if strategy is not None:
             self.normalizes_by_replica = any(not layer.synchronized for layer in layers)
         elif self._synchronize_batch_norm:
@@ -271,7 +271,7 @@ class Trainings:
         batches = self.batches
         if last_bit:
             random = np.random.default_rng(_SEED)
-            for weight in inner.trainable_weights:
+            for weight in model.trainable_weights:
                 weight.assign(_neighbors(weight.numpy(), random))
             batches = [_with_neighbors(batch, random) for batch in batches]
         keras.utils.set_random_seed(_SEED)
@@ -279,9 +279,9 @@ class Trainings:
         logs = model.fit(_dataset_of(batches), **{**self._fit, "callbacks": callbacks}).history
         whole: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if strategy is not None and owned_sums_of(strategy) is not None:
-            whole = whole_slots(SynchronousReduction(strategy), inner, everywhere=True)
+            whole = whole_slots(SynchronousReduction(strategy), model, everywhere=True)
         with whole:
-            of_variables = self._values_of(inner)
+            of_variables = self._values_of(model)
         return {
             **of_variables,
             **{f"log {name}": np.asarray(values) for name, values in logs.items()},

@@ -1,4 +1,4 @@
-"""distribute(model): weights, compile settings and optimizer state come along."""
+"""distribute(model): the variables of a trained model move to the strategy, and out of it."""
 
 from __future__ import annotations
 
@@ -81,30 +81,6 @@ class WithoutConfig(keras.Model):
         return self.second(self.first(x))
 
 
-class NotCopyable(keras.Model):
-    """Would come out with another rate, and the same weights."""
-
-    def __init__(self, rate=0.5):
-        super().__init__()
-        self.dropout = keras.layers.Dropout(rate)
-        self.dense = keras.layers.Dense(1)
-
-    def call(self, x, training=False):
-        return self.dense(self.dropout(x, training=training))
-
-
-class TellsLessThanAll(keras.Model):
-    def __init__(self, units=3, **kwargs):
-        super().__init__(**kwargs)
-        self.dense = keras.layers.Dense(units)
-
-    def call(self, x):
-        return self.dense(x)
-
-    def get_config(self):
-        return super().get_config()
-
-
 class OwnSGD(keras.optimizers.SGD):
     pass
 
@@ -146,56 +122,105 @@ MODELS = [
 
 @pytest.mark.parametrize("build", MODELS)
 def test_training_goes_on_as_in_keras(build: Callable[[], keras.Model]) -> None:
-    original, _ = plain_fit(build, X, Y, batch_size=16, epochs=2)
-    before = weights_of(original)
-    ours = tfd.distribute(original, mirrored())
-    assert_same_weights(original, ours, tolerance=0)
+    plain, model = (plain_fit(build, X, Y, batch_size=16, epochs=2)[0] for _ in range(2))
+    kept = model, model.layers[-1], model.optimizer, model.metrics[-1], model.weights[0]
+    ours = tfd.distribute(model, mirrored())
+    ours.run_eagerly = False
+    assert_same_weights(plain, ours, tolerance=0)
     assert steps_taken(ours) == 8
     history = ours.fit(X, Y, **FIT).history
-    # The original stays as it was, compiled and all.
-    assert all((a == b).all() for a, b in zip(before, weights_of(original), strict=True))
-    assert steps_taken(original) == 8
-    assert original.compiled
-    expected = original.fit(X, Y, **FIT).history
-    assert_same_weights(original, ours)
+    expected = plain.fit(X, Y, **FIT).history
+    assert_same_weights(plain, ours)
     assert_same_history(expected, history)
+    now = ours, ours.layers[-1], ours.optimizer, ours.metrics[-1], ours.weights[0]
+    assert all(one is other for one, other in zip(kept, now, strict=True))
+    copies = mirrored().experimental_local_results(kept[-1].value)
+    assert len(copies) == 2
+    np.testing.assert_array_equal(*copies)
 
 
 def test_a_model_that_is_not_compiled_predicts() -> None:
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    expected = model.predict(X[:7], verbose=0)
     ours = tfd.distribute(model, mirrored())
-    np.testing.assert_allclose(
-        ours.predict(X[:7], verbose=0), model.predict(X[:7], verbose=0), atol=1e-6
-    )
+    np.testing.assert_allclose(ours.predict(X[:7], verbose=0), expected, atol=1e-6)
     for call in (ours.fit, ours.evaluate):
         with pytest.raises(tfd.TrainingError, match="the model must be compiled for"):
             call(X, Y)
 
 
-def test_frozen_after_training_and_not_compiled_again() -> None:
-    """The optimizer keeps what it was built for, in its order."""
-    original, _ = plain_fit(lambda: compiled(WithoutConfig()), X, Y, batch_size=16)
-    original.first.trainable = False
-    ours = tfd.distribute(original, mirrored())
-    # Keras's step, once traced, would train on what is frozen now: let it look again.
-    original.make_train_function(force=True)
-    expected = original.fit(X, Y, **FIT).history
-    history = ours.fit(X, Y, **FIT).history
-    assert_same_weights(original, ours)
-    assert_same_history(expected, history)
-    optimizers = original.optimizer, ours.keras_model.optimizer
-    for a, b in zip(*(optimizer.variables for optimizer in optimizers), strict=True):
+def test_frozen_after_training_and_thawed_later() -> None:
+    """The optimizer keeps what it was built for, and a tape watches a thawed weight again."""
+    results = []
+    for strategy in (None, mirrored()):
+        model, _ = plain_fit(lambda: compiled(WithoutConfig()), X, Y, batch_size=16)
+        model.first.trainable = False
+        if strategy is not None:
+            tfd.distribute(model, strategy)
+            model.run_eagerly = False
+        histories = []
+        for trainable in (False, True):
+            model.first.trainable = trainable
+            if strategy is None:
+                # Keras's step, once traced, would train on what is frozen now.
+                model.make_train_function(force=True)
+            else:
+                model.compile(model.optimizer, "mse", metrics=["mae"])
+            histories.append(model.fit(X, Y, **FIT).history)
+        results.append((model, histories))
+    (plain, expected), (ours, histories) = results
+    assert_same_weights(plain, ours)
+    for one, other in zip(expected, histories, strict=True):
+        assert_same_history(one, other)
+    for a, b in zip(plain.optimizer.variables, ours.optimizer.variables, strict=True):
         np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-6, err_msg=a.path)
 
 
-def test_a_model_that_cannot_be_copied_needs_a_builder() -> None:
-    for model, what in [
-        (NotCopyable(0.1), "argument 'rate'"),
-        (TellsLessThanAll(1), "shapes"),
-    ]:
-        compiled(model, run_eagerly=True).fit(X, Y, **FIT)
-        with pytest.raises(tfd.TrainingError, match=f"{what}.*Pass a function that builds"):
-            tfd.distribute(model, mirrored())
+def test_a_model_moves_to_a_second_strategy_and_out_of_it() -> None:
+    plain, model = (plain_fit(partly_frozen, X, Y, batch_size=16)[0] for _ in range(2))
+    model.run_eagerly = False
+    default = tf.distribute.get_strategy()
+    for strategy in (mirrored(2), mirrored(3), default):
+        assert tfd.distribute(model, strategy).strategy is strategy
+        assert all(map(strategy.extended.variable_created_in_scope, raw_variables(model)))
+        assert_same_history(plain.fit(X, Y, **FIT).history, model.fit(X, Y, **FIT).history)
+    assert_same_weights(plain, model)
+
+
+def raw_variables(model: keras.Model) -> list[tf.Variable]:
+    return [each.value for each in (*model.variables, *model.optimizer.variables)]
+
+
+class HoldsAVariable(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.counter = tf.Variable(0.0)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def test_a_tf_variable_from_outside_of_the_strategy_is_named() -> None:
+    model = compiled(HoldsAVariable())
+    model.fit(X, Y, **FIT)
+    with pytest.raises(tfd.TrainingError, match=r"HoldsAVariable\.counter .*distribute\(build"):
+        tfd.distribute(model, mirrored())
+    assert type(model) is HoldsAVariable
+    model.fit(X, Y, **FIT)  # the model has not changed
+    tfd.distribute(lambda: compiled(HoldsAVariable()), mirrored()).fit(X, Y, **FIT)
+
+
+def test_settings_of_the_given_optimizer_reach_the_training() -> None:
+    optimizer = keras.optimizers.Adam(0.01)
+    model = compiled(WithoutConfig(), optimizer)
+    ours = tfd.distribute(model, mirrored())
+    ours.fit(X, Y, **FIT)
+    before = weights_of(ours)
+    optimizer.learning_rate = 0.0
+    ours.fit(X, Y, **FIT)
+    for weight, value in zip(weights_of(ours), before, strict=True):
+        np.testing.assert_array_equal(weight, value)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +236,7 @@ def test_other_things_than_a_model_and_a_strategy_are_refused(given, strategy, m
         tfd.distribute(given, strategy())
 
 
-def test_variables_from_outside_of_the_strategy() -> None:
-    """The model gets a copy inside; what is outside stays as it is."""
+def test_a_builder_may_use_layers_from_outside_of_the_strategy() -> None:
     outside = keras.layers.Dense(4)
     outside.build((None, 5))
 
@@ -224,11 +248,10 @@ def test_variables_from_outside_of_the_strategy() -> None:
     np.testing.assert_array_equal(weights_of(model)[0], before)
     model.fit(X, Y, **FIT)
     assert steps_taken(model) == 4
+    np.testing.assert_array_equal(outside.get_weights()[0], weights_of(model)[0])
     assert abs(weights_of(model)[0] - before).max() > 0.001
-    np.testing.assert_array_equal(outside.get_weights()[0], before)
 
 
-@keras.saving.register_keras_serializable("tests")
 class TwoOptimizers(keras.Model):
     """Has a compile() with arguments of its own."""
 
@@ -260,101 +283,37 @@ class TwoOptimizers(keras.Model):
         return {"loss": loss}
 
 
-@keras.saving.register_keras_serializable("tests")
-class WithProtocol(TwoOptimizers):
-    """Keras can compile it after loading."""
-
-    def compile(self, for_one, for_two, loss_of, factor):
-        super().compile(for_one, for_two, loss_of, scale=2 * factor)
-        self.factor = factor
-
-    def get_compile_config(self):
-        to_config = keras.saving.serialize_keras_object
-        names = ("for_one", "for_two", "loss_of", "factor")
-        return {name: to_config(getattr(self, name)) for name in names}
-
-    def compile_from_config(self, config):
-        from_config = keras.saving.deserialize_keras_object
-        self.compile(**{name: from_config(value) for name, value in config.items()})
-
-
-class Transforming(TwoOptimizers):
-    """Keeps something else under the name of an argument."""
-
-    def compile(self, for_one, for_two, loss_of, scale=1.0):
-        super().compile(for_one, for_two, loss_of, scale / 2)
-
-
-class KeepsLoss(TwoOptimizers):
-    """Takes a loss that Keras does not get."""
-
-    def compile(self, for_one, for_two, loss):
-        super().compile(for_one, for_two, loss)
-
-
-class ChecksLoss(TwoOptimizers):
-    """As `keras.distillation.Distiller`."""
-
-    def compile(self, for_one, for_two, loss=None):
-        if loss is None:
-            raise ValueError("'loss' cannot be `None`.")
-        super().compile(for_one, for_two, loss)
-
-
-def two(kind: type[keras.Model], **settings) -> keras.Model:
-    keras.utils.set_random_seed(1)
-    model = kind()
+def two() -> keras.Model:
+    model = TwoOptimizers()
     model.build((None, 5))
-    config = {
-        "for_one": keras.optimizers.Adam(0.05),
-        "for_two": keras.optimizers.SGD(0.1, momentum=0.9),
-        **settings,
-    }
-    model.compile(**config)
-    model.run_eagerly = True
+    adam, sgd = keras.optimizers.Adam(0.05), keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(adam, sgd, keras.losses.MeanSquaredError(), scale=3.0)
     return model
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [(WithProtocol, {"factor": 1.5}), (TwoOptimizers, {"scale": 3.0})],
-    ids=["compile_from_config", "arguments under their names"],
-)
-def test_a_compile_of_its_own_comes_along(kind, settings) -> None:
-    """Trained, then copied: both optimizers go on with their moments and momenta."""
-    plain = two(kind, loss_of=keras.losses.MeanSquaredError(), **settings)
+def test_several_optimizers_of_a_compile_with_other_arguments_come_along() -> None:
+    """Both optimizers go on with their moments and momenta."""
+    plain, ours = (plain_fit(two, X, Y, batch_size=16)[0] for _ in range(2))
+    tfd.distribute(ours, mirrored())
+    ours.run_eagerly = False
     plain.fit(X, Y, **FIT)
-    ours = tfd.distribute(plain, mirrored())
-    assert type(ours.keras_model.for_one) is keras.optimizers.Adam
-    assert ours.keras_model.scale == 3.0
-    plain.fit(X, Y, **FIT)
-    ours.keras_model.run_eagerly = False
     ours.fit(X, Y, **FIT)
     assert_same_weights(plain, ours)
-
-
-def test_a_compile_that_cannot_be_repeated_names_the_argument() -> None:
-    model = two(Transforming, loss_of=keras.losses.MeanSquaredError(), scale=4.0)
-    with pytest.raises(tfd.TfDistError, match=r"'scale' of its compile.*get_compile_config"):
-        tfd.distribute(model, mirrored())
-    for kind in (KeepsLoss, ChecksLoss):
-        model = two(kind, loss=keras.losses.MeanSquaredError())
-        with pytest.raises(tfd.TrainingError, match=r"copied: .*'loss'.* Pass a function that bui"):
-            tfd.distribute(model, mirrored())
 
 
 def test_lora_and_single_frozen_weights_come_along() -> None:
-    keras.utils.set_random_seed(1)
-    plain = stack(keras.layers.Dense(4, "tanh"), keras.layers.Dense(1))
-    plain.layers[0].enable_lora(2)
-    plain.layers[1].bias.trainable = False
-    compiled(plain)
-    plain.run_eagerly = True
-    ours = tfd.distribute(plain, mirrored())
-    ours.keras_model.run_eagerly = False
-    before = weights_of(plain)
-    plain.fit(X, Y, **FIT)
-    ours.fit(X, Y, **FIT)
-    assert_same_weights(plain, ours)
-    trained = [(a != b).any() for a, b in zip(before, weights_of(plain), strict=True)]
+    results = []
+    for strategy in (None, mirrored()):
+        keras.utils.set_random_seed(1)
+        model = stack(keras.layers.Dense(4, "tanh"), keras.layers.Dense(1))
+        model.layers[0].enable_lora(2)
+        model.layers[1].bias.trainable = False
+        compiled(model)
+        if strategy is not None:
+            tfd.distribute(model, strategy)
+        before = weights_of(model)
+        model.fit(X, Y, **FIT)
+        results.append(model)
+    assert_same_weights(*results)
+    trained = [(a != b).any() for a, b in zip(before, weights_of(model), strict=True)]
     assert sum(trained) == 4  # not the kernel of the first, nor the bias of the second

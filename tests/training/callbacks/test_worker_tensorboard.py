@@ -54,8 +54,8 @@ def test_one_process(tmp_path: Path) -> None:
     plain, _ = fit(strategy)
     for one, other in zip(model.keras_model.weights, plain.keras_model.weights, strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-    assert plain._loop("train").program.timer is None
-    assert ("train", True) not in plain._loops
+    assert plain._tfdist_ext.loop("train").program.timer is None
+    assert ("train", True) not in plain._tfdist_ext._loops
 
 
 def test_means_of_steps_and_a_second_fit(tmp_path: Path) -> None:

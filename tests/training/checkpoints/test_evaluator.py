@@ -31,7 +31,7 @@ class Model:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.keras_model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        self.built = True
         self.asked: list[dict[str, Any]] = []
         self.value = 0.0
 

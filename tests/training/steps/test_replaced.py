@@ -22,16 +22,14 @@ from training_cases import X, Y, classifier, compiled, mirrored, stack
 
 import tfdist_ext as tfd
 from tfdist_ext.training._keras_private import REPLACED, Replaced, step_targets
-from tfdist_ext.training.callbacks.in_cluster import TRAINER_METHODS
 from tfdist_ext.training.steps.context import ReplicaSums
 
 FIT = {"batch_size": 16, "verbose": 0}
 
 
 def in_place() -> dict[str, Any]:
-    """What is found under the name of each replaced function, and of the trainer's methods."""
-    found = {str(each): inspect.getattr_static(*each.place()) for each in REPLACED}
-    return {**found, **{name: vars(keras.Model).get(name) for name in TRAINER_METHODS}}
+    """What is found under the name of each replaced function."""
+    return {str(each): inspect.getattr_static(*each.place()) for each in REPLACED}
 
 
 AT_FIRST = in_place()

@@ -238,11 +238,11 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def on_every_worker(method: _Method) -> _Method:
-    """Decorator of a public method that every worker must call."""
+    """Decorator of a method of DistributedModel that every worker must call."""
 
     @functools.wraps(method)
     def called(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        with self._reduction.call(method.__name__):
+        with self._tfdist_ext.reduction.call(method.__name__):
             return method(self, *args, **kwargs)
 
     return cast(_Method, called)

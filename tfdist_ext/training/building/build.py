@@ -1,6 +1,6 @@
 """Makes a Keras model, its optimizers and its metrics inside a strategy's scope.
 
-Every variable is made before a step is traced. An export makes a copy outside of the scope.
+Every variable is made before a step is traced.
 Layers that keep a state for each row of a batch are refused, because the state cannot follow its
 row to a replica.
 """
@@ -8,10 +8,11 @@ row to a replica.
 from __future__ import annotations
 
 import contextlib
+import functools
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -25,34 +26,28 @@ from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.training import _keras_private
 from tfdist_ext.training._tf_private import creating_without_broadcast
 from tfdist_ext.training.agreement.task_status import Reduction
-from tfdist_ext.training.building.copying import clone_model, compile_as, copy_state
-from tfdist_ext.training.state import broadcast_state, check_has_variables, whole_slots
+from tfdist_ext.training.building.moving import moves_to
+from tfdist_ext.training.state import broadcast_state, whole_slots
 from tfdist_ext.training.steps.parts import OptimizerParts, deferring_builds
 from tfdist_ext.training.variables import (
-    attributes_of,
     copies_of_one_name,
     default_strategy_scope,
     optimizers_of,
-    outside_of_scopes,
     parts_of,
     variables_of_steps,
 )
 
 __all__ = [
-    "Builder",
     "adopt",
     "batch_normalization_layers",
     "build",
     "build_sharded_optimizers",
     "creation_scope",
     "deferred_builds",
-    "export",
-    "recompile",
+    "input_signature",
+    "move",
     "reject_stateful_rnns",
 ]
-
-# Builds another model; None if there is only the model itself.
-Builder: TypeAlias = Callable[[], keras.Model] | None
 
 
 def creation_scope(
@@ -92,14 +87,14 @@ def adopt(
     strategy: tf.distribute.Strategy,
     created: list[tf.Variable],
 ) -> keras.Model:
-    """Returns the model that a builder makes, or a copy of an existing one, on the strategy.
+    """Returns the model, or the model that a builder makes, with its variables in the strategy.
 
     Args:
         created: see `creation_scope`.
 
     Raises:
         TrainingError: neither a model nor a function that returns one, or a model that cannot
-            be copied from its config.
+            move to the strategy.
         PlacementError: the strategy's placement does not fit the model.
     """
     if not isinstance(model_or_builder, keras.Model) and not callable(model_or_builder):
@@ -126,79 +121,30 @@ def adopt(
             raise TrainingError(
                 f"the function given to distribute() must return a keras.Model, got {model!r}."
             )
-        if all(_belongs_to(variable, strategy) for variable in model.weights):
-            recompile(model, strategy, created)
-            return model
-    with creation_scope(strategy, created):
-        copy = clone_model(model)
-        copy_state(model, copy)
-        if model.compiled:
-            compile_as(model, copy)
-    return copy
+    move(model, strategy, created)
+    return model
 
 
-def export(
-    model: keras.Model, filepath: str, builder: Builder, spec: Specs, **arguments: Any
-) -> None:
-    """Exports a model as `keras.Model.export` does, on this task alone.
+def move(model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.Variable]) -> bool:
+    """Moves what is not in the strategy; see `moves_to`.
 
-    TensorFlow cannot export variables in shards, and would trace variables on servers with their
-    addresses. So a copy without a strategy is exported.
+    A user may add layers, and compile with optimizers and metrics, outside of the scope.
+    """
+    scope = functools.partial(creation_scope, strategy, created)
+    shares_optimizers = owned_sums_of(strategy) is not None
+    return moves_to(model, strategy, scope, shares_optimizers=shares_optimizers)
+
+
+def input_signature(model: keras.Model, spec: Specs) -> dict[str, Any]:
+    """Returns arguments of `keras.Model.export`, for a model that does not know its inputs.
 
     Args:
-        builder: builds another model, if the model cannot be copied from its config.
         spec: tf.TypeSpecs of the batch that the model was built for; None: unknown.
-        arguments: those of `keras.Model.export`.
-
-    Raises:
-        TrainingError: the model has no variables yet, or it cannot be copied.
     """
-    check_has_variables(model, "export")
-    policy = keras.config.dtype_policy()
-
-    def copy_and_export() -> None:
-        keras.config.set_dtype_policy(policy)  # a setting of each thread
-        try:
-            copy = clone_model(model)
-        except TrainingError:
-            if builder is None:
-                raise
-            copy = builder()
-        if spec is not None:
-            if len(copy.variables) != len(model.variables):
-                build(copy, spec, tf.distribute.get_strategy(), kind="predict")
-            if not _keras_private.is_graph_of_layers(model):
-                inputs, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
-                arguments.setdefault("input_signature", [inputs])
-        copy_state(model, copy)
-        copy.export(filepath, **arguments)
-
-    outside_of_scopes(copy_and_export)
-
-
-def recompile(
-    model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.Variable]
-) -> None:
-    """Compiles a model again, unless its optimizers and metrics were made in the scope.
-
-    Raises:
-        TrainingError: the model cannot be compiled again; see `compile_as`.
-    """
-    if not model.compiled:
-        return
-    given = _keras_private.compile_arguments(model)
-    metrics = keras.tree.flatten([given["metrics"], given["weighted_metrics"]])
-    with_variables = [each for each in metrics if isinstance(each, keras.metrics.Metric)]
-    with_variables += attributes_of(model, keras.optimizers.Optimizer).values()
-    if not all(_belongs_to(v, strategy) for each in with_variables for v in each.variables):
-        with creation_scope(strategy, created):
-            compile_as(model, model)
-
-
-def _belongs_to(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether a variable was created in the strategy's scope, or is not created yet."""
-    value = _keras_private.raw_value(variable)
-    return value is None or strategy.extended.variable_created_in_scope(value)
+    if spec is None or _keras_private.is_graph_of_layers(model):
+        return {}
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
+    return {"input_signature": [inputs]}
 
 
 def build(

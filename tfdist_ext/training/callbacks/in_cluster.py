@@ -4,22 +4,16 @@ Keras's callbacks start from nothing in each `fit`: how long EarlyStopping has w
 so far, the history. So a checkpoint has their state. A user's callback gives its state with
 `get_state()`, and takes it back with `set_state(state)` after its `on_train_begin`. A state holds
 numbers, texts, NumPy arrays, and lists and dicts of them.
-
-A model may also override methods of Keras's trainer, as KerasHub's tasks override `fit`. Such a
-`fit` prepares the data or the callbacks and calls `super().fit(...)`. While it runs,
-`keras.Model.fit` is replaced: for this model it calls the distributed implementation.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -30,14 +24,12 @@ from tfdist_ext.messages import shown
 from tfdist_ext.strategies.owned_sums import owned_sums_of
 from tfdist_ext.training import _keras_private
 from tfdist_ext.training.callbacks.worker_tensorboard import check_tensorboard
-from tfdist_ext.user_frames import filter_traceback, warn
+from tfdist_ext.user_frames import warn
 
 Callback: TypeAlias = keras.callbacks.Callback
-Function: TypeAlias = Callable[..., Any]
 
 # What Keras's fit, evaluate and predict take as callbacks.
 Callbacks: TypeAlias = Callback | keras.callbacks.CallbackList | Sequence[Callback] | None
-Method = TypeVar("Method", bound=Function)
 
 
 # "state": JSON as bytes; the arrays in it by their numbers.
@@ -123,38 +115,6 @@ def check_supported(callbacks: Callbacks, strategy: tf.distribute.Strategy) -> N
                 "SwapEMAWeights needs the whole state of the optimizer, which workers share"
                 " (shard_optimizer=True). Use a strategy without shard_optimizer=True."
             )
-
-
-def redirect_model_methods(
-    distributed: Any, model: keras.Model, *, is_chief: bool
-) -> contextlib.AbstractContextManager[None]:
-    """Scope in which callbacks get methods of a DistributedModel as methods of its Keras model.
-
-    - `evaluate`, `predict` and `..._on_batch` of Keras fail, or are wrong, on a strategy.
-    - `save`, `save_weights` and `export` do nothing on tasks that are not the chief. They do not
-      wait for the chief, because the other tasks may not run the callback.
-    - `load_weights` reads on the chief, for all tasks.
-    """
-    not_written = ("export", "save", "save_weights") if not is_chief else ()
-    return _keras_private.redirect_methods(
-        model,
-        load_weights=distributed.load_weights,
-        **{name: getattr(distributed, name) for name in TRAINER_METHODS if name != "fit"},
-        **dict.fromkeys(not_written, lambda *args, **kwargs: None),
-    )
-
-
-def refusing_compile(model: keras.Model, method: str) -> contextlib.AbstractContextManager[None]:
-    """Scope of running steps, in which `compile` is refused."""
-
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise TrainingError(
-            f"compile() was called while {method}() is running with steps already compiled."
-            f" Call compile() before or after {method}(). A callback can assign settings of the"
-            " optimizer instead, for example model.optimizer.learning_rate = 0.001."
-        )
-
-    return _keras_private.redirect_methods(model, compile=refuse)
 
 
 def callback_state(callbacks: Iterable[Callback]) -> CallbackState:
@@ -250,62 +210,3 @@ def _read(state: CallbackState) -> dict[str, Any]:
         return state[found[_ARRAY]] if set(found) == {_ARRAY} else found
 
     return json.loads(state[_JSON].tobytes(), object_hook=with_array)
-
-
-# Methods that a model's class may override and call by super().
-TRAINER_METHODS = (
-    *("fit", "evaluate", "predict"),
-    *("train_on_batch", "test_on_batch", "predict_on_batch"),
-)
-
-_TARGETS = [_keras_private.target_of(name, keras.Model, name) for name in TRAINER_METHODS]
-
-
-def overridable(method: Method) -> Method:
-    """Decorator for methods of a DistributedModel that replace those of `keras.Model`.
-
-    If the Keras model's class overrides the method, the override is called with all arguments, and
-    its `super()` call reaches `method`.
-    """
-
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        model, name = self.keras_model, method.__name__
-        if not _keras_private.overrides(model, name):
-            return method(self, *args, **kwargs)
-        with _trained_by(self):
-            return getattr(type(model), name)(model, *args, **kwargs)
-
-    vars(call)["distributed"] = method
-    return cast(Method, call)
-
-
-def redirected_method(distributed: Any, method: Function) -> Function:
-    """Returns a method of the Keras model that calls the distributed `fit`, `evaluate`, ..."""
-
-    @filter_traceback
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _trained_by(distributed):
-            return method(*args, **kwargs)
-
-    return call
-
-
-@contextlib.contextmanager
-def _trained_by(distributed: Any) -> Iterator[None]:
-    """Scope in which `keras.Model.fit`, ... of this model are those of the DistributedModel."""
-
-    def redirected(name: str) -> Function:
-        method = getattr(type(distributed), name).distributed
-
-        def called(original: Function, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            if model is not distributed.keras_model:  # another one, in a method of this model
-                return original(model, *args, **kwargs)
-            return method(distributed, *args, **kwargs)
-
-        return called
-
-    functions = {name: redirected(name) for name in TRAINER_METHODS}
-    with _keras_private.replacing(_TARGETS), _keras_private.substitutes(functions):
-        yield

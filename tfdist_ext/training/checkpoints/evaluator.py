@@ -76,7 +76,7 @@ def evaluate_checkpoints(
     # Keras's own argument: a custom evaluate() of the model does not prepare the data again.
     options = {"verbose": 0, "return_dict": True, "_use_cached_eval_dataset": True}
     evaluate = functools.partial(model.evaluate, **data, **options)
-    if not model.keras_model.built:
+    if not model.built:
         evaluate(steps=1)  # the model gets its shapes from data
     given = keras.tree.flatten(callbacks or [])
     boards = [each.log_dir for each in given if isinstance(each, keras.callbacks.TensorBoard)]

@@ -1,4 +1,4 @@
-"""What a `DistributedModel` writes and reads: models, exports, checkpoints.
+"""What a `DistributedModel` writes and reads.
 
 In a cluster the chief writes and reads, and sends its state to the others. So a folder on the
 chief's own disk is enough, and no task can read another file than the others.
@@ -8,24 +8,15 @@ from __future__ import annotations
 
 import functools
 import io
-import os
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist_ext.data.pipelines import Specs
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training._keras_private import global_seed_generator, seed_state
-from tfdist_ext.training.agreement.task_status import Reduction, on_every_worker
-from tfdist_ext.training.building.build import (
-    Builder,
-    build_sharded_optimizers,
-    creation_scope,
-    export,
-)
+from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.callbacks.in_cluster import CallbackState
 from tfdist_ext.training.checkpoints.format import (
     Arrays,
@@ -42,16 +33,20 @@ from tfdist_ext.training.state import (
     blocks,
     broadcast_bytes,
     broadcast_state,
-    check_has_variables,
     group_of,
     run_on_chief,
     state_of,
     whole_slots,
 )
 from tfdist_ext.training.variables import optimizers_of
-from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["SavingMixin", "arrays_of", "at_step", "restore_checkpoint"]
+__all__ = [
+    "arrays_of",
+    "at_step",
+    "load_weights_on_chief",
+    "restore_checkpoint",
+    "write_checkpoint",
+]
 
 # The state of callbacks, and of the generator that draws without a seed.
 _OTHERS, _SEEDS = "others", "seed_generator"
@@ -59,116 +54,34 @@ _OTHERS, _SEEDS = "others", "seed_generator"
 _SHOWN = 6  # variables that a message names
 
 
-@filter_traceback
-class SavingMixin:
-    """The saving methods of a `DistributedModel`. Every task of a cluster makes the same calls."""
+def write_checkpoint(
+    model: keras.Model, reduction: Reduction, progress: Progress, path: str
+) -> None:
+    """Writes a checkpoint on the chief; every task must call.
 
-    _model: keras.Model
-    _strategy: tf.distribute.Strategy
-    _reduction: Reduction
-    _builder: Builder
-    _built_for: Specs  # tf.TypeSpecs of a batch, once one was seen
-    _progress: Progress
-    _created: list[tf.Variable]
+    Raises:
+        TrainingError: the path is a folder, or the file cannot be written.
+    """
 
-    @on_every_worker
-    def save(self, filepath: str | Path, overwrite: bool = True, **kwargs: Any) -> None:
-        """Writes the model like `keras.Model.save`. Plain Keras can load it.
+    def write() -> None:
+        if tf.io.gfile.isdir(path):
+            raise TrainingError(f"{path} is a folder, but a checkpoint is a file. Add a file name.")
+        report = functools.partial(reduction.peers.enters, "checkpoint")
+        write_atomically(path, encode_checkpoint(progress, arrays_of(model, {}), report))
 
-        Call it on every task. The chief writes the file, and the other tasks wait for it.
-        """
-        save = functools.partial(self._model.save, filepath, overwrite=overwrite, **kwargs)
-        with whole_slots(self._reduction, self._model):
-            run_on_chief(self._reduction, save, f"write {filepath}")
+    with whole_slots(reduction, model):
+        run_on_chief(reduction, write, f"write the checkpoint {path}")
 
-    @on_every_worker
-    def export(self, filepath: str | Path, **kwargs: Any) -> None:
-        """Writes a SavedModel like `keras.Model.export`, for `tf.saved_model.load`.
 
-        Call it on every task. The chief writes the files, and the other tasks wait for them. The
-        chief needs memory for a copy of the model.
-
-        Raises:
-            TrainingError: the model has no variables yet, or cannot be copied.
-        """
-        run_on_chief(
-            self._reduction,
-            lambda: export(self._model, str(filepath), self._builder, self._built_for, **kwargs),
-            f"export to {filepath}",
-        )
-
-    @on_every_worker
-    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Writes a checkpoint: weights, optimizer, metrics, random seeds, epoch and step.
-
-        Call it on every task. The chief writes the file, and the other tasks wait for it. The file
-        appears when it is complete. `restore_checkpoint` can read it on any strategy.
-
-        Raises:
-            TrainingError: the model has no variables yet, the path is a folder, or the file cannot
-                be written.
-        """
-        self._complete_state("save_checkpoint")
-        self._progress = at_step(self._progress, self._model)
-
-        def write() -> None:
-            if tf.io.gfile.isdir(path):
-                raise TrainingError(
-                    f"{path} is a folder, but a checkpoint is a file. Add a file name."
-                )
-            report = functools.partial(self._reduction.peers.enters, "checkpoint")
-            content = encode_checkpoint(self._progress, arrays_of(self._model, {}), report)
-            write_atomically(os.fspath(path), content)
-
-        with whole_slots(self._reduction, self._model):
-            run_on_chief(self._reduction, write, f"write the checkpoint {path}")
-
-    @on_every_worker
-    def restore_checkpoint(self, path: str | os.PathLike[str]) -> Progress:
-        """Restores a checkpoint of `save_checkpoint` or `fit`, from any strategy.
-
-        Call it on every task. The chief reads the file and sends the values to the other tasks. If
-        the model is not compiled, only the weights are restored.
-
-        Returns:
-            The progress of the training. `.epoch` is the number of completed epochs, which you can
-            pass as `fit(initial_epoch=...)`. `.step` is the number of completed steps.
-
-        Raises:
-            TrainingError: the file does not exist, is not a checkpoint, is incomplete or damaged,
-                or belongs to another model or optimizer. All tasks raise the same error, and the
-                model does not change.
-        """
-        self._complete_state("restore_checkpoint")
-        self._progress, _ = restore_checkpoint(self._model, self._reduction, os.fspath(path))
-        return self._progress
-
-    @on_every_worker
-    def load_weights(self, filepath: str | Path, *args: Any, **kwargs: Any) -> None:
-        """Loads weights like `keras.Model.load_weights`. Only the chief needs the file.
-
-        Call it on every task. The chief reads the file and sends the weights to the other tasks.
-        """
-        load = functools.partial(type(self._model).load_weights, self._model, filepath)
-
-        with whole_slots(self._reduction, self._model, restores=True):
-            try:
-                run_on_chief(self._reduction, lambda: load(*args, **kwargs), f"load {filepath}")
-            finally:  # after an error, a part may have been read
-                broadcast_state(self._reduction, self._model)
-
-    def _complete_state(self, call: str) -> None:
-        """Builds the optimizer's slots, if no step has made them yet.
-
-        Raises:
-            TrainingError: the model has no variables.
-        """
-        check_has_variables(self._model, call)
-        optimizer = getattr(self._model, "optimizer", None)  # there is none before compile
-        if optimizer is not None and not optimizer.built:
-            with creation_scope(self._strategy, self._created):
-                optimizer.build(self._model.trainable_variables)
-            build_sharded_optimizers(self._model, self._reduction)
+def load_weights_on_chief(
+    model: keras.Model, reduction: Reduction, load: Callable[[], object], what: str
+) -> None:
+    """Loads weights on the chief, and sends the state to the others; every task must call."""
+    with whole_slots(reduction, model, restores=True):
+        try:
+            run_on_chief(reduction, load, what)
+        finally:  # after an error, a part may have been read
+            broadcast_state(reduction, model)
 
 
 def arrays_of(model: keras.Model, callbacks: CallbackState) -> Arrays:

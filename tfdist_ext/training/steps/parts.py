@@ -26,6 +26,7 @@ from tfdist_ext.placement.planning import plan_owners
 from tfdist_ext.placement.specs import VariableShard, VariableSpec
 from tfdist_ext.strategies.owned_sums import OwnedSums, Owners, owned_sums_of
 from tfdist_ext.training._keras_private import (
+    building_again,
     clipping_of,
     noting_slots,
     optimizer_builds,
@@ -150,7 +151,7 @@ class OptimizerParts:
         optimizer: not built before `build`.
         variables: the weights that it trains.
         parts: of the weights; empty before `build`.
-        initial: values for its variables, if it is a copy of another optimizer.
+        initial: values for its variables, if it was built before for whole weights.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]):
@@ -178,7 +179,10 @@ class OptimizerParts:
             for each, spec in zip(self.variables, specs, strict=True)
         ]
         optimizer.built = False
-        with self._loaded(strategy), noting_slots(OwnPart, _UpdatesOfParts()) as noted:
+        again: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.initial is not None:
+            again = building_again(with_inner_optimizers(optimizer))
+        with again, self._loaded(strategy), noting_slots(OwnPart, _UpdatesOfParts()) as noted:
             optimizer.build(self.parts)
         slots = [_slot_of(variable, part) for variable, part in noted]
         set_sharded_slots(optimizer, slots)
@@ -190,7 +194,7 @@ class OptimizerParts:
                 part.name = raw_value(part.variable).name
 
     def assign_initial(self) -> None:
-        """Assigns the values of the optimizer that this one is a copy of, to whole slots."""
+        """Assigns the values that the optimizer had before, to whole slots."""
         for variable, value in zip(self.optimizer.variables, self.initial or (), strict=True):
             variable.assign(value)
 

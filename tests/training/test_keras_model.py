@@ -1,0 +1,303 @@
+"""What people do with a Keras model works with a distributed model, on two replicas."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from training_cases import (
+    X,
+    Y,
+    assert_same_history,
+    assert_same_weights,
+    classifier,
+    compiled,
+    mirrored,
+    plain_fit,
+    stack,
+    weights_of,
+)
+
+import tfdist_ext as tfd
+
+# NumPy asks variables with copies in a way that TensorFlow does not know.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*tf.lite.Interpreter is deprecated"),
+]
+
+FIT = {"batch_size": 16, "verbose": 0, "shuffle": False}
+
+
+@keras.saving.register_keras_serializable("tests")
+class Registered(keras.Model):
+    """A subclass with a fit of its own, and an attribute that DistributedModel has, too."""
+
+    def __init__(self, units: int = 4, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.units = units
+        self.strategy = "my own"
+        self.first = keras.layers.Dense(units, "tanh")
+        self.second = keras.layers.Dense(1)
+        self.fits = 0
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+    def fit(self, *args, **kwargs):
+        self.fits += 1
+        return super().fit(*args, **kwargs)
+
+    def get_config(self):
+        return {**super().get_config(), "units": self.units}
+
+
+@keras.saving.register_keras_serializable("tests")
+class OfLayers(keras.Model):
+    """A subclass of a functional model."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        x = keras.Input((5,))
+        super().__init__(x, keras.layers.Dense(1)(keras.layers.Dense(4, "tanh")(x)), **kwargs)
+
+    def get_config(self):
+        return {}
+
+
+def registered() -> keras.Model:
+    return compiled(Registered(), "adam", metrics=["mae"])
+
+
+def sequential() -> keras.Model:
+    layers = keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)
+    return compiled(stack(*layers), "adam", metrics=["mae"])
+
+
+def functional() -> keras.Model:
+    x = keras.Input((5,))
+    y = keras.layers.Dense(1)(keras.layers.Dense(4, "tanh")(x))
+    return compiled(keras.Model(x, y), "adam", metrics=["mae"])
+
+
+def of_layers() -> keras.Model:
+    return compiled(OfLayers(), "adam", metrics=["mae"])
+
+
+KINDS = [sequential, functional, registered, of_layers]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda build: build.__name__)
+def pair(request: pytest.FixtureRequest) -> tuple[keras.Model, Any]:
+    """(plain model, distributed model) with the same weights, after an epoch."""
+    plain, _ = plain_fit(request.param, X, Y, batch_size=16)
+    model, _ = plain_fit(request.param, X, Y, batch_size=16)
+    model.run_eagerly = False
+    return plain, tfd.distribute(model, mirrored())
+
+
+def is_plain(model: Any, like: Any) -> bool:
+    """Whether a model has the class of the user, and nothing of ours."""
+    return type(model) is like.__class__ and not isinstance(model, tfd.DistributedModel)
+
+
+def test_class_and_attributes_are_those_of_the_user(pair: Any) -> None:
+    plain, model = pair
+    assert isinstance(model, (type(plain), keras.Model)), "the user's class"
+    assert isinstance(model, tfd.DistributedModel)
+    assert model.__class__ is type(plain)
+    assert model.keras_model is model
+    own = isinstance(model, Registered)
+    assert model.strategy == "my own" if own else model.strategy is mirrored()
+    assert set(dir(plain)) <= set(dir(model))
+
+
+def test_training_equals_one_device(pair: Any) -> None:
+    plain, model = pair
+    before = getattr(model, "fits", 0)
+    assert_same_history(plain.fit(X, Y, **FIT).history, model.fit(X, Y, **FIT).history)
+    assert_same_weights(plain, model)
+    assert getattr(model, "fits", 1) == before + 1
+
+
+def test_copies_are_plain_keras_models(pair: Any, tmp_path: Path) -> None:
+    _, model = pair
+    predicted = model.predict(X, verbose=0)
+    model.save(tmp_path / "one.keras")
+    keras.saving.save_model(model, tmp_path / "two.keras")
+    copies = [
+        keras.saving.load_model(tmp_path / "one.keras"),
+        keras.saving.load_model(tmp_path / "two.keras"),
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+    ]
+    for other in copies:
+        assert is_plain(other, model)
+        np.testing.assert_allclose(other.predict(X, verbose=0), predicted, atol=1e-6)
+        assert int(other.optimizer.iterations.numpy()) == int(model.optimizer.iterations.numpy())
+        np.testing.assert_allclose(
+            other.optimizer.variables[2].numpy(), model.optimizer.variables[2].numpy(), atol=1e-7
+        )
+    # Keras clones a subclass of a functional model as a functional model.
+    assert type(keras.models.clone_model(model)) is type(keras.models.clone_model(copies[0]))
+    if not isinstance(model, keras.Sequential):
+        made = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(model))
+        assert is_plain(made, model)
+
+
+def test_tensorflow_saves_and_converts_it(pair: Any, tmp_path: Path) -> None:
+    plain, model = pair
+    predicted = model.predict(X, verbose=0)
+    path = tf.train.Checkpoint(model=model).write(str(tmp_path / "checkpoint"))
+    other = copy.deepcopy(model)
+    other.set_weights([np.zeros_like(weight) for weight in weights_of(other)])
+    tf.train.Checkpoint(model=other).restore(path).expect_partial()
+    np.testing.assert_allclose(other.predict(X, verbose=0), predicted, atol=1e-6)
+    if isinstance(plain, Registered):
+        return  # its inputs are not known to TensorFlow
+    tf.saved_model.save(model, str(tmp_path / "saved"))
+    loaded = tf.saved_model.load(str(tmp_path / "saved"))
+    served = loaded.signatures["serving_default"](tf.constant(X))
+    np.testing.assert_allclose(served["output_0"], predicted, atol=1e-6)
+    lite = tf.lite.TFLiteConverter.from_keras_model(model).convert()
+    interpreter = tf.lite.Interpreter(model_content=lite)
+    interpreter.allocate_tensors()
+    interpreter.set_tensor(interpreter.get_input_details()[0]["index"], X[:1])
+    interpreter.invoke()
+    output = interpreter.get_tensor(interpreter.get_output_details()[0]["index"])
+    np.testing.assert_allclose(output, predicted[:1], atol=1e-5)
+
+
+def test_it_is_a_layer_of_other_models() -> None:
+    results = []
+    for strategy in (None, mirrored()):
+        model, _ = plain_fit(sequential, X, Y, batch_size=16)
+        model.run_eagerly = False
+        if strategy is not None:
+            tfd.distribute(model, strategy)
+        features = keras.Model(model.inputs, model.layers[-2].output)
+        outputs = [features.predict(X, verbose=0)]
+        x = keras.Input((5,))
+        for outer in (stack(model, keras.layers.Dense(1)), keras.Model(x, model(x) * 2.0)):
+            outer.set_weights([np.full_like(weight, 0.1) for weight in outer.get_weights()])
+            compiled(outer, keras.optimizers.SGD(0.1))
+            if strategy is not None:
+                tfd.distribute(outer, strategy)
+            outer.fit(X, Y, **FIT)
+            model.fit(X, Y, **FIT)
+            outputs += [outer.predict(X, verbose=0), model.predict(X, verbose=0)]
+        results.append(outputs)
+    for expected, ours in zip(*results, strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-6)
+
+
+class InCallbacks(keras.callbacks.Callback):
+    """Trains, evaluates and predicts in the middle of a training."""
+
+    def __init__(self, by_batch: bool) -> None:
+        super().__init__()
+        self.by_batch = by_batch
+        self.results: list[Any] = []
+
+    def act(self) -> None:
+        model = self.model
+        model.reset_metrics()
+        fit = model.fit(X[:20], Y[:20], batch_size=8, verbose=0, shuffle=False)
+        self.results += [
+            fit.history["loss"],
+            model.evaluate(X, Y, verbose=0),
+            model.predict(X[:7], verbose=0).tolist(),
+            model.predict_on_batch(X[:13]).tolist(),
+            model.train_on_batch(X[:13], Y[:13]),
+            model.test_on_batch(X[:13], Y[:13]),
+        ]
+        model.reset_metrics()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.by_batch:
+            self.act()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if not self.by_batch:
+            self.act()
+
+
+@pytest.mark.parametrize("by_batch", [False, True])
+def test_calls_inside_of_callbacks(by_batch: bool) -> None:
+    results = []
+    for strategy in (None, mirrored()):
+        model, _ = plain_fit(sequential, X, Y, batch_size=16)
+        if strategy is not None:
+            tfd.distribute(model, strategy)
+            model.run_eagerly = False
+        calls = InCallbacks(by_batch)
+        model.fit(X, Y, batch_size=32, shuffle=False, verbose=0, epochs=2, callbacks=[calls])
+        results.append((model, calls.results))
+    (plain, expected), (ours, found) = results
+    for one, other in zip(expected, found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
+    assert_same_weights(plain, ours)
+
+
+def test_two_models_in_turn_share_nothing() -> None:
+    plain = [plain_fit(build, X, Y, batch_size=16)[0] for build in (sequential, functional)]
+    models = [tfd.distribute(copy.deepcopy(model), mirrored()) for model in plain]
+    for _ in range(2):
+        for ours, expected in zip(models, plain, strict=True):
+            assert_same_history(expected.fit(X, Y, **FIT).history, ours.fit(X, Y, **FIT).history)
+    assert_same_weights(plain[1], models[1])
+
+
+def test_two_models_in_threads() -> None:
+    plain = [plain_fit(build, X, Y, batch_size=16)[0] for build in (sequential, functional)]
+    models = [tfd.distribute(copy.deepcopy(model), mirrored()) for model in plain]
+    with ThreadPoolExecutor(2) as threads:
+        fits = [threads.submit(model.fit, X, Y, epochs=3, **FIT) for model in models]
+        histories = [fit.result(timeout=100).history for fit in fits]
+    for expected, history in zip(plain, histories, strict=True):
+        assert_same_history(expected.fit(X, Y, epochs=3, **FIT).history, history)
+
+
+def test_refused_and_what_to_call_instead() -> None:
+    model = tfd.distribute(classifier(), mirrored())
+    for kind in ("train", "test", "predict"):
+        with pytest.raises(tfd.TrainingError, match=rf"^Do not call {kind}_step\(\).*{kind}_on_ba"):
+            getattr(model, f"{kind}_step")((X, Y))
+    for method in (keras.Model.fit, keras.Model.evaluate, keras.Model.predict):
+        with pytest.raises(tfd.TrainingError, match=r"call super\(\)\.fit"):
+            method(model, X, Y) if method is not keras.Model.predict else method(model, X)
+
+
+def test_scikit_learn_wrappers() -> None:
+    pytest.importorskip("sklearn")
+    wrapper = keras.wrappers.SKLearnRegressor(tfd.distribute(sequential, mirrored()))
+    wrapper.fit(X, Y[:, 0], verbose=0)
+    assert wrapper.predict(X).shape == (64,)
+    results = []
+    for strategy in (None, mirrored()):
+
+        def build(X: Any, y: Any, strategy: Any = strategy) -> keras.Model:  # noqa: N803
+            keras.utils.set_random_seed(1)
+            model = stack(keras.layers.Dense(2, "softmax"))
+            compiled(model, keras.optimizers.SGD(0.1), "categorical_crossentropy")
+            return model if strategy is None else tfd.distribute(model, strategy)
+
+        wrapper = keras.wrappers.SKLearnClassifier(build, fit_kwargs={"shuffle": False})
+        wrapper.fit(X, Y[:, 0].astype(int), verbose=0)
+        results.append(wrapper.model_.predict(X, verbose=0))
+    np.testing.assert_allclose(results[1], results[0], atol=1e-6)
+
+
+def test_plots_and_summaries(capsys: pytest.CaptureFixture[str]) -> None:
+    model = tfd.distribute(functional, mirrored())
+    model.summary()
+    assert "Total params" in capsys.readouterr().out
+    pytest.importorskip("pydot")
+    dot = keras.utils.model_to_dot(model).to_string()
+    assert dot.count("Dense") == 2

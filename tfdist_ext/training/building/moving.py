@@ -1,0 +1,177 @@
+"""Moves the variables of Keras models, optimizers and metrics into a strategy, and out of it.
+
+A `keras.Variable` holds a `tf.Variable`. To move it, a new `tf.Variable` with the same value is
+created in the scope of the strategy. The `keras.Variable` stays the same object, so layers,
+optimizers, metrics, callbacks and the user keep their references.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.training._keras_private import (
+    compile_arguments,
+    flat_layers,
+    initialize_again,
+    is_watched,
+    raw_value,
+    set_raw_value,
+    set_strategy,
+    trained_by,
+)
+from tfdist_ext.training.state import own_variables, slot_owner, whole_value
+from tfdist_ext.training.steps.parts import OptimizerParts
+from tfdist_ext.training.variables import (
+    PARTS,
+    optimizers_of,
+    outside_of_scopes,
+    parts_of,
+    with_inner_optimizers,
+)
+
+__all__ = ["moved_out", "moves_to"]
+
+
+def moves_to(
+    model: keras.Model,
+    strategy: tf.distribute.Strategy,
+    scope: Callable[[], contextlib.AbstractContextManager[Any]],
+    *,
+    shares_optimizers: bool,
+) -> bool:
+    """Moves variables that are not in a strategy: of a model, its optimizers and its metrics.
+
+    Args:
+        scope: returns the scope in which variables of the strategy are created.
+        shares_optimizers: workers share the optimizers. A built optimizer gives its state to
+            `OptimizerParts`, which builds it again.
+
+    Returns:
+        Whether a variable has moved.
+
+    Raises:
+        TrainingError: a layer holds a tf.Variable that was created outside of the strategy, or
+            workers share an optimizer that has to move to another strategy.
+    """
+    weights = [variable for variable in _variables(model) if not _is_in(variable, strategy)]
+    optimizers = [each for each in optimizers_of(model).values() if parts_of(each) is None]
+    slots = [
+        (optimizer, variable)
+        for optimizer in optimizers
+        for variable in optimizer.variables
+        if not _is_in(variable, strategy)
+    ]
+    if not weights and not slots:
+        return False
+    _check_can_move(model, strategy)
+    for optimizer in optimizers:
+        if shares_optimizers and optimizer.built:
+            vars(optimizer)[PARTS] = parts = OptimizerParts(optimizer, trained_by(optimizer))
+            parts.initial = [variable.numpy() for variable in optimizer.variables]
+    with scope():
+        for variable in weights:
+            _move(variable)
+        for optimizer, variable in slots:
+            owner = slot_owner(variable, trained_by(optimizer) if optimizer.built else ())
+            if owner is None:
+                _move(variable)
+            elif not shares_optimizers:  # which creates them again
+                with strategy.extended.colocate_vars_with(raw_value(owner)):
+                    _move(variable)
+    for optimizer in optimizers:
+        set_strategy(with_inner_optimizers(optimizer), strategy)
+    return True
+
+
+def _variables(model: keras.Model) -> list[keras.Variable]:
+    """Returns all variables but those of optimizers: weights, seeds, metrics."""
+    models = [layer for layer in flat_layers(model) if isinstance(layer, keras.Model)]
+    found = [*model.variables]
+    for part in models:
+        found += part.metrics_variables
+        if part.compiled:
+            found += _variables_of_compile(part)
+    for optimizer in optimizers_of(model).values():  # it may train variables of another model
+        if optimizer.built and parts_of(optimizer) is None:
+            found += trained_by(optimizer)
+    return list({id(variable): variable for variable in found}.values())
+
+
+def _variables_of_compile(model: keras.Model) -> list[keras.Variable]:
+    """Returns the variables of metrics and losses that are arguments of `compile`."""
+    try:
+        arguments = compile_arguments(model)
+    except (AttributeError, TypeError, TrainingError):  # the model has a compile() of its own
+        return []
+    names = ("metrics", "weighted_metrics")
+    metrics = keras.tree.flatten([arguments.get(name) for name in names])
+    return [
+        variable
+        for metric in metrics
+        if isinstance(metric, keras.metrics.Metric)
+        for variable in metric.variables
+    ]
+
+
+def _is_in(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether a variable was created in the strategy's scope, or is not created yet."""
+    value = raw_value(variable)
+    return value is None or strategy.extended.variable_created_in_scope(value)
+
+
+def _check_can_move(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+    if any(parts_of(optimizer) is not None for optimizer in optimizers_of(model).values()):
+        raise TrainingError(
+            "The workers share the optimizer of this model (shard_optimizer=True), so the model"
+            " cannot move to another strategy. Save a checkpoint, and restore it in a new model."
+        )
+    for layer in flat_layers(model):
+        if type(layer).__module__.startswith("keras."):
+            continue
+        for name, variable in own_variables(layer).items():
+            if not strategy.extended.variable_created_in_scope(variable):
+                raise TrainingError(
+                    f"{type(layer).__name__}.{name} is a tf.Variable, which cannot move to"
+                    f" {type(strategy).__name__}. Create it with self.add_weight(), or pass the"
+                    " function that builds the model: distribute(build, strategy)."
+                )
+
+
+def _move(variable: keras.Variable) -> None:
+    """Creates the value of a variable again, in the current scope."""
+    value = whole_value(variable)
+
+    def initializer(shape: tuple[int, ...], dtype: Any = None) -> tf.Tensor:
+        return tf.constant(value, dtype)
+
+    initialize_again(variable, initializer)
+
+
+@contextlib.contextmanager
+def moved_out(model: keras.Model) -> Iterator[None]:
+    """Scope in which the variables of a model are outside of any strategy, on this task alone.
+
+    TensorFlow cannot export variables in shards, and traces variables on servers with their
+    addresses.
+    """
+    before = [(variable, raw_value(variable)) for variable in model.variables]
+    before = [(variable, value) for variable, value in before if value is not None]
+
+    def create() -> None:
+        for variable, _ in before:
+            value, trainable = whole_value(variable), is_watched(variable)
+            value = tf.Variable(value, trainable=trainable, name=variable.name)
+            set_raw_value(variable, value, tuple(variable.shape))
+
+    try:
+        outside_of_scopes(create)
+        yield
+    finally:
+        for variable, value in before:
+            set_raw_value(variable, value, tuple(variable.shape))

@@ -1,0 +1,417 @@
+"""What a distributed model has beyond Keras: its strategy, its engine and its compiled steps.
+
+`Distribution` puts the parts of a training together: the data of a call becomes global batches, the
+model is built for them, and its steps are compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import numbers
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, TypeGuard
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.data.function import FunctionDataset
+from tfdist_ext.data.pipelines import Specs, Structure
+from tfdist_ext.data.sharded import ShardedDataset
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.messages import counted, shown
+from tfdist_ext.placement.specs import size_text
+from tfdist_ext.strategies.reductions import bucket_bytes_of
+from tfdist_ext.training.agreement.equality import (
+    SAME_ARGUMENTS,
+    SAME_DATA,
+    SAME_MODEL,
+    check_equal_across_workers,
+    describe_data,
+)
+from tfdist_ext.training.agreement.model_description import describe_model
+from tfdist_ext.training.building.build import (
+    adopt,
+    batch_normalization_layers,
+    build,
+    build_sharded_optimizers,
+    creation_scope,
+    deferred_builds,
+    move,
+)
+from tfdist_ext.training.callbacks.in_cluster import Callbacks, callbacks_of_this_task
+from tfdist_ext.training.callbacks.worker_tensorboard import WorkerTensorBoard
+from tfdist_ext.training.checkpoints.format import Progress
+from tfdist_ext.training.inputs import Epochs, GlobalBatches, read
+from tfdist_ext.training.loop import Loop, Validation, predict
+from tfdist_ext.training.parameter_server.engine import (
+    ParameterServerEngine,
+    ParameterServerPredictor,
+)
+from tfdist_ext.training.sharded_inputs import check_no_other_arguments, read_sharded
+from tfdist_ext.training.state import (
+    broadcast_variables,
+    run_on_chief,
+    sharded_bytes,
+    snapshot,
+    state_of,
+    whole_slots,
+)
+from tfdist_ext.training.steps.scope import Logs
+from tfdist_ext.training.synchronous.engine import (
+    Predictor,
+    SynchronousEngine,
+    SynchronousProgram,
+)
+from tfdist_ext.training.synchronous.model_step import OneTrace
+from tfdist_ext.user_frames import warn
+
+__all__ = ["Distribution", "check_counts", "rows_of_arrays"]
+
+
+class Distribution:
+    """The strategy of a distributed model, its engine, and its compiled steps.
+
+    Attributes:
+        model: its variables are in the strategy.
+        progress: of the training: epochs and steps.
+        built_for: tf.TypeSpecs of a global batch, after the first call; None before.
+        cached_validation: the validation data of the running `fit`, and its callbacks.
+        fits: the number of running calls of `fit`, which a callback may nest.
+    """
+
+    def __init__(
+        self,
+        model_or_builder: keras.Model | Callable[[], keras.Model],
+        strategy: tf.distribute.Strategy,
+        synchronize_batch_norm: bool | None,
+        one_trace: OneTrace,
+    ):
+        """Arguments and errors are those of `distribute`."""
+        self._created: list[tf.Variable] = []  # they do not have the chief's values yet
+        self.model = adopt(model_or_builder, strategy, self._created)
+        self.strategy = strategy
+        self.progress = Progress()
+        self.built_for: Specs = None
+        self.cached_validation: tuple[Epochs, keras.callbacks.CallbackList] | None = None
+        self.fits = 0
+        self._synchronize_batch_norm = synchronize_batch_norm
+        self._running: list[str] = []  # methods that run compiled steps
+        self._loops: dict[tuple[str, bool], Loop] = {}  # by kind, and whether steps are timed
+        self._predictor: Predictor | ParameterServerPredictor | None = None
+        self._predictor_made_for: tuple[object, ...] = ()
+        self.engine: SynchronousEngine | ParameterServerEngine
+        if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+            self.engine = ParameterServerEngine(strategy)
+        else:
+            self.engine = SynchronousEngine(strategy, one_trace)
+        self.reduction = self.engine.reduction
+        self._check_batch_normalization()
+        self._compared: tuple[object, ...] | None = None  # what `compile` had set
+        self._unify()
+
+    def traces(self) -> list[str]:
+        """Returns the lines of `tfd.explain` about traces and unsynchronized layers."""
+        found = {kind: loop.program.traces for (kind, _), loop in self._loops.items()}
+        if self._predictor is not None:
+            found["predict"] = self._predictor.traces
+        traces = [f"{kind}: {how}" for kind, how in found.items()]
+        here, whole = sharded_bytes(self.model)
+        shared = f"optimizer state: {size_text(here)} of {size_text(whole)} here" if whole else ""
+        return [*traces, *filter(None, [shared, self._unsynchronized()])]
+
+    @contextlib.contextmanager
+    def refusing_compile(self, method: str) -> Iterator[None]:
+        """Scope of running steps, in which `compile` is refused."""
+        self._running.append(method)
+        try:
+            yield
+        finally:
+            self._running.remove(method)
+
+    def check_may_compile(self) -> None:
+        """Raises TrainingError if compiled steps run."""
+        for method in self._running[-1:]:
+            raise TrainingError(
+                f"compile() was called while {method}() is running with steps already compiled."
+                f" Call compile() before or after {method}(). A callback can assign settings of the"
+                " optimizer instead, for example model.optimizer.learning_rate = 0.001."
+            )
+
+    @contextlib.contextmanager
+    def fitting(self) -> Iterator[None]:
+        """Scope of a `fit`, whose callbacks may run on the chief alone."""
+        self.fits += 1
+        try:
+            yield
+        finally:
+            self.fits -= 1
+
+    def write(self, name: str, action: Callable[[], Any], what: str = "") -> Any:
+        """Calls a function that writes files, on the chief alone.
+
+        Every worker must call, and waits for the chief. In a `fit` the other tasks do nothing and
+        do not wait, because they may not run the callback that writes.
+        """
+        if self.fits:
+            return action() if self.reduction.is_chief else None
+        with self.reduction.call(name), whole_slots(self.reduction, self.model):
+            return run_on_chief(self.reduction, action, what or f"do {name}()")
+
+    def complete_optimizer(self) -> None:
+        """Builds the optimizer's slots, if no step has made them yet."""
+        self._move()
+        optimizer = getattr(self.model, "optimizer", None)  # there is none before compile
+        if optimizer is not None and not optimizer.built:
+            with creation_scope(self.strategy, self._created):
+                optimizer.build(self.model.trainable_variables)
+            build_sharded_optimizers(self.model, self.reduction)
+
+    def train_loop(self, hooks: keras.callbacks.CallbackList) -> Loop:
+        """The training steps, which a WorkerTensorBoard times."""
+        boards = [each for each in hooks.callbacks if isinstance(each, WorkerTensorBoard)]
+        if len(boards) > 1:  # the times of a step can only be read once
+            raise TrainingError(
+                f"`fit` got {len(boards)} WorkerTensorBoard callbacks. Pass only one."
+            )
+        loop = self.loop("train", timed=bool(boards))
+        for board in boards:
+            assert isinstance(loop.program, SynchronousProgram)
+            board.follow(loop.program, self.reduction)
+        return loop
+
+    def loop(self, kind: str, *, timed: bool = False) -> Loop:
+        """Returns the loop of "train" or "test" steps; a new one after `compile`."""
+        model, found = self.model, self._loops.get((kind, timed))
+        if found is None or found.made_for != _compiled_parts(model):
+            program = self.engine.make_program(model, kind, timed=timed)  # may change settings
+            found = Loop(model, self.reduction, kind, program, made_for=_compiled_parts(model))
+            self._loops[kind, timed] = found
+        return found
+
+    def predict(self, epochs: Epochs, hooks: keras.callbacks.CallbackList) -> Any:
+        compiled = _compiled_parts(self.model)
+        if self._predictor is None or self._predictor_made_for != compiled:
+            self._predictor = self.engine.make_predictor(self.model)
+            self._predictor_made_for = compiled
+        return predict(self.model, self.reduction, self._predictor, epochs, hooks)
+
+    def on_batch(self, kind: str, data: tuple[Any, ...], **options: Any) -> Logs:
+        self.check_call(f"{kind}_on_batch", {})
+        epochs = self.read(kind, *data, batch_size=rows_of_arrays(data[0]), **options)
+        with epochs.next() as batch:
+            return self.loop(kind).run(batch, keras.callbacks.CallbackList())[0]
+
+    def validation(
+        self, data: Any, sizes: dict[str, Any], frequency: int | list[int]
+    ) -> Validation | None:
+        """Reads the validation data of a `fit`; None without data."""
+        if data is None:
+            return None
+        if frequency == 0 or not isinstance(frequency, int | list | tuple | set):
+            raise TrainingError(
+                f"validation_freq must be a number of epochs, or a list of epochs from 1, got"
+                f" {frequency!r}."
+            )
+        arrays = keras.utils.unpack_x_y_sample_weight(data)
+        batches = self.global_batches(*arrays, **sizes)
+        epochs = self.epochs(batches, sizes["steps"], "validation ")
+        # What Keras's fit passes to the model's own evaluate.
+        given = {**dict(zip(("x", "y", "sample_weight"), arrays, strict=True)), **sizes}
+
+        def evaluate(hooks: keras.callbacks.CallbackList) -> Logs:
+            self.cached_validation = epochs, hooks
+            try:
+                options = {"return_dict": True, "_use_cached_eval_dataset": True}
+                return dict(self.model.evaluate(**given, callbacks=hooks, **options))
+            finally:
+                self.cached_validation = None
+
+        return Validation(evaluate, frequency)
+
+    def evaluate(self, epochs: Epochs, hooks: keras.callbacks.CallbackList) -> Logs:
+        self.model.stop_evaluating = False
+        # A callback may evaluate in the middle of an epoch of a fit, and a checkpoint follows.
+        is_training = any(loop.is_running for loop in self._loops.values())
+        restore_metrics = snapshot(self.model.metrics_variables if is_training else ())
+        with self.refusing_compile("evaluate"):
+            epochs.rewind()
+            hooks.on_test_begin()
+            with epochs.next() as data:
+                logs, steps = self.loop("test").run(data, hooks)
+        epochs.end_epoch(data, steps, stopped=bool(self.model.stop_evaluating))
+        hooks.on_test_end(logs)
+        restore_metrics()
+        return logs
+
+    def callbacks(
+        self, callbacks: Callbacks, verbose: str | int, **params: Any
+    ) -> keras.callbacks.CallbackList:
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            return callbacks
+        chief = self.reduction.is_chief
+        verbose = 1 if verbose == "auto" else int(verbose)
+        return keras.callbacks.CallbackList(
+            callbacks_of_this_task(callbacks, is_chief=chief),
+            add_progbar=chief and verbose != 0,
+            model=self.model,
+            verbose=verbose,
+            **params,
+        )
+
+    def check_call(self, call: str, counts: dict[str, Any], **arguments: Any) -> None:
+        """Check the arguments of a call; all workers must get the same ones."""
+        check_counts(**counts)
+        if not self.model.compiled and not call.startswith("predict"):
+            raise TrainingError(
+                f"the model must be compiled for {call}(). Call compile(optimizer, loss) in the"
+                " function given to distribute(), or on the model before it is distributed."
+            )
+        if self.reduction.multi_worker:
+            check_equal_across_workers(self.reduction, {**counts, **arguments}, SAME_ARGUMENTS)
+
+    def workers_may_read(self, x: Any) -> TypeGuard[FunctionDataset]:
+        """Returns whether workers of parameter servers may read this data themselves."""
+        on_servers = isinstance(self.engine, ParameterServerEngine)
+        return on_servers and isinstance(x, FunctionDataset) and not x.takes_epoch
+
+    def new_seed(self) -> int:
+        """Returns a seed for the order of examples, from Python's generator, as in Keras."""
+        return int(self.reduction.from_chief(random.randint(1, 2**31 - 1)))
+
+    def global_batches(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        seed: Callable[[], int] | None = None,
+        **options: Any,
+    ) -> GlobalBatches:
+        """Reads the data of a call as global batches; see `inputs.read`.
+
+        Args:
+            seed: given for data to train on. Without it, a ShardedDataset is read from its start.
+        """
+        if not isinstance(x, ShardedDataset):
+            replicas = self.reduction.replicas
+            return read(x, y, sample_weight, seed=seed, replicas=replicas, **options)
+        given = {name: options.get(name) for name in ("class_weight", "batch_size")}
+        check_no_other_arguments(x, y=y, sample_weight=sample_weight, **given)
+        on_workers = None
+        if isinstance(self.engine, ParameterServerEngine) and self.workers_may_read(x):
+            on_workers = self.engine.batches_on_workers(x)
+        return on_workers or read_sharded(x, self.reduction, from_position=seed is not None)
+
+    def read(self, kind: str, *data: Any, steps: int | None = None, **options: Any) -> Epochs:
+        """Reads the data of a call, and builds the model for its kind of step."""
+        batches = self.global_batches(*data, steps=steps, **options)
+        epochs = self.epochs(batches, steps)
+        self.build(batches, kind)
+        return epochs
+
+    def epochs(self, batches: GlobalBatches, steps: int | None, of: str = "") -> Epochs:
+        """Returns the epochs of a call, and compares the data of all workers."""
+        inspect = None
+        if self.reduction.multi_worker:
+            # TensorFlow may know the batch size of one worker's dataset and not of another's.
+            batch_size = batches.batch_size if batches.dataset is None else None
+            sizes = {"batch_size": batch_size, "batches in the data": batches.steps}
+            sizes = {f"{of}{name}": size for name, size in sizes.items()}
+            check_equal_across_workers(self.reduction, sizes, SAME_ARGUMENTS)
+
+            def compare(data: Structure) -> None:
+                described = describe_data(data, of)
+                check_equal_across_workers(self.reduction, described, SAME_DATA)
+
+            if batches.arrays is not None:
+                compare(batches.arrays)
+            if batches.dataset is not None:
+                inspect = compare
+        feed = functools.partial(self.engine.feed, eagerly=bool(self.model.run_eagerly))
+        return Epochs(batches, feed, steps, inspect)
+
+    def build(self, batches: GlobalBatches, kind: str) -> None:
+        """Create variables, metrics and optimizer slots, before a step is traced."""
+        self.built_for = batches.element_spec
+        self._move()
+        build(self.model, self.built_for, self.strategy, self._created, kind=kind)
+        self._check_batch_normalization()  # of layers that are made in the first call, too
+        self._unify()
+
+    def _move(self) -> None:
+        """Moves what is not in the strategy yet. Compiled steps use the old variables."""
+        if move(self.model, self.strategy, self._created):
+            self._loops.clear()
+            self._predictor = None
+
+    def _unsynchronized(self) -> str:
+        """Returns a sentence about BatchNormalization that is not synchronized, or ""."""
+        layers = batch_normalization_layers(self.model)
+        names = [layer.name for layer in layers if layer.trainable and not layer.synchronized]
+        if not names or self.strategy.num_replicas_in_sync == 1 or self.model.run_eagerly:
+            return ""
+        return (
+            f"BatchNormalization is not synchronized in {counted(len(names), 'layer')}"
+            f" {shown(names)}: each replica normalizes its own rows of the global batch"
+        )
+
+    def _check_batch_normalization(self) -> None:
+        """Turn on `synchronized`, or warn once where it is off."""
+        if self._synchronize_batch_norm:
+            for layer in batch_normalization_layers(self.model):
+                layer.synchronized = True
+        elif self._synchronize_batch_norm is None and (layers := self._unsynchronized()):
+            self._synchronize_batch_norm = False
+            if self.reduction.is_chief:
+                warn(
+                    f"{layers}, so training differs from one device. Pass"
+                    " synchronize_batch_norm=True to tfd.distribute to normalize over the global"
+                    " batch, or synchronize_batch_norm=False to keep this and silence the warning."
+                )
+
+    def _unify(self) -> None:
+        """Compare the workers' models, and give new variables the chief's values.
+
+        Models are compared when they have new variables, and after `compile`. Every worker must
+        call.
+        """
+        created = list({id(variable): variable for variable in self._created}.values())
+        self._created.clear()
+        if not self.reduction.multi_worker:
+            return
+        compiled = _compiled_parts(self.model)
+        is_new = bool(created or deferred_builds(self.model)) or self._compared != compiled
+        if self.reduction.any_worker(is_new):
+            described = describe_model(self.model, created)
+            described["bucket_bytes of the strategy"] = bucket_bytes_of(self.strategy)
+            check_equal_across_workers(self.reduction, described, SAME_MODEL)
+            # Weights that came along are each worker's own.
+            others = state_of(self.model).values() if self._compared is None else ()
+            broadcast_variables(self.reduction, [*others, *created])
+            build_sharded_optimizers(self.model, self.reduction)
+            self._compared = compiled
+
+
+def _compiled_parts(model: keras.Model) -> tuple[object, ...]:
+    """Returns the settings of `compile`. Steps are compiled again after one of them changes."""
+    eagerly = bool(model.run_eagerly)
+    if not model.compiled:
+        return (eagerly,)
+    return model.optimizer, model.loss, model.metrics, eagerly, model.jit_compile
+
+
+def rows_of_arrays(x: Any) -> int:
+    """Returns the number of rows of the first array."""
+    first = keras.tree.flatten(x)[0]
+    return int(first.shape[0]) if hasattr(first, "shape") else len(first)  # sparse: has no len()
+
+
+def check_counts(**counts: Any) -> None:
+    """Raise TrainingError for a count that is not a whole number, or is too small."""
+    for name, value in counts.items():
+        least = 1 if name.endswith(("batch_size", "_every")) else 0  # 0 steps are all, as in Keras
+        whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        if value is not None and not (whole and value >= least):
+            raise TrainingError(f"{name} must be a whole number from {least}, got {value!r}.")
