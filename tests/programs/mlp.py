@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -39,6 +40,34 @@ def build_with_state() -> keras.Model:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
     return model
+
+
+class InCallbacks(keras.callbacks.Callback):
+    """Trains, predicts, saves and loads in the middle of a training."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.results: dict[str, Any] = {}
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        x, y = data()
+        model = self.model
+        model.save(self.folder / "in_callback.keras")
+        model.save_weights(self.folder / "in_callback.weights.h5")
+        fit = model.fit(x[:40], y[:40], batch_size=BATCH, verbose=0, shuffle=False)
+        self.results["losses"] = [*fit.history["loss"], *model.train_on_batch(x[:7], y[:7])]
+        self.results["rows"] = model.predict_on_batch(x[:7]).astype(float).tolist()
+        self.results["trained"] = flat(model)
+        model.load_weights(self.folder / "in_callback.weights.h5")
+
+
+def trained_in_callbacks(model: keras.Model, folder: Path) -> dict[str, Any]:
+    """Returns the results of a training whose callback uses the model."""
+    x, y = data()
+    calls = InCallbacks(folder)
+    model.fit(x, y, batch_size=BATCH, verbose=0, shuffle=False, callbacks=[calls])
+    return {**calls.results, "loaded": flat(model)}
 
 
 def fingerprint(model: keras.Model) -> str:

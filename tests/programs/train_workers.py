@@ -83,6 +83,10 @@ mixed.fit(x, y, batch_size=mlp.BATCH, verbose=0)
 result["mixed_bits"] = mlp.fingerprint(mixed.keras_model)
 
 
+keras.utils.set_random_seed(7 + 100 * rank)
+result["in_callbacks"] = mlp.trained_in_callbacks(tfd.distribute(mlp.build, strategy), shared)
+
+
 class StopsOnOneWorker(keras.callbacks.Callback):
     """Worker 1 alone has enough after its third batch."""
 
@@ -132,8 +136,8 @@ result["stopped_before"] = int(model.keras_model.optimizer.iterations.numpy()) -
 keras.utils.set_random_seed(20 + rank)
 own = mlp.build()
 own.fit(x, y, verbose=0)
-adopted = tfd.distribute(own, strategy)
 result["chiefs_own"] = mlp.fingerprint(own) if rank == 0 else None
+adopted = tfd.distribute(own, strategy)
 result["adopted_bits"] = mlp.fingerprint(adopted.keras_model)
 
 

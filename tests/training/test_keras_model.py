@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import keras_tuner
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -30,6 +31,7 @@ import tfdist_ext as tfd
 # NumPy asks variables with copies in a way that TensorFlow does not know.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:(currentThread|getName):DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*tf.lite.Interpreter is deprecated"),
 ]
 
@@ -274,8 +276,33 @@ def test_refused_and_what_to_call_instead() -> None:
             method(model, X, Y) if method is not keras.Model.predict else method(model, X)
 
 
+def test_a_search_of_keras_tuner(tmp_path: Path) -> None:
+    results = []
+    for strategy in (None, mirrored()):
+
+        def build(hp: Any, strategy: Any = strategy) -> keras.Model:
+            keras.utils.set_random_seed(1)
+            units = hp.Choice("units", [2, 3, 4])
+            model = stack(keras.layers.Dense(units, "tanh"), keras.layers.Dense(1))
+            compiled(model, keras.optimizers.Adam(0.01))
+            return model if strategy is None else tfd.distribute(model, strategy)
+
+        tuner = keras_tuner.GridSearch(
+            build, objective="val_loss", max_trials=3, directory=tmp_path / str(len(results))
+        )
+        tuner.search(X, Y, epochs=2, validation_data=(X[:25], Y[:25]), **FIT)
+        (best,) = tuner.get_best_models(1)
+        assert isinstance(best, tfd.DistributedModel) == (strategy is not None)
+        trials = tuner.oracle.get_best_trials(3)
+        scores = [(trial.hyperparameters.get("units"), trial.score) for trial in trials]
+        results.append((scores, best.predict(X, verbose=0)))
+    (expected, predicted), (scores, ours) = results
+    assert [units for units, _ in scores] == [units for units, _ in expected]
+    np.testing.assert_allclose([s for _, s in scores], [s for _, s in expected], rtol=1e-5)
+    np.testing.assert_allclose(ours, predicted, atol=1e-6)
+
+
 def test_scikit_learn_wrappers() -> None:
-    pytest.importorskip("sklearn")
     wrapper = keras.wrappers.SKLearnRegressor(tfd.distribute(sequential, mirrored()))
     wrapper.fit(X, Y[:, 0], verbose=0)
     assert wrapper.predict(X).shape == (64,)
@@ -298,6 +325,5 @@ def test_plots_and_summaries(capsys: pytest.CaptureFixture[str]) -> None:
     model = tfd.distribute(functional, mirrored())
     model.summary()
     assert "Total params" in capsys.readouterr().out
-    pytest.importorskip("pydot")
     dot = keras.utils.model_to_dot(model).to_string()
     assert dot.count("Dense") == 2

@@ -87,10 +87,25 @@ def test_all_wait_for_what_the_chief_saves_and_plain_keras_loads_it(cluster: Clu
     import mlp
 
     written = sorted(path.name for path in cluster.shared.iterdir())
-    assert written == ["model.keras"]  # the other workers wrote nothing
+    files = ["in_callback.keras", "in_callback.weights.h5", "model.keras"]
+    assert written == files  # the other workers wrote nothing
     assert cluster.same("saved_when_save_returns") is True
     model = keras.models.load_model(cluster.shared / "model.keras")
     assert mlp.fingerprint(model) == cluster.same("bits_saved")
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras
+def test_calls_in_callbacks_are_those_of_one_process(cluster: Cluster, tmp_path: Path) -> None:
+    import keras
+    import mlp
+
+    keras.utils.set_random_seed(7)
+    expected = mlp.trained_in_callbacks(mlp.build(), tmp_path)
+    results = cluster.same("in_callbacks")
+    for name, values in expected.items():
+        np.testing.assert_allclose(results[name], values, rtol=1e-5, atol=1e-6, err_msg=name)
+    saved = keras.models.load_model(cluster.shared / "in_callback.keras")
+    np.testing.assert_allclose(mlp.flat(saved), expected["loaded"], atol=1e-6)
 
 
 def test_one_workers_stop_stops_all_at_the_same_step(cluster: Cluster) -> None:

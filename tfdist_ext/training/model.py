@@ -403,10 +403,10 @@ def _insert_into_class(model: keras.Model) -> None:
     cls = type(model)
     if issubclass(cls, DistributedModel):
         return
-    # Methods such as `save_to_preset` of KerasHub write files, too.
-    own = {name: getattr(cls, name) for name in dir(cls) if name not in dir(DistributedModel)}
-    writers = [name for name, method in own.items() if name.startswith(("save_", "export_"))]
-    members: dict[str, Any] = {name: _on_chief(name, own[name]) for name in writers}
+    members: dict[str, Any] = {}
+    for name in set(dir(cls)) - set(dir(DistributedModel)):
+        if name.startswith(("save_", "export_")) and callable(method := getattr(cls, name)):
+            members[name] = _on_chief(name, method)  # such as `save_to_preset` of KerasHub
     for kind in ("train", "test", "predict"):
         members[f"{kind}_step"] = _only_in_steps(kind)
         members[f"make_{kind}_function"] = _refused_function(kind)
