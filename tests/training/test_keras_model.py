@@ -276,6 +276,7 @@ def test_refused_and_what_to_call_instead() -> None:
             method(model, X, Y) if method is not keras.Model.predict else method(model, X)
 
 
+@pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")  # as in plain Keras
 def test_a_search_of_keras_tuner(tmp_path: Path) -> None:
     results = []
     for strategy in (None, mirrored()):
