@@ -266,6 +266,60 @@ def test_two_models_in_threads() -> None:
         assert_same_history(expected.fit(X, Y, epochs=3, **FIT).history, history)
 
 
+class Gan(keras.Model):
+    """Its parts are compiled by themselves, and its step uses their optimizers."""
+
+    def __init__(self, generator: keras.Model, critic: keras.Model) -> None:
+        super().__init__()
+        self.generator, self.critic = generator, critic
+
+    def call(self, x):
+        return self.critic(self.generator(x))
+
+    def train_step(self, data):
+        x, y = data
+        losses = {}
+        for part, sign in ((self.critic, 1.0), (self.generator, -1.0)):
+            with tf.GradientTape() as tape:
+                scores = self.critic(self.generator(x)) - self.critic(x) * y
+                loss = sign * tf.reduce_mean(tf.tanh(scores))
+            weights = part.trainable_weights
+            part.optimizer.apply(tape.gradient(loss, weights), weights)
+            losses[part.name] = loss
+        return losses
+
+
+def gan(strategy: tf.distribute.Strategy | None) -> keras.Model:
+    """A GAN of parts that are distributed before the whole."""
+    keras.utils.set_random_seed(1)
+    generator = compiled(stack(keras.layers.Dense(5, name="out")), keras.optimizers.Adam(0.01))
+    critic = compiled(stack(keras.layers.Dense(1)), keras.optimizers.SGD(0.1, momentum=0.9))
+    generator.name, critic.name = "generator", "critic"
+    if strategy is None:
+        parts = generator, critic
+    else:
+        parts = tfd.distribute(generator, strategy), tfd.distribute(critic, strategy)
+    model = Gan(*parts)
+    model.build((None, 5))
+    model.compile()
+    return model if strategy is None else tfd.distribute(model, strategy)
+
+
+def test_a_gan_of_distributed_models_resumes(tmp_path: Path) -> None:
+    plain = gan(None)
+    expected = plain.fit(X, Y, epochs=2, **FIT).history
+    gan(mirrored()).fit(X, Y, epochs=1, checkpoint_dir=tmp_path, **FIT)
+    ours = gan(mirrored())
+    assert_same_history(expected, ours.fit(X, Y, epochs=2, checkpoint_dir=tmp_path, **FIT).history)
+    assert_same_weights(plain, ours)
+    for part in ("generator", "critic"):
+        optimizers = getattr(plain, part).optimizer, getattr(ours, part).optimizer
+        for a, b in zip(*(each.variables for each in optimizers), strict=True):
+            np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-6)
+    expected = plain.critic.fit(X, Y, **FIT).history
+    assert_same_history(expected, ours.critic.fit(X, Y, **FIT).history)
+
+
 def test_refused_and_what_to_call_instead() -> None:
     model = tfd.distribute(classifier(), mirrored())
     for kind in ("train", "test", "predict"):
