@@ -491,7 +491,7 @@ def distribute(
 
     Raises:
         TrainingError: the first argument is not a model and does not return one, the model cannot
-            be copied from its config, or `strategy` is not a strategy.
+            move to the strategy, or `strategy` is not a strategy.
         StrategyError: the strategy uses one machine, but the environment describes a cluster with
             several tasks.
     """
