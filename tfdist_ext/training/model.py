@@ -487,7 +487,7 @@ def distribute(
             is not tested.
 
     Returns:
-        A `DistributedModel`, which is the model itself: an instance of its class.
+        The model itself, which is a `DistributedModel` now and still an instance of its class.
 
     Raises:
         TrainingError: the first argument is not a model and does not return one, the model cannot
