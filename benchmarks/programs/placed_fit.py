@@ -70,15 +70,14 @@ def bytes_by_device(variables: list) -> list[int]:
 
 strategy = made_strategy()
 if TRAINER == "tfdist_ext":
-    trained = tfd.distribute(build, strategy)
-    model = trained.keras_model
+    model = tfd.distribute(build, strategy)
 else:
     with strategy.scope():
-        trained = model = build()
+        model = build()
 x, y = data(STEPS)
-trained.fit(x[: 2 * BATCH], y[: 2 * BATCH], batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+model.fit(x[: 2 * BATCH], y[: 2 * BATCH], batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
 started = time.perf_counter()
-trained.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
 print(f"steps/s {STEPS / (time.perf_counter() - started):.3f}")
 print("optimizer bytes", *bytes_by_device(model.optimizer.variables))
 print("weight bytes", *bytes_by_device(model.weights), flush=True)

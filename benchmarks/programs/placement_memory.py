@@ -65,8 +65,7 @@ strategy = strategy_of(servers)
 make(strategy, 1000)  # what TensorFlow loads at first use is no part of it
 with peak_of("creation"):
     made = make(strategy, rows)
-keras_model = made.keras_model if ours else made
-pieces = keras_model.weights[0].value.variables
+pieces = made.weights[0].value.variables
 assert [piece.shape[0] for piece in pieces] == [rows // servers] * servers
 assert len({piece.device for piece in pieces}) == servers
 
@@ -77,10 +76,10 @@ if ours:
             made.save_checkpoint(file)
         at = rows - 5
         expected = pieces[-1][at - rows].numpy()
-        del made, keras_model, pieces  # the servers hold no two tables
+        del made, pieces  # the servers hold no two tables
         made = make(strategy_of(1), rows)
         with peak_of("restore_checkpoint as a whole"):
             made.restore_checkpoint(file)
-    whole = made.keras_model.weights[0].value
+    whole = made.weights[0].value
     assert isinstance(whole, tf.Variable)
     assert (tf.gather(whole, at).numpy() == expected).all()

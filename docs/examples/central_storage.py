@@ -80,7 +80,7 @@ def with_tfdist_ext(strategy, batch_size=16, epochs=3):
 
     model = tfd.distribute(compiled, strategy)
     fitted = model.fit(*data(), batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0)
-    return model.keras_model, fitted.history
+    return model, fitted.history
 
 
 def main():

@@ -126,7 +126,7 @@ def fit_with_tfdist_ext(strategy, epochs=3, seed=None):
     data = tfd.data.from_arrays(arrays(), global_batch_size=GLOBAL_BATCH, seed=seed)
     logs = model.fit(data, epochs=epochs, verbose=0).history
     history = [{name: logs[name][epoch] for name in logs} for epoch in range(epochs)]
-    return model.keras_model.get_weights(), history
+    return model.get_weights(), history
 
 
 def main():

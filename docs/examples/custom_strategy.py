@@ -149,7 +149,7 @@ def fit_with_tfdist_ext(devices, epochs=3):
 
     model = tfd.distribute(build, OneCopy(devices))
     model.fit(*data(), batch_size=8, epochs=epochs, shuffle=False, verbose=0)
-    return model.keras_model.weights[0].numpy()[:, 0]
+    return model.weights[0].numpy()[:, 0]
 
 
 def main():

@@ -156,7 +156,7 @@ def with_tfdist_ext(strategy, train, validation, folder, epochs, **fit):
         **fit,
     )
     model.save(folder / "model.keras")
-    weights = [weight.value.numpy() for weight in model.keras_model.weights]
+    weights = [weight.value.numpy() for weight in model.weights]
     return history.history.get("val_accuracy", []), weights
 
 

@@ -77,7 +77,7 @@ def with_tfdist_ext(strategy, batch_size=8):
 
     model = tfd.distribute(build, strategy)
     model.fit(*data(), batch_size=batch_size, shuffle=False, verbose=0)
-    mean, weight = (copies(strategy, v.value) for v in model.keras_model.weights)
+    mean, weight = (copies(strategy, v.value) for v in model.weights)
     return {"weight": {device: copy[:, 0] for device, copy in weight.items()}, "mean": mean}
 
 

@@ -85,12 +85,12 @@ def strategy_with_tfdist_ext() -> tf.distribute.Strategy:
 def with_tfdist_ext(strategy: tf.distribute.Strategy) -> dict[str, Any]:
     """Trains with `model.fit`."""
     model = tfd.distribute(build, strategy)
-    began = model.keras_model.get_weights()
+    began = model.get_weights()
     x, y = data()
     history = model.fit(
         x, y, batch_size=GLOBAL_BATCH, epochs=EPOCHS, shuffle=False, verbose=0
     ).history
-    return {"began": began, "weights": model.keras_model.get_weights(), "losses": history["loss"]}
+    return {"began": began, "weights": model.get_weights(), "losses": history["loss"]}
 
 
 def main() -> list[dict[str, Any]]:

@@ -96,11 +96,10 @@ def with_tfdist_ext() -> dict[str, Any]:
     model = tfd.distribute(build, strategy)
     data = tfd.data.from_dataset_fn(lambda shard: examples(shard.index))
     model.fit(data, steps_per_epoch=STEPS, verbose=0)
-    keras_model = model.keras_model
     return {
-        "devices": [weight.value.device for weight in keras_model.weights],
-        "steps": int(keras_model.optimizer.iterations.numpy()),
-        "weights": keras_model.get_weights()[0],
+        "devices": [weight.value.device for weight in model.weights],
+        "steps": int(model.optimizer.iterations.numpy()),
+        "weights": model.get_weights()[0],
     }
 
 

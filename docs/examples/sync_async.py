@@ -130,7 +130,7 @@ def with_tfdist_ext() -> Curve | None:
     curve: Curve = []
 
     def note(epoch: int, logs: Any) -> None:
-        loss = loss_of(model.keras_model.get_weights()[0])
+        loss = loss_of(model.get_weights()[0])
         curve.append((time.perf_counter(), EVERY * (epoch + 1), loss))
 
     def train() -> Curve:

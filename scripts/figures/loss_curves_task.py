@@ -62,7 +62,7 @@ model = tfd.distribute(build, strategy)
 model.fit(data, epochs=EPOCHS, checkpoint_dir=folder, checkpoint_every=8, callbacks=[curve])
 found = {
     "losses": curve.losses,
-    "weights": [w.tolist() for w in model.keras_model.get_weights()],
+    "weights": [w.tolist() for w in model.get_weights()],
     "bytes": data.source.bytes_read,
     "steps": data.steps,
     "epochs": EPOCHS,

@@ -367,7 +367,7 @@ def averaged() -> keras.Model:
 
 
 class Searches(Trainings):
-    """KerasTuner: two trials, each trained by a HyperModel's fit; the numbers are their scores."""
+    """KerasTuner: two trials of a model that `build` distributes; the numbers are their scores."""
 
     def __init__(self, timer: Timer):
         self._timer = timer
@@ -375,21 +375,15 @@ class Searches(Trainings):
     def _train(self, strategy: tf.distribute.Strategy | None = None, **options: Any) -> Any:
         import keras_tuner
 
-        class Model(keras_tuner.HyperModel):
-            def build(self, hp: Any) -> Any:
-                keras.utils.set_random_seed(7)
-                model = functional()
-                model.optimizer.learning_rate = hp.Choice("rate", [0.1, 0.01])
-                return model
-
-            def fit(self, hp: Any, model: Any, *args: Any, **settings: Any) -> Any:
-                if strategy is not None:
-                    model = tfd.distribute(model, strategy)
-                return model.fit(*args, **settings)
+        def build(hp: Any) -> keras.Model:
+            keras.utils.set_random_seed(7)
+            model = functional()
+            model.optimizer.learning_rate = hp.Choice("rate", [0.1, 0.01])
+            return model if strategy is None else tfd.distribute(model, strategy)
 
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            tuner = keras_tuner.GridSearch(Model(), "loss", directory=folder, overwrite=True)
+            tuner = keras_tuner.GridSearch(build, "loss", directory=folder, overwrite=True)
             given = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
             tuner.search(**regression(), epochs=2, callbacks=[], **given)
             trials = tuner.oracle.trials.values()

@@ -470,5 +470,5 @@ def guides() -> list[Row]:
         Row("guides", name, build, data, lines, callbacks=callbacks)
         for name, build, data, lines, callbacks in GUIDES
     ]
-    tuner = Search("KerasTuner", "GridSearch", lambda: None, dict, lines=2, on_clusters=False)
+    tuner = Search("KerasTuner", "GridSearch", lambda: None, dict, lines=1, on_clusters=False)
     return [*found, tuner]

@@ -29,8 +29,7 @@ def _trains(picture: Path, capsys: Any) -> None:
     assert "tfdist_ext" in capsys.readouterr().out
 
     # Where the plan says, and as by hand: half of the films on each server.
-    network = model.keras_model
-    for variable in [*network.weights, *network.optimizer.variables]:
+    for variable in [*model.weights, *model.optimizer.variables]:
         pieces = _pieces(variable)
         live = [(_server(piece.device), piece.shape.as_list()[:1]) for piece in pieces]
         assert live == [
@@ -44,7 +43,7 @@ def _trains(picture: Path, capsys: Any) -> None:
     # In each of two trainings each step would move the films' table twice, there and back.
     table = example.FILMS * example.WIDTH * 4
     steps = -(-len(example.load()[0][0]) // example.BATCH) * EPOCHS
-    assert int(network.optimizer.iterations.numpy()) == steps
+    assert int(model.optimizer.iterations.numpy()) == steps
     assert moved < 0.1 * (4 * table * steps)
 
     # Rows of films that nobody has rated are, in both pieces, as they are made on one device.
@@ -52,7 +51,7 @@ def _trains(picture: Path, capsys: Any) -> None:
     one_device = example.build(3.5)
     (users, films, stars), test = example.load()
     trained = np.concatenate(
-        [piece.numpy() for piece in _pieces(network.get_layer("films").embeddings)]
+        [piece.numpy() for piece in _pieces(model.get_layer("films").embeddings)]
     )
     rated = np.isin(np.arange(example.FILMS), films)
     same = (trained == one_device.get_layer("films").embeddings.numpy()).all(axis=1)

@@ -487,11 +487,11 @@ def distribute(
             is not tested.
 
     Returns:
-        A `DistributedModel`, which is the model itself: an instance of its class.
+        The model itself, which is a `DistributedModel` now and still an instance of its class.
 
     Raises:
         TrainingError: the first argument is not a model and does not return one, the model cannot
-            be copied from its config, or `strategy` is not a strategy.
+            move to the strategy, or `strategy` is not a strategy.
         StrategyError: the strategy uses one machine, but the environment describes a cluster with
             several tasks.
     """
