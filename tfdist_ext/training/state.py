@@ -50,9 +50,9 @@ __all__ = [
     "group_of",
     "has_equal_copies",
     "own_variables",
+    "owner_path",
     "read_rows",
     "run_on_chief",
-    "slot_owner",
     "snapshot",
     "state_of",
     "whole_slots",
@@ -99,7 +99,8 @@ def state_of(model: keras.Model) -> dict[str, Variable]:
         if optimizer.built:
             kinds = [type(each).__name__ for each in with_inner_optimizers(optimizer)]
             group = ".".join([attribute.replace("/", "_"), *kinds])
-            named = [(_slot_name(each.name, slots), each) for each in optimizer.variables]
+            owners = [(each, owner_path(each, slots)) for each in optimizer.variables]
+            named = [(slots.get(p, "") + each.name.removeprefix(p), each) for each, p in owners]
             state |= {f"{group}/{name}": variable for name, variable in _renumbered(named)}
     return {name: each for name, each in state.items() if raw_value(each) is not None}
 
@@ -152,33 +153,21 @@ def _renumbered(parts: Iterable[tuple[str, _Part]]) -> Iterator[tuple[str, _Part
         seen[word] += 1
 
 
-def _slot_name(name: str, slots: dict[str, str]) -> str:
-    path = max((each for each in slots if name.startswith(f"{each}_")), key=len, default="")
-    return slots.get(path, "") + name.removeprefix(path)
-
-
-def slot_owner(slot: keras.Variable, variables: Iterable[keras.Variable]) -> keras.Variable | None:
-    """Returns the variable that an optimizer's slot belongs to; None for a counter.
-
-    Keras names a slot after its variable.
-    """
-    owners = {variable.path.replace("/", "_"): variable for variable in variables}
-    names = [name for name in owners if slot.name.startswith(f"{name}_")]
-    return owners[max(names, key=len)] if names else None
-
-
-def whole_value(variable: keras.Variable, buffer: np.ndarray | None = None) -> np.ndarray:
-    """Returns the value of a variable: its first copy, its pieces joined.
+def owner_path(slot: keras.Variable, paths: Iterable[str]) -> str:
+    """Returns which of the paths an optimizer's slot is named after; "" for a counter.
 
     Args:
-        buffer: memory for the value, if it fits; new memory costs time.
+        paths: of variables, with "_" in place of "/".
     """
-    shape, dtype = tuple(variable.shape), raw_value(variable).dtype.as_numpy_dtype
-    if buffer is None or (buffer.shape, buffer.dtype) != (shape, dtype):
-        buffer = np.empty(shape, dtype)
+    return max((path for path in paths if slot.name.startswith(f"{path}_")), key=len, default="")
+
+
+def whole_value(variable: keras.Variable) -> np.ndarray:
+    """Returns the value of a variable: its first copy, its pieces joined."""
+    value = np.empty(tuple(variable.shape), raw_value(variable).dtype.as_numpy_dtype)
     for start, stop in blocks(variable):
-        np.atleast_1d(buffer)[start:stop] = read_rows(variable, start, stop)
-    return buffer
+        np.atleast_1d(value)[start:stop] = read_rows(variable, start, stop)
+    return value
 
 
 def has_equal_copies(variable: Variable) -> bool:

@@ -25,7 +25,6 @@ from checkpoint_cases import (
 from training_cases import X, Y, assert_same_weights, classifier, mirrored, strategy_of
 
 import tfdist_ext as tfd
-from tfdist_ext.training.checkpoints import format
 from tfdist_ext.training.checkpoints.format import Progress, encode_checkpoint
 from tfdist_ext.training.state import assign_whole, group_of, state_of
 
@@ -188,7 +187,6 @@ def test_a_path_or_a_model_that_cannot_be_saved(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_the_file_before(tmp_path: Path, monkeypatch: Any) -> None:
     """A limit on the size of files stands for a full disk: the system refuses the write alike."""
-    monkeypatch.setattr(format, "SYNC_BYTES", 1000)
     model, path = tfd.distribute(classifier("adam"), mirrored()), tmp_path / "one"
     model.save_checkpoint(path)
     held = path.read_bytes()

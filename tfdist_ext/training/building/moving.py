@@ -25,7 +25,7 @@ from tfdist_ext.training._keras_private import (
     set_strategy,
     trained_by,
 )
-from tfdist_ext.training.state import own_variables, slot_owner, whole_value
+from tfdist_ext.training.state import own_variables, owner_path, whole_value
 from tfdist_ext.training.steps.parts import OptimizerParts
 from tfdist_ext.training.variables import (
     PARTS,
@@ -78,7 +78,9 @@ def moves_to(
         for variable in weights:
             _move(variable)
         for optimizer, variable in slots:
-            owner = slot_owner(variable, trained_by(optimizer) if optimizer.built else ())
+            trained = trained_by(optimizer) if optimizer.built else ()
+            owners = {owner.path.replace("/", "_"): owner for owner in trained}
+            owner = owners.get(owner_path(variable, owners))
             if owner is None:
                 _move(variable)
             elif not shares_optimizers:  # which creates them again

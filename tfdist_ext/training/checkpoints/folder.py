@@ -139,7 +139,6 @@ class CheckpointFolder:
         self._report = report
         self._training_waits = False
         self._running: futures.Future[None] | None = None
-        self._buffers: dict[str, np.ndarray] = {}
         self._thread: futures.ThreadPoolExecutor | None = None
         if in_background:
             self._thread = futures.ThreadPoolExecutor(1, "tfdist-checkpoints", _lower_priority)
@@ -183,14 +182,12 @@ class CheckpointFolder:
         if self._thread is None:
             self.write(progress, encode_checkpoint(progress, arrays, self._report))
             return
-        self._buffers = {
-            name: array
-            if isinstance(array, np.ndarray)
-            else whole_value(array, self._buffers.get(name))
+        copies = {
+            name: array if isinstance(array, np.ndarray) else whole_value(array)
             for name, array in arrays.items()
         }
         blocks = encode_checkpoint(
-            progress, self._buffers, lambda: self._training_waits and self._report()
+            progress, copies, lambda: self._training_waits and self._report()
         )
         self._running = self._thread.submit(self.write, progress, blocks)
 
@@ -207,10 +204,9 @@ class CheckpointFolder:
             running.result()
 
     def close(self) -> None:
-        """Ends the thread, and frees the memory of the copies."""
+        """Ends the thread."""
         if self._thread is not None:
             self._thread.shutdown()
-        self._buffers = {}
 
     def write(self, progress: Progress, blocks: Iterable[bytes | memoryview]) -> None:
         """Writes a checkpoint, and removes old ones if possible.

@@ -100,12 +100,9 @@ def at_step(progress: Progress, model: keras.Model) -> Progress:
 
 
 def restore_checkpoint(
-    model: keras.Model, reduction: Reduction, path: str, *, verified: bool = False
+    model: keras.Model, reduction: Reduction, path: str
 ) -> tuple[Progress, CallbackState]:
     """Restores the state in a checkpoint; every task must call.
-
-    Args:
-        verified: the checksum has been compared before.
 
     Returns:
         The progress of the training, and the state of its callbacks.
@@ -116,7 +113,7 @@ def restore_checkpoint(
     """
 
     def read() -> bytes:
-        with open_checkpoint(path, verified=verified) as file:
+        with open_checkpoint(path) as file:
             variables = _variables_to_restore(file, model, path)
             for name, variable in variables.items():
                 assign = RowsAssigner(variable)
