@@ -257,7 +257,7 @@ def _check_batches(spec: Specs, replicas: int) -> None:
     """Check the structure of the batches of a dataset.
 
     Raises:
-        TrainingError: no input, or tensors without a row for each example, as far as shapes tell.
+        TrainingError: no input, or tensors without rows. `checked_batch_size` compares rows.
     """
     parts = dict(named_parts(keras.utils.unpack_x_y_sample_weight(spec)))
     if not any(name.startswith("x") for name in parts):
@@ -267,13 +267,8 @@ def _check_batches(spec: Specs, replicas: int) -> None:
         )
     shapes = {name: part.shape for name, part in parts.items() if part.shape.rank is not None}
     # On one replica all examples may share an input.
-    split = [
-        shape
-        for name, shape in shapes.items()
-        if replicas > 1 or name in ("x", "y", "sample_weight")
-    ]
-    rows = {shape[0] if shape.rank else 0 for shape in split} - {None}
-    if 0 in rows or (replicas > 1 and len(rows) > 1):
+    split = shapes if replicas > 1 else shapes.keys() & {"x", "y", "sample_weight"}
+    if any(shapes[name].rank == 0 or shapes[name][0] == 0 for name in split):
         each = ", ".join(f"{name} of shape {list(shape)}" for name, shape in shapes.items())
         raise TrainingError(
             f"A batch of the dataset does not have one row for each example: it has {each}. Call"

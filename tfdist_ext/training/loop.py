@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import keras
 import numpy as np
@@ -38,7 +38,6 @@ from tfdist_ext.training.synchronous.engine import Predictor, SynchronousProgram
 __all__ = [
     "Loop",
     "StepsPerExecutionTuner",
-    "Validation",
     "end_training",
     "predict",
     "train",
@@ -47,23 +46,8 @@ __all__ = [
 # Both kinds have the same methods.
 StepProgram: TypeAlias = SynchronousProgram | ParameterServerProgram
 
-
-class Validation(NamedTuple):
-    """The validation of a `fit`.
-
-    Attributes:
-        evaluate: evaluates on the validation data, with the callbacks of the `fit`.
-        frequency: after how many epochs, or after which epochs, counted from 1.
-    """
-
-    evaluate: Callable[[keras.callbacks.CallbackList], Logs]
-    frequency: int | Collection[int]
-
-    def is_due(self, epoch: int) -> bool:
-        """Whether to evaluate after an epoch, counted from 0."""
-        if isinstance(self.frequency, int):
-            return (epoch + 1) % self.frequency == 0
-        return epoch + 1 in self.frequency
+# (epoch, callbacks of the `fit`) -> logs of the validation; none if it is not due.
+Validation: TypeAlias = Callable[[int, keras.callbacks.CallbackList], Logs]
 
 
 def train(
@@ -90,8 +74,8 @@ def train(
         with data.next() as batches:
             logs, steps = loop.run(batches, hooks, f"epoch {epoch + 1}, ", saved=saved)
         data.end_epoch(batches, steps, stopped=bool(model.stop_training))
-        if validation is not None and validation.is_due(epoch):
-            val_logs = validation.evaluate(hooks)
+        if validation is not None:
+            val_logs = validation(epoch, hooks)
             logs = {**logs, **{f"val_{name}": value for name, value in val_logs.items()}}
         peers.enters("callbacks")
         hooks.on_epoch_end(epoch, logs)

@@ -15,7 +15,7 @@ from tfdist_ext.data.ordered import OrderedDataset
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.data.shards import Shard
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.agreement.equality import check_equal_positions, from_each_worker
+from tfdist_ext.training.agreement.equality import check_equal_across_workers, from_each_worker
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.inputs import GlobalBatches, Part, parts_of_dataset
 
@@ -27,7 +27,9 @@ def read_sharded(
 ) -> GlobalBatches:
     """Returns the global batches from the data's position, or all of them in order."""
     if reduction.multi_worker:
-        check_equal_positions(reduction, data)
+        values = {f"{name} in the data's state": value for name, value in data.state().items()}
+        advice = "Give every worker the same ShardedDataset, at the same position."
+        check_equal_across_workers(reduction, values, advice)
     if isinstance(data, FunctionDataset):
         return _batches_of_function(data, reduction, from_position=from_position)
     assert isinstance(data, OrderedDataset)

@@ -182,9 +182,7 @@ def has_equal_copies(variable: Variable) -> bool:
 def assign_whole(variable: keras.Variable, value: npt.ArrayLike) -> None:
     """Assigns a value to every copy and every piece of a variable."""
     rows = np.broadcast_to(value, tuple(variable.shape))
-    assign = RowsAssigner(variable)
-    for start, stop in blocks(variable):
-        assign.next(np.atleast_1d(rows)[start:stop])
+    _assign_rows(variable, 0, np.atleast_1d(rows))
 
 
 def snapshot(variables: Iterable[keras.Variable]) -> Callable[[], None]:

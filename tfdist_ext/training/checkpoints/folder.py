@@ -10,14 +10,12 @@ whether the training is done.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import os
 import posixpath
 import re
 import socket
-import threading
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent import futures
@@ -141,7 +139,7 @@ class CheckpointFolder:
         self._running: futures.Future[None] | None = None
         self._thread: futures.ThreadPoolExecutor | None = None
         if in_background:
-            self._thread = futures.ThreadPoolExecutor(1, "tfdist-checkpoints", _lower_priority)
+            self._thread = futures.ThreadPoolExecutor(1, "tfdist-checkpoints")
 
     def open(self) -> None:
         """Becomes the owner of the folder, and finds the newest complete checkpoint.
@@ -248,9 +246,3 @@ class CheckpointFolder:
         owner = {"job": self._job, "epochs_when_done": epochs_when_done}
         text = json.dumps(owner, indent=1).encode()
         write_atomically(posixpath.join(self.path, OWNER), [text], writer=self._writer)
-
-
-def _lower_priority() -> None:
-    """Gives the training precedence; each thread has its own niceness."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
