@@ -36,10 +36,9 @@ from tfdist_ext.training.building.build import (
     batch_normalization_layers,
     build,
     build_sharded_optimizers,
-    creation_scope,
     deferred_builds,
-    move,
 )
+from tfdist_ext.training.building.moving import creation_scope, move
 from tfdist_ext.training.callbacks.in_cluster import Callbacks, callbacks_of_this_task
 from tfdist_ext.training.callbacks.worker_tensorboard import WorkerTensorBoard
 from tfdist_ext.training.checkpoints.format import Progress
