@@ -150,7 +150,7 @@ def queue_model() -> keras.Model:
 def test_a_model_that_is_equal() -> None:
     result = verify(equal_model)
     assert result.equal
-    assert not result.causes
+    assert "Causes" not in str(result)
     kinds = {name.split()[0] for name in result.differences}
     assert kinds == {"weight", "variable", "optimizer", "log", "prediction"}
     assert max(result.differences.values()) < 1e-6
@@ -158,55 +158,49 @@ def test_a_model_that_is_equal() -> None:
     assert "EQUAL" in str(result)
 
 
-OTHER = "What the rules do not cover"
-# case -> builder, data, where the largest difference is, words of the advice
-CASES: dict[str, tuple[Callable[[], keras.Model], Any, str, str]] = {
+# case -> builder, data, where a difference is
+CASES: dict[str, tuple[Callable[[], keras.Model], Any, str]] = {
     "in-batch negatives": (
         lambda: model(loss=in_batch_negatives),
         (X, Y, None),
         "weight",
-        OTHER,
     ),
     "masked mean": (
         lambda: model(loss=masked_mean),
         (X, Y),
         "weight",
-        OTHER,
     ),
     "constant batch size": (
         lambda: model(loss=sum_divided_by_batch_size),
         (X, Y),
         "weight",
-        OTHER,
     ),
     "variable of your own": (
         lambda: model(CountsRows()),
         (X, Y),
         "variable counts_rows/seen",
-        OTHER,
     ),
-    "BatchNormalization": (batch_norm_model, (X, Y), "weight", "synchronize_batch_norm=True"),
-    "unseeded shuffle": (equal_model, shuffled, "data", "Seed shuffle()"),
-    "metric": (lambda: model(metrics=[MeanOfRatios()]), (X, Y), "log share", OTHER),
+    "BatchNormalization": (batch_norm_model, (X, Y), "weight"),
+    "unseeded shuffle": (equal_model, shuffled, "data first batch"),
+    "metric": (lambda: model(metrics=[MeanOfRatios()]), (X, Y), "log share"),
     "drifting copies": (
         lambda: model(optimizer=DrawsByNumpy(0.1)),
         (X, Y),
         "weight",
-        "copies of ['weight dense",
     ),
-    "np.random": (lambda: model(DropoutOfNumpy()), (X, Y), "weight", OTHER),
+    "np.random": (lambda: model(DropoutOfNumpy()), (X, Y), "weight"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_causes(case: str) -> None:
-    build, data, place, advice = CASES[case]
+def test_differences_of(case: str) -> None:
+    build, data, place = CASES[case]
     result = verify(build, data)
     assert not result.equal
-    assert [len(result.causes), advice in result.causes[0]] == [1, True], str(result)
     assert any(name.startswith(place) for name in result.unequal)
     assert min(result.differences[name] for name in result.unequal) > 1e-4
     assert "NOT EQUAL" in str(result)
+    assert 'section "causes of differences"' in str(result)
 
 
 class FirstReplicaOnly(tfd.strategies.StrategyTemplate):
@@ -216,22 +210,14 @@ class FirstReplicaOnly(tfd.strategies.StrategyTemplate):
         return [values[0]] * len(devices)
 
 
-@pytest.mark.parametrize("build", [equal_model, batch_norm_model])
-def test_a_strategy_that_drops_gradients_gets_no_wrong_cause(
-    build: Callable[[], keras.Model],
-) -> None:
-    result = tfd.verify(build, (X, Y), FirstReplicaOnly(2), batch_size=12)
+def test_copies_that_differ_are_infinitely_different() -> None:
+    result = verify(lambda: model(optimizer=DrawsByNumpy(0.1)))
+    assert result.differences["weight dense/kernel"] == float("inf")
+
+
+def test_a_strategy_that_drops_gradients_is_not_equal() -> None:
+    result = tfd.verify(equal_model, (X, Y), FirstReplicaOnly(2), batch_size=12)
     assert max(result.differences.values()) > 0.1
-    (cause,) = result.causes
-    assert ("StrategyConformance" in cause) == (build is equal_model)
-    assert "tolerance" not in cause
-
-
-def test_small_differences_may_be_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = verify(equal_model, tolerance=1e-12)
-    monkeypatch.setattr("tfdist_ext.training.verification.ROUNDING_FACTOR", 0.0)
-    again = verify(equal_model, tolerance=1e-12)
-    assert "pass tolerance=1e-4" in again.causes[-1], (str(result), str(again))
 
 
 def test_a_queue_is_an_error_that_says_what_to_do() -> None:
@@ -275,7 +261,6 @@ def test_rounding_of_a_convolution_is_no_difference() -> None:
     result = verify(convolution, (images, labels), batch_size=32)
     assert max(result.differences.values()) > 1e-2
     assert max(result.rounding.values()) < 1e-4  # accuracy, too: the labels did not change
-    assert "synchronize_batch_norm=True" in result.causes[0]
 
 
 def test_a_bias_that_is_rounding_alone_is_named() -> None:
@@ -294,7 +279,6 @@ def test_a_bias_that_is_rounding_alone_is_named() -> None:
     assert result.equal
     (row,) = [line.split() for line in str(result).splitlines() if line.startswith("weight ")]
     assert row[-2:] == ["rounding", "conv2d/bias"]
-    assert "Rounding alone: weight conv2d/bias." in str(result)
 
 
 def test_predictions_that_fail_on_a_strategy_alone() -> None:
@@ -345,7 +329,7 @@ def test_relative_differences() -> None:
 
 def test_rounding_explains_a_difference() -> None:
     differences, rounding = {"weight a": 3e-5, "weight b": 3e-5}, {"weight a": 4e-7}
-    result = Verification("Title.", differences, rounding, 1e-5, ["Cause."])
+    result = Verification("Title.", differences, rounding, 1e-5)
     assert result.unequal == ["weight b"]
     assert "1 of 2 compared values differ, the most in weight b." in str(result)
 

@@ -14,12 +14,14 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from tfdist_ext.data.shards import Remainder, check_remainder
+from tfdist_ext.data.shards import Remainder, bounds, check_remainder
 from tfdist_ext.errors import DataError
 
 __all__ = [
     "PY_FUNCTIONS",
     "SHARED_TENSOR",
+    "Part",
+    "PartsOf",
     "Specs",
     "Structure",
     "batch_size_of",
@@ -32,9 +34,12 @@ __all__ = [
     "one_at_least",
     "operations_in",
     "padded",
+    "parts_of_dataset",
+    "rest_of",
     "rows_between",
     "takes_elements",
     "without_autotune",
+    "without_prefetch",
 ]
 
 # Tensors in tuples, lists and dicts, as models take and return them. A tensor may be ragged or
@@ -43,6 +48,14 @@ Structure: TypeAlias = "tf.Tensor | Sequence[Structure] | Mapping[str, Structure
 
 # The same structures of `tf.TypeSpec`s.
 Specs: TypeAlias = "tf.TypeSpec | Sequence[Specs] | Mapping[str, Specs] | None"
+
+# One replica's part of a global batch: the number of its rows, the number of rows of the global
+# batch, and the rows. A part of 0 rows still holds one row: many operations fail, or return NaN, on
+# no rows.
+Part: TypeAlias = tuple[tf.Tensor, tf.Tensor, Structure]
+
+# (first replica, local replicas, all replicas) -> a dataset of `tuple[Part, ...]`.
+PartsOf: TypeAlias = Callable[[int, int, int], tf.data.Dataset]
 
 # The operations that call Python: from_generator, numpy_function and py_function create them.
 PY_FUNCTIONS = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
@@ -70,6 +83,54 @@ def in_parallel(numbers: tf.data.Dataset, read: Callable[..., Any]) -> tf.data.D
     return without_autotune(
         numbers.map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     )
+
+
+def parts_of_dataset(dataset: tf.data.Dataset, readers: int = 1) -> PartsOf:
+    """The parts of a dataset of global batches.
+
+    Args:
+        readers: number of tasks that each read their own part of a global batch.
+    """
+
+    def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
+        def parts(batch: Structure) -> tuple[Part, ...]:
+            # Keras's generators put an empty Optional where a part of the batch is None.
+            whole = tf.nest.map_structure(
+                lambda part: None if isinstance(part, tf.experimental.Optional) else part, batch
+            )
+            if replicas * readers == 1:
+                size = batch_size_of(whole)
+                return ((size, size, in_own_memory(whole)),)
+            size = checked_batch_size(whole, replicas * readers)
+
+            def part(replica: int) -> Part:
+                low, high = bounds(size, replica, replicas)
+                rows = rows_between(whole, low, tf.maximum(high, low + 1))
+                return high - low, size, in_own_memory(rows)
+
+            return tuple(map(part, range(first, first + local)))
+
+        return in_parallel(dataset, takes_elements(dataset, parts))
+
+    return parts_of
+
+
+def without_prefetch(dataset: tf.data.Dataset) -> tf.data.Iterator:
+    """An iterator that reads nothing ahead."""
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    with tf.device("CPU:0"):
+        # Deleting the iterator would wait for its tuner; see `without_autotune`.
+        return iter(without_autotune(dataset).with_options(options))
+
+
+@tf.autograph.experimental.do_not_convert
+def rest_of(iterator: tf.data.Iterator, steps: int | None) -> tf.data.Dataset:
+    """The rest of an iterator, at most `steps` elements."""
+    turns = tf.data.Dataset.range(2**62 if steps is None else steps)
+    options = turns.map(lambda _: iterator.get_next_as_optional())
+    there = options.take_while(lambda option: option.has_value())
+    return there.map(lambda option: option.get_value())
 
 
 def takes_elements(dataset: tf.data.Dataset, read: Callable[[Any], Any]) -> Callable[..., Any]:

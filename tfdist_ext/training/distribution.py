@@ -36,10 +36,9 @@ from tfdist_ext.training.building.build import (
     batch_normalization_layers,
     build,
     build_sharded_optimizers,
-    creation_scope,
     deferred_builds,
-    move,
 )
+from tfdist_ext.training.building.moving import creation_scope, move
 from tfdist_ext.training.callbacks.in_cluster import Callbacks, callbacks_of_this_task
 from tfdist_ext.training.callbacks.worker_tensorboard import WorkerTensorBoard
 from tfdist_ext.training.checkpoints.format import Progress
@@ -220,7 +219,11 @@ class Distribution:
         # What Keras's fit passes to the model's own evaluate.
         given = {**dict(zip(("x", "y", "sample_weight"), arrays, strict=True)), **sizes}
 
-        def evaluate(hooks: keras.callbacks.CallbackList) -> Logs:
+        def evaluate(epoch: int, hooks: keras.callbacks.CallbackList) -> Logs:
+            number = epoch + 1
+            is_due = number % frequency == 0 if isinstance(frequency, int) else number in frequency
+            if not is_due:
+                return {}
             self.cached_validation = epochs, hooks
             try:
                 options = {"return_dict": True, "_use_cached_eval_dataset": True}
@@ -228,7 +231,7 @@ class Distribution:
             finally:
                 self.cached_validation = None
 
-        return Validation(evaluate, frequency)
+        return evaluate
 
     def evaluate(self, epochs: Epochs, hooks: keras.callbacks.CallbackList) -> Logs:
         self.model.stop_evaluating = False

@@ -24,16 +24,15 @@ import tensorflow as tf
 from tfdist_ext.data.ordered import Order, sorted_at_random
 from tfdist_ext.data.pipelines import (
     SHARED_TENSOR,
+    Part,
+    PartsOf,
     Specs,
     Structure,
-    batch_size_of,
-    checked_batch_size,
-    in_own_memory,
     in_parallel,
     named_parts,
-    rows_between,
-    takes_elements,
-    without_autotune,
+    parts_of_dataset,
+    rest_of,
+    without_prefetch,
 )
 from tfdist_ext.data.shards import bounds
 from tfdist_ext.errors import TrainingError
@@ -56,21 +55,12 @@ __all__ = [
 
 EMPTY = "The dataset is empty: it produced no batch. Check its filters and steps."
 
-# One replica's part of a global batch: the number of its rows, the number of rows of the global
-# batch, and the rows. A part of 0 rows still holds one row; see `_spans`.
-Part: TypeAlias = tuple[tf.Tensor, tf.Tensor, Structure]
-
-
 # An iterator over what an engine feeds: for each global batch, this task's parts of it.
 BatchIterator: TypeAlias = tf.data.Iterator | tf.distribute.DistributedIterator
 
 
 # A global batch as a task gets it: a part for each of its replicas.
 Parts: TypeAlias = tuple[Part, ...] | tf.distribute.DistributedValues
-
-
-# (first replica, local replicas, all replicas) -> a dataset of `tuple[Part, ...]`.
-PartsOf: TypeAlias = Callable[[int, int, int], tf.data.Dataset]
 
 
 def read(
@@ -191,7 +181,9 @@ def _dataset_of_arrays(
         def parts(number: tf.Tensor) -> tuple[Part, ...]:
             step = number % steps
             size = tf.minimum(rows - step * batch, batch)
-            counts, low, high = _spans(size, first, local, replicas)
+            replica = tf.range(first, first + local, dtype=tf.int64)
+            low, stop = map(tf.convert_to_tensor, bounds(size, replica, replicas))
+            counts, high = stop - low, tf.maximum(stop, low + 1)
             begin, end = low[0], high[-1]  # spans follow each other: rows are asked once
             if shuffle == "batch":
                 permutation = sorted_at_random(size, tf.stack([seed, number]))
@@ -213,51 +205,11 @@ def _dataset_of_arrays(
     return tf.function(dataset, autograph=False)
 
 
-def parts_of_dataset(dataset: tf.data.Dataset, readers: int = 1) -> PartsOf:
-    """The parts of a dataset of global batches.
-
-    Args:
-        readers: number of tasks that each read their own part of a global batch.
-    """
-
-    def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
-        def parts(batch: Structure) -> tuple[Part, ...]:
-            # Keras's generators put an empty Optional where a part of the batch is None.
-            whole = keras.tree.map_structure(
-                lambda part: None if isinstance(part, tf.experimental.Optional) else part, batch
-            )
-            if replicas * readers == 1:
-                size = batch_size_of(whole)
-                return ((size, size, in_own_memory(whole)),)
-            size = checked_batch_size(whole, replicas * readers)
-            spans = [tf.unstack(each, local) for each in _spans(size, first, local, replicas)]
-            return tuple(
-                (mine, size, in_own_memory(rows_between(whole, low, high)))
-                for mine, low, high in zip(*spans, strict=True)
-            )
-
-        return in_parallel(dataset, takes_elements(dataset, parts))
-
-    return parts_of
-
-
-def _spans(
-    rows: tf.Tensor, first: int, local: int, replicas: int
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """For each local replica: rows of its part, first row, row after the last one to read.
-
-    A part of 0 rows, of a batch with fewer rows than replicas, still reads one row: many operations
-    fail, or return NaN, on no rows.
-    """
-    low, high = bounds(rows, tf.range(first, first + local, dtype=tf.int64), replicas)
-    return high - low, low, tf.maximum(high, low + 1)
-
-
 def _check_batches(spec: Specs, replicas: int) -> None:
     """Check the structure of the batches of a dataset.
 
     Raises:
-        TrainingError: no input, or tensors without a row for each example, as far as shapes tell.
+        TrainingError: no input, or tensors without rows. `checked_batch_size` compares rows.
     """
     parts = dict(named_parts(keras.utils.unpack_x_y_sample_weight(spec)))
     if not any(name.startswith("x") for name in parts):
@@ -267,13 +219,8 @@ def _check_batches(spec: Specs, replicas: int) -> None:
         )
     shapes = {name: part.shape for name, part in parts.items() if part.shape.rank is not None}
     # On one replica all examples may share an input.
-    split = [
-        shape
-        for name, shape in shapes.items()
-        if replicas > 1 or name in ("x", "y", "sample_weight")
-    ]
-    rows = {shape[0] if shape.rank else 0 for shape in split} - {None}
-    if 0 in rows or (replicas > 1 and len(rows) > 1):
+    split = shapes if replicas > 1 else shapes.keys() & {"x", "y", "sample_weight"}
+    if any(shapes[name].rank == 0 or shapes[name][0] == 0 for name in split):
         each = ", ".join(f"{name} of shape {list(shape)}" for name, shape in shapes.items())
         raise TrainingError(
             f"A batch of the dataset does not have one row for each example: it has {each}. Call"
@@ -480,9 +427,8 @@ class Epochs:
         self._input_of: tuple[Any, ...] | None = None
         self._iterator: BatchIterator | None = None  # over an input for several epochs
         self._position = batches.begin()  # in the running pass
-        self._is_empty = self._position == 0  # as far as it was read
         self._completed = 0  # steps of the next epoch that are done
-        self._longest = 0  # steps of the longest epoch so far
+        self._longest = self._position  # steps of the longest epoch so far
 
     @property
     def steps(self) -> int | None:
@@ -550,23 +496,22 @@ class Epochs:
             TrainingError: the data is empty.
         """
         batches = self._batches
-        self._is_empty = self._is_empty and steps == 0
+        longest, self._longest = self._longest, max(self._longest, steps)
         if not stopped:
             batches.on_epoch_end()
         if epoch.steps is None or steps < epoch.steps:
             self._iterator = None
             if stopped:
                 return
-            if self._is_empty:
+            if self._longest == 0:
                 raise TrainingError(EMPTY)
             if self._requested is not None and steps < self._requested:
                 self._warn_of_end(steps)
-            elif batches.reads_once and steps < self._longest:
+            elif batches.reads_once and steps < longest:
                 warn(
                     f"the generator has ended: this epoch had {steps} steps, an earlier one"
-                    f" {self._longest}. Pass steps_per_epoch, and yield the batches of all epochs."
+                    f" {longest}. Pass steps_per_epoch, and yield the batches of all epochs."
                 )
-            self._longest = max(self._longest, steps)
             self._source = None
             batches.ended()
         elif batches.steps is not None and self._position == 0:
@@ -576,7 +521,7 @@ class Epochs:
             if batches.dataset is not None and not stopped:
                 # Keras makes an iterator here. If the epochs have no number of steps, Keras makes
                 # another one when the next epoch begins.
-                self._source = _without_prefetch(batches.dataset)
+                self._source = without_prefetch(batches.dataset)
 
     def _warn_of_end(self, steps: int) -> None:
         warn(
@@ -606,7 +551,7 @@ class Epochs:
                 self._input, self._input_of = self._feed(batches), ()
             return iter(self._input)
         if self._requested is None or self._source is None:
-            self._source = _without_prefetch(batches.dataset)
+            self._source = without_prefetch(batches.dataset)
         # Iterating over the same input again reads on.
         wanted = (self._source, steps)
         if inspect is not None or self._input_of != wanted:
@@ -626,8 +571,8 @@ class Epochs:
         if inspect is not None:
             inspect(first)
         if first is None:
-            return _rest_of(self._source, steps)
-        rest = _rest_of(self._source, None if steps is None else steps - 1)
+            return rest_of(self._source, steps)
+        rest = rest_of(self._source, None if steps is None else steps - 1)
         return tf.data.Dataset.from_tensors(first).concatenate(rest)
 
     def begin_after(self, epochs: int, *, completed: int = 0) -> None:
@@ -651,7 +596,7 @@ class Epochs:
     def begin_at_position(self, *, completed: int) -> None:
         """Begins at the data's own position, after `completed` steps of an epoch."""
         self._position = self._batches.begin()
-        self._is_empty = self._position == 0
+        self._longest = self._position
         self._completed = completed
 
     def _read_past(self, epochs: int) -> None:
@@ -666,21 +611,3 @@ class Epochs:
                         next(epoch.iterator)
                         steps += 1
             self.end_epoch(epoch, steps, stopped=False)
-
-
-def _without_prefetch(dataset: tf.data.Dataset) -> tf.data.Iterator:
-    """An iterator that reads nothing ahead."""
-    options = tf.data.Options()
-    options.experimental_optimization.inject_prefetch = False
-    with tf.device("CPU:0"):
-        # Deleting the iterator would wait for its tuner; see `without_autotune`.
-        return iter(without_autotune(dataset).with_options(options))
-
-
-@tf.autograph.experimental.do_not_convert
-def _rest_of(iterator: tf.data.Iterator, steps: int | None) -> tf.data.Dataset:
-    """The rest of an iterator, at most `steps` elements."""
-    turns = tf.data.Dataset.range(2**62 if steps is None else steps)
-    options = turns.map(lambda _: iterator.get_next_as_optional())
-    there = options.take_while(lambda option: option.has_value())
-    return there.map(lambda option: option.get_value())

@@ -10,14 +10,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.data.function import FunctionDataset
+from tfdist_ext.data.function import FunctionDataset, then_nothing
 from tfdist_ext.data.ordered import OrderedDataset
+from tfdist_ext.data.pipelines import parts_of_dataset
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.data.shards import Shard
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.agreement.equality import check_equal_positions, from_each_worker
+from tfdist_ext.training.agreement.equality import check_equal_across_workers, from_each_worker
 from tfdist_ext.training.agreement.task_status import Reduction
-from tfdist_ext.training.inputs import GlobalBatches, Part, parts_of_dataset
+from tfdist_ext.training.inputs import GlobalBatches
 
 __all__ = ["check_no_other_arguments", "read_sharded"]
 
@@ -27,7 +28,9 @@ def read_sharded(
 ) -> GlobalBatches:
     """Returns the global batches from the data's position, or all of them in order."""
     if reduction.multi_worker:
-        check_equal_positions(reduction, data)
+        values = {f"{name} in the data's state": value for name, value in data.state().items()}
+        advice = "Give every worker the same ShardedDataset, at the same position."
+        check_equal_across_workers(reduction, values, advice)
     if isinstance(data, FunctionDataset):
         return _batches_of_function(data, reduction, from_position=from_position)
     assert isinstance(data, OrderedDataset)
@@ -91,7 +94,7 @@ def _batches_of_function(
         dataset = data.dataset(shard) if from_position else data.whole_epoch(shard)
         if shard.count == 1:
             return parts_of_dataset(dataset)(first, local, replicas)
-        return _then_nothing(dataset, local, shard.count)
+        return then_nothing(dataset, local, shard.count)
 
     epoch = data.position[0] if from_position else 0
     steps, is_infinite = _agreed_length(data.whole_epoch(shard, epoch), reduction)
@@ -116,35 +119,3 @@ def _agreed_length(dataset: tf.data.Dataset, reduction: Reduction) -> tuple[int 
     if (lengths == tf.data.INFINITE_CARDINALITY).any():
         return None, True
     return None if lengths.min() < 0 else int(lengths.max()), False
-
-
-def _then_nothing(dataset: tf.data.Dataset, local: int, readers: int) -> tf.data.Dataset:
-    """Parts for the local replicas, followed by an endless sequence of parts without rows.
-
-    The tasks agree in each step on whether a task has rows; see `GlobalBatches`.
-    """
-
-    def marked(batches: tf.data.Dataset, is_real: int) -> tf.data.Dataset:
-        def of_parts(*parts: Part) -> tuple[Part, ...]:
-            flag = tf.constant(is_real, tf.int64)
-            return tuple((rows * flag, flag, batch) for rows, _, batch in parts)
-
-        return parts_of_dataset(batches, readers)(0, local, local).map(of_parts)
-
-    one_row = tf.nest.map_structure(_one_row, dataset.element_spec)
-    nothing = marked(tf.data.Dataset.from_tensors(one_row), 0)
-    return marked(dataset, 1).concatenate(nothing.repeat())
-
-
-def _one_row(spec: tf.TypeSpec) -> tf.Tensor:
-    """A batch of one row of zeros, for a replica without rows."""
-    if isinstance(spec, tf.RaggedTensorSpec):
-        inner = [size or 0 for size in spec.shape[spec.ragged_rank + 1 :]]
-        splits = [tf.zeros([2], spec.row_splits_dtype)]
-        splits += [tf.zeros([1], spec.row_splits_dtype)] * (spec.ragged_rank - 1)
-        return tf.RaggedTensor.from_nested_row_splits(tf.zeros([0, *inner], spec.dtype), splits)
-    rest = [size or 1 for size in spec.shape[1:]]
-    if isinstance(spec, tf.SparseTensorSpec):
-        indices = tf.zeros([0, 1 + len(rest)], tf.int64)
-        return tf.SparseTensor(indices, tf.zeros([0], spec.dtype), [1, *rest])
-    return tf.zeros([1, *rest], spec.dtype)

@@ -40,7 +40,7 @@ __all__ = [
     "BLOCK_BYTES",
     "METRICS",
     "MODEL",
-    "RowsAssigner",
+    "assign_blocks",
     "assign_whole",
     "blocks",
     "broadcast_bytes",
@@ -50,9 +50,9 @@ __all__ = [
     "group_of",
     "has_equal_copies",
     "own_variables",
+    "owner_path",
     "read_rows",
     "run_on_chief",
-    "slot_owner",
     "snapshot",
     "state_of",
     "whole_slots",
@@ -99,7 +99,8 @@ def state_of(model: keras.Model) -> dict[str, Variable]:
         if optimizer.built:
             kinds = [type(each).__name__ for each in with_inner_optimizers(optimizer)]
             group = ".".join([attribute.replace("/", "_"), *kinds])
-            named = [(_slot_name(each.name, slots), each) for each in optimizer.variables]
+            owners = [(each, owner_path(each, slots)) for each in optimizer.variables]
+            named = [(slots.get(p, "") + each.name.removeprefix(p), each) for each, p in owners]
             state |= {f"{group}/{name}": variable for name, variable in _renumbered(named)}
     return {name: each for name, each in state.items() if raw_value(each) is not None}
 
@@ -152,33 +153,21 @@ def _renumbered(parts: Iterable[tuple[str, _Part]]) -> Iterator[tuple[str, _Part
         seen[word] += 1
 
 
-def _slot_name(name: str, slots: dict[str, str]) -> str:
-    path = max((each for each in slots if name.startswith(f"{each}_")), key=len, default="")
-    return slots.get(path, "") + name.removeprefix(path)
-
-
-def slot_owner(slot: keras.Variable, variables: Iterable[keras.Variable]) -> keras.Variable | None:
-    """Returns the variable that an optimizer's slot belongs to; None for a counter.
-
-    Keras names a slot after its variable.
-    """
-    owners = {variable.path.replace("/", "_"): variable for variable in variables}
-    names = [name for name in owners if slot.name.startswith(f"{name}_")]
-    return owners[max(names, key=len)] if names else None
-
-
-def whole_value(variable: keras.Variable, buffer: np.ndarray | None = None) -> np.ndarray:
-    """Returns the value of a variable: its first copy, its pieces joined.
+def owner_path(slot: keras.Variable, paths: Iterable[str]) -> str:
+    """Returns which of the paths an optimizer's slot is named after; "" for a counter.
 
     Args:
-        buffer: memory for the value, if it fits; new memory costs time.
+        paths: of variables, with "_" in place of "/".
     """
-    shape, dtype = tuple(variable.shape), raw_value(variable).dtype.as_numpy_dtype
-    if buffer is None or (buffer.shape, buffer.dtype) != (shape, dtype):
-        buffer = np.empty(shape, dtype)
+    return max((path for path in paths if slot.name.startswith(f"{path}_")), key=len, default="")
+
+
+def whole_value(variable: keras.Variable) -> np.ndarray:
+    """Returns the value of a variable: its first copy, its pieces joined."""
+    value = np.empty(tuple(variable.shape), raw_value(variable).dtype.as_numpy_dtype)
     for start, stop in blocks(variable):
-        np.atleast_1d(buffer)[start:stop] = read_rows(variable, start, stop)
-    return buffer
+        np.atleast_1d(value)[start:stop] = read_rows(variable, start, stop)
+    return value
 
 
 def has_equal_copies(variable: Variable) -> bool:
@@ -193,9 +182,7 @@ def has_equal_copies(variable: Variable) -> bool:
 def assign_whole(variable: keras.Variable, value: npt.ArrayLike) -> None:
     """Assigns a value to every copy and every piece of a variable."""
     rows = np.broadcast_to(value, tuple(variable.shape))
-    assign = RowsAssigner(variable)
-    for start, stop in blocks(variable):
-        assign.next(np.atleast_1d(rows)[start:stop])
+    _assign_rows(variable, 0, np.atleast_1d(rows))
 
 
 def snapshot(variables: Iterable[keras.Variable]) -> Callable[[], None]:
@@ -249,35 +236,28 @@ def read_rows(value: Variable | np.ndarray, start: int, stop: int) -> np.ndarray
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-class RowsAssigner:
-    """Assigns the rows of a variable from the first to the last, in every copy and every piece.
+def assign_blocks(variable: Variable, parts: Iterable[np.ndarray]) -> None:
+    """Assigns the rows of a variable, in every copy and every piece.
 
     TensorFlow copies a variable at each read once single rows of it were assigned. So the rows of a
     variable of at most 1 GiB are collected, and assigned together. Those of a larger one, such as
     an embedding, are assigned in blocks, and so are those of a variable on parameter servers.
+
+    Args:
+        parts: the rows of each of the `blocks` of the variable; of a scalar, an array of one value.
     """
-
-    def __init__(self, variable: Variable):
-        self._variable = variable
-        self._row = 0
-        shape, dtype = tuple(variable.shape) or (1,), raw_value(variable).dtype
-        piece, _, _ = next(iter(pieces_of(raw_value(variable))))
-        on_server = "/job:ps" in _copies(piece)[0].device
-        collects = not on_server and math.prod(shape) * dtype.size <= WHOLE_BYTES
-        self._collected = np.empty(shape, dtype.as_numpy_dtype) if collects else None
-
-    def next(self, rows: np.ndarray) -> None:
-        """Takes the next rows; of a scalar, an array of one value."""
-        start, self._row = self._row, self._row + len(rows)
-        if self._collected is None:
-            _assign_rows(self._variable, start, rows)
-            return
-        if start == 0 and len(rows) == len(self._collected):
-            self._collected = rows
+    shape, dtype = tuple(variable.shape) or (1,), raw_value(variable).dtype
+    piece, _, _ = next(iter(pieces_of(raw_value(variable))))
+    on_server = "/job:ps" in _copies(piece)[0].device
+    in_blocks = on_server or math.prod(shape) * dtype.size > WHOLE_BYTES
+    value = np.empty((0,) if in_blocks else shape, dtype.as_numpy_dtype)
+    for (start, stop), rows in zip(blocks(variable), parts, strict=False):
+        if in_blocks:
+            _assign_rows(variable, start, rows)
         else:
-            self._collected[start : self._row] = rows
-        if self._row == len(self._collected):
-            _assign_rows(self._variable, 0, self._collected)
+            value[start:stop] = rows
+    if not in_blocks:
+        _assign_rows(variable, 0, value)
 
 
 def _assign_rows(variable: Variable, start: int, values: np.ndarray) -> None:
@@ -348,14 +328,19 @@ def broadcast_variables(reduction: Reduction, variables: Iterable[Variable]) -> 
         for start, stop in blocks(variable):
             messages.setdefault(size // BLOCK_BYTES, []).append((variable, start, stop))
             size += (stop - start) * row_bytes
-    for parts in messages.values():
-        before = [read_rows(*part) for part in parts]
-        received = io.BytesIO(_from_chief(reduction, b"".join(rows.tobytes() for rows in before)))
-        for (variable, start, _), rows in zip(parts, before, strict=True):
-            if start == 0:
-                assign = RowsAssigner(variable)
-            values = np.frombuffer(received.read(rows.nbytes), rows.dtype)
-            assign.next(values.reshape(rows.shape))
+
+    def received() -> Iterator[np.ndarray]:
+        for parts in messages.values():
+            before = [read_rows(*part) for part in parts]
+            data = b"".join(rows.tobytes() for rows in before)
+            data = _summed(reduction, data if reduction.is_chief else bytes(len(data)))
+            values = io.BytesIO(data)
+            for rows in before:
+                yield np.frombuffer(values.read(rows.nbytes), rows.dtype).reshape(rows.shape)
+
+    rows_of_all = received()
+    for variable in different.values():
+        assign_blocks(variable, rows_of_all)
 
 
 def broadcast_state(reduction: Reduction, model: keras.Model) -> None:
@@ -384,10 +369,9 @@ def whole_slots(
             for worker, start, stop in slot.owners:
                 if worker == reduction.worker:
                     flat[start:stop], own = own[: stop - start], own[stop - start :]
-            words = np.array_split(_words(flat.tobytes()), 1 + flat.nbytes // BLOCK_BYTES)
-            summed = np.concatenate([reduction.sum_over_workers(each) for each in words])
+            summed = _summed(reduction, flat.tobytes())
             if reduction.is_chief or everywhere:
-                whole = summed.view(flat.dtype)[: flat.size].reshape(slot.shape)
+                whole = np.frombuffer(summed, flat.dtype).reshape(slot.shape)
                 set_raw_value(slot.variable, tf.Variable(whole, trainable=False), slot.shape)
         yield
         values = [raw_value(slot.variable).numpy().tobytes() for slot in slots if restores]
@@ -416,17 +400,15 @@ def sharded_bytes(model: keras.Model) -> tuple[int, int]:
 def broadcast_bytes(reduction: Reduction, data: bytes) -> bytes:
     """Returns the chief's bytes; every worker must call."""
     size = int(reduction.from_chief(len(data)))
-    data = data if reduction.is_chief else bytes(size)
-    parts = [data[start : start + BLOCK_BYTES] for start in range(0, size, BLOCK_BYTES)]
-    return b"".join(_from_chief(reduction, part) for part in parts)
+    return _summed(reduction, data if reduction.is_chief else bytes(size))
 
 
-def _from_chief(reduction: Reduction, data: bytes) -> bytes:
-    if not data:
-        return data
-    return reduction.from_chief(_words(data)).tobytes()[: len(data)]
-
-
-def _words(data: bytes) -> np.ndarray:
-    """Bytes as numbers that any collective can sum."""
-    return np.frombuffer(data + bytes(-len(data) % 4), np.int32)
+def _summed(reduction: Reduction, data: bytes) -> bytes:
+    """Returns the sum over workers of bytes that are 0 on all workers but one."""
+    summed = []
+    for start in range(0, len(data), BLOCK_BYTES):
+        part = data[start : start + BLOCK_BYTES]
+        # Any collective can sum these numbers.
+        words = np.frombuffer(part + bytes(-len(part) % 4), np.int32)
+        summed.append(reduction.sum_over_workers(words).tobytes()[: len(part)])
+    return b"".join(summed)

@@ -6,7 +6,7 @@ This module only compares arrays. It knows neither models nor strategies.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,13 +21,8 @@ TOLERANCE = 1e-5  # default for the largest relative difference that counts as e
 SMALLEST_SCALE = 1e-3  # differences of numbers that are all smaller are relative to this
 # A change of last bits is one rounding. Another order of additions rounds in each addition.
 ROUNDING_FACTOR = 100.0
-_OF_ITS_OWN_SIZE = 0.1  # a trained weight that rounding moves by more has no other gradient
 _KINDS = ("weight", "variable", "optimizer", "log", "prediction", "data")  # first words of names
 _ROW = "{:10}  {:10}  {:8}  {:9}  {}"
-_ROUNDING_ALONE = (
-    "Rounding alone: {}. Plain Keras, too, trains another value if the last bits of inputs change,"
-    " because the gradient is only rounding. Before BatchNormalization, pass use_bias=False."
-)
 # Addresses of pages stay whole.
 _wrapped = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False).fill
 
@@ -44,7 +39,6 @@ class Verification:
         rounding: the differences between two trainings in plain Keras. In the second training, the
             last bits of weights and inputs are changed. Empty if no difference exceeds `tolerance`.
         tolerance: the largest relative difference that counts as equal.
-        causes: probable causes of the differences, and their remedies.
         error: the message of the error that ended the training on the strategy, or "".
     """
 
@@ -52,7 +46,6 @@ class Verification:
     differences: Mapping[str, float]
     rounding: Mapping[str, float]
     tolerance: float
-    causes: Sequence[str] = ()
     error: str = ""
 
     @property
@@ -78,12 +71,8 @@ class Verification:
         if self.error:
             verdict = f"NOT EQUAL: {self.error}"
         notes = [verdict]
-        of_weights = (name for name in self.rounding if name.startswith("weight "))
-        if alone := [name for name in of_weights if self.rounding[name] > _OF_ITS_OWN_SIZE]:
-            notes.append(_ROUNDING_ALONE.format(", ".join(alone)))
-        if self.causes:
-            rules = address_of("docs/exactness.md")
-            notes += [f"Probable cause (rules: {rules}):", *self.causes]
+        if self.unequal:
+            notes.append(f"Causes: {address_of('docs/exactness.md#causes-of-differences')}")
         table = [self._table()] if self.differences else []
         return "\n\n".join([_wrapped(self.title), *table, *map(_wrapped, notes)])
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdist_ext.data.pipelines import Structure, batch_size_of, rows_between
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TfDistError, TrainingError
-from tfdist_ext.messages import counted, shown
+from tfdist_ext.messages import counted
 from tfdist_ext.strategies.owned_sums import owned_sums_of
 from tfdist_ext.training._keras_private import get_data_adapter
 from tfdist_ext.training.building.build import batch_normalization_layers
@@ -43,28 +43,6 @@ from tfdist_ext.user_frames import filter_traceback
 __all__ = ["Trainings", "compare_with_one_device", "verify"]
 
 _SEED = 1337
-
-_ORDER = (
-    "The data function returns different batches when it is called again, so two workers would"
-    " train on different data. Seed shuffle() and all random numbers in the function."
-)
-_BATCH_NORM = (
-    "BatchNormalization normalizes the rows of each replica separately (rule 5). Pass"
-    " synchronize_batch_norm=True to tfd.distribute to normalize over the global batch. Then verify"
-    " again with this option: there may be other causes."
-)
-_COPIES = (
-    "The replicas' copies of {} are different, because an update is not the same on all replicas."
-    " It may draw random numbers outside of TensorFlow, or use the ID of the replica."
-)
-_OTHER_CAUSES = (
-    'The section "What the rules do not cover" of this page lists causes. If the strategy is your'
-    " own, test it with tfdist_ext.testing.StrategyConformance."
-)
-_MAY_BE_ROUNDING = (
-    "All differences are below 1e-4, so they may be rounding: pass tolerance=1e-4"
-    " (--tolerance 1e-4)."
-)
 
 
 @filter_traceback
@@ -150,26 +128,7 @@ def compare_with_one_device(
         result = Verification(title, differences, {}, tolerance)
         if result.unequal:
             result = replace(result, rounding=trainings.differences(last_bit=True))
-        if result.unequal:
-            result = replace(result, causes=_probable_causes(trainings, result))
         return result
-
-
-def _probable_causes(trainings: Trainings, result: Verification) -> list[str]:
-    """Returns what both trainings have shown, with remedies; no cause is guessed."""
-    causes = []
-    if trainings.order_changes:
-        causes.append(_ORDER)
-    names = [name for name in result.unequal if not name.startswith("data ")]
-    if names and trainings.unequal_copies:
-        causes.append(_COPIES.format(shown(sorted(trainings.unequal_copies))))
-    elif names and trainings.normalizes_by_replica:
-        causes.append(_BATCH_NORM)
-    elif names:
-        causes.append(_OTHER_CAUSES)
-    if names and max(result.differences[name] for name in names) < 1e-4:
-        causes.append(_MAY_BE_ROUNDING)
-    return causes
 
 
 class Trainings:
@@ -186,8 +145,6 @@ class Trainings:
         batches: the global batches of one epoch; the last one is smaller.
         rows: the number of rows of each batch.
         order_changes: whether the data function returns another first batch when called again.
-        unequal_copies: names of variables that have had different copies after a training.
-        normalizes_by_replica: whether a strategy has trained unsynchronized BatchNormalization.
     """
 
     def __init__(
@@ -216,8 +173,6 @@ class Trainings:
         if not self.batches:
             raise TrainingError("The data passed to verify is empty: it has no batch.")
         self.order_changes = False
-        self.unequal_copies: set[str] = set()
-        self.normalizes_by_replica = False
         # A dataset is not compared with itself: a seeded shuffle has a new order in each iteration.
         if callable(data) and (again := data()) is not made:
             first = self._read(again, 1)
@@ -261,12 +216,9 @@ class Trainings:
             build = functools.partial(distribute, build, strategy, synchronize_batch_norm=wanted)
         keras.utils.set_random_seed(_SEED)
         model = build()
-        layers = batch_normalization_layers(model)
-        if strategy is not None:
-            self.normalizes_by_replica = any(not layer.synchronized for layer in layers)
-        elif self._synchronize_batch_norm:
+        if strategy is None and self._synchronize_batch_norm:
             # The other formula of a synchronized layer is more exact, on one device, too.
-            for layer in layers:
+            for layer in batch_normalization_layers(model):
                 layer.synchronized = True
         batches = self.batches
         if last_bit:
@@ -281,7 +233,7 @@ class Trainings:
         if strategy is not None and owned_sums_of(strategy) is not None:
             whole = whole_slots(SynchronousReduction(strategy), model, everywhere=True)
         with whole:
-            of_variables = self._values_of(model)
+            of_variables = _values_of(model)
         return {
             **of_variables,
             **{f"log {name}": np.asarray(values) for name, values in logs.items()},
@@ -296,16 +248,6 @@ class Trainings:
         size = self._fit.get("batch_size") or 32
         dataset = get_data_adapter(x, y, weights, batch_size=size).get_tf_dataset()
         return list(dataset.take(steps))
-
-    def _values_of(self, model: keras.Model) -> dict[str, np.ndarray]:
-        """Returns the values of all variables by kind and name; NaN where copies are different."""
-        values = {}
-        for name, variable in _variables_of(model).items():
-            values[name] = whole_value(variable)
-            if not has_equal_copies(variable):
-                self.unequal_copies.add(name)
-                values[name] = np.full(values[name].shape, np.nan)
-        return values
 
     def _predictions(self, model: Any, *, is_plain: bool) -> Results:
         """Returns the predictions for all batches; none if plain Keras cannot predict, either."""
@@ -352,15 +294,18 @@ def _with_neighbors(batch: Structure, random: np.random.Generator) -> Structure:
     return (tf.nest.map_structure(neighbors, x, expand_composites=True), *rest)
 
 
-def _variables_of(model: keras.Model) -> dict[str, keras.Variable | tf.Variable]:
-    """Returns all variables of a model and its optimizers, by kind and name."""
-    variables: dict[str, keras.Variable | tf.Variable] = {}
+def _values_of(model: keras.Model) -> dict[str, np.ndarray]:
+    """Returns the values of all variables by kind and name; NaN where copies are different."""
+    values = {}
     trainable = {id(variable) for variable in model.trainable_weights}
     for path, variable in state_of(model).items():
         group, _, name = path.partition("/")
-        if group == MODEL:
-            kind = "weight" if id(variable) in trainable else "variable"
-            variables[f"{kind} {name}"] = variable
-        elif group != METRICS:
-            variables[f"optimizer {path.removeprefix('optimizer.')}"] = variable
-    return variables
+        if group == METRICS:
+            continue
+        kind = "weight" if id(variable) in trainable else "variable"
+        if group != MODEL:
+            kind, name = "optimizer", path.removeprefix("optimizer.")
+        value = whole_value(variable)
+        equal = has_equal_copies(variable)
+        values[f"{kind} {name}"] = value if equal else np.full(value.shape, np.nan)
+    return values

@@ -20,8 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.pipelines import Structure
-from tfdist_ext.data.sharded import ShardedDataset
+from tfdist_ext.data.pipelines import Structure, named_parts
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.agreement.model_description import as_text, describe_array
 from tfdist_ext.training.agreement.task_status import Reduction
@@ -61,8 +60,6 @@ def check_equal_across_workers(
     Raises:
         TrainingError: on every worker, if the values of one differ from the first worker's.
     """
-    if not reduction.multi_worker:
-        return
     text = json.dumps({name: as_text(value) for name, value in values.items()}).encode()
     digest = np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.int32)
     heads = from_each_worker(reduction, np.append(digest, np.int32(len(text))))
@@ -101,19 +98,6 @@ def from_each_worker(reduction: Reduction, value: np.ndarray) -> np.ndarray:
     return reduction.sum_over_workers(table)
 
 
-def check_equal_positions(reduction: Reduction, data: ShardedDataset) -> None:
-    """Compares positions in the data, and what decides the order of ordered data.
-
-    Every worker must call.
-
-    Raises:
-        TrainingError: as `check_equal_across_workers`.
-    """
-    values = {f"{name} in the data's state": value for name, value in data.state().items()}
-    advice = "Give every worker the same ShardedDataset, at the same position."
-    check_equal_across_workers(reduction, values, advice)
-
-
 def describe_data(batch: Structure, names: str) -> dict[str, Any]:
     """Returns the parts of a batch, or of a tuple of arrays, as values to compare.
 
@@ -121,16 +105,12 @@ def describe_data(batch: Structure, names: str) -> dict[str, Any]:
         names: what goes before "x" and "y" in messages.
     """
     values: dict[str, Any] = {}
-    parts = [None] if batch is None else keras.utils.unpack_x_y_sample_weight(batch)
-    for part, structure in zip(("x", "y", "sample_weight"), parts, strict=False):
-        for path, leaf in keras.tree.flatten_with_path(structure):
-            if leaf is None or isinstance(leaf, tf.experimental.Optional):
-                continue
-            for number, tensor in enumerate(tf.nest.flatten(leaf, expand_composites=True)):
-                array = np.asarray(tensor)
-                suffix = f" (tensor {number})" if number else ""  # of a ragged or sparse one
-                name = names + part + "".join(f"[{key!r}]" for key in path) + suffix
-                if part == "x" and array.ndim:
-                    values.setdefault(f"batch size of {names}x", len(array))
-                values[name] = describe_array(array)
+    parts = () if batch is None else keras.utils.unpack_x_y_sample_weight(batch)
+    for name, part in named_parts(parts):
+        for number, tensor in enumerate(tf.nest.flatten(part, expand_composites=True)):
+            array = np.asarray(tensor)
+            suffix = f" (tensor {number})" if number else ""  # of a ragged or sparse one
+            if name.startswith("x") and array.ndim:
+                values.setdefault(f"batch size of {names}x", len(array))
+            values[names + name + suffix] = describe_array(array)
     return values

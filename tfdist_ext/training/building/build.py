@@ -8,7 +8,6 @@ row to a replica.
 from __future__ import annotations
 
 import contextlib
-import functools
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable
@@ -20,21 +19,17 @@ import tensorflow as tf
 from tfdist_ext.data.pipelines import Specs, Structure
 from tfdist_ext.errors import PlacementError, TrainingError
 from tfdist_ext.placement.live.learning import fresh_names, learn_specs
-from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
-from tfdist_ext.strategies.owned_sums import owned_sums_of
+from tfdist_ext.strategies import PlacedStrategy
 from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.training import _keras_private
-from tfdist_ext.training._tf_private import creating_without_broadcast
 from tfdist_ext.training.agreement.task_status import Reduction
-from tfdist_ext.training.building.moving import moves_to
+from tfdist_ext.training.building.moving import creation_scope, move
 from tfdist_ext.training.state import broadcast_state, whole_slots
-from tfdist_ext.training.steps.parts import OptimizerParts, deferring_builds
+from tfdist_ext.training.steps.parts import OptimizerParts
 from tfdist_ext.training.variables import (
-    copies_of_one_name,
     default_strategy_scope,
     optimizers_of,
     parts_of,
-    variables_of_steps,
 )
 
 __all__ = [
@@ -42,44 +37,10 @@ __all__ = [
     "batch_normalization_layers",
     "build",
     "build_sharded_optimizers",
-    "creation_scope",
     "deferred_builds",
     "input_signature",
-    "move",
     "reject_stateful_rnns",
 ]
-
-
-def creation_scope(
-    strategy: tf.distribute.Strategy, created: list[tf.Variable] | None = None
-) -> contextlib.ExitStack:
-    """Returns the scope in which everything of a distributed model is created.
-
-    Each of several workers creates its variables alone, and waits for no other.
-
-    Args:
-        created: gets the variables that need the chief's values when the workers have compared
-            their models.
-    """
-
-    def note(create: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-        variable = create(**kwargs)
-        sendable = variable.dtype != tf.string and variable.shape.is_fully_defined()
-        if tf.executing_eagerly() and sendable and created is not None:
-            created.append(variable)
-        return variable
-
-    scope = contextlib.ExitStack()
-    scope.enter_context(copies_of_one_name())
-    if owned_sums_of(strategy) is not None:
-        scope.enter_context(deferring_builds())
-    scope.enter_context(strategy.scope())
-    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        scope.enter_context(creating_without_broadcast(strategy))
-        scope.enter_context(tf.variable_creator_scope(note))
-    places = isinstance(strategy, StrategyTemplate | PlacedParameterServers)
-    scope.enter_context(variables_of_steps(in_pieces=not places))
-    return scope
 
 
 def adopt(
@@ -123,16 +84,6 @@ def adopt(
             )
     move(model, strategy, created)
     return model
-
-
-def move(model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.Variable]) -> bool:
-    """Moves what is not in the strategy; see `moves_to`.
-
-    A user may add layers, and compile with optimizers and metrics, outside of the scope.
-    """
-    scope = functools.partial(creation_scope, strategy, created)
-    shares_optimizers = owned_sums_of(strategy) is not None
-    return moves_to(model, strategy, scope, shares_optimizers=shares_optimizers)
 
 
 def input_signature(model: keras.Model, spec: Specs) -> dict[str, Any]:

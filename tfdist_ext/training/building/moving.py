@@ -15,6 +15,9 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.strategies import StrategyTemplate
+from tfdist_ext.strategies.owned_sums import owned_sums_of
+from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.training._keras_private import (
     compile_arguments,
     flat_layers,
@@ -25,32 +28,63 @@ from tfdist_ext.training._keras_private import (
     set_strategy,
     trained_by,
 )
-from tfdist_ext.training.state import own_variables, slot_owner, whole_value
-from tfdist_ext.training.steps.parts import OptimizerParts
+from tfdist_ext.training._tf_private import creating_without_broadcast
+from tfdist_ext.training.state import own_variables, owner_path, whole_value
+from tfdist_ext.training.steps.parts import OptimizerParts, deferring_builds
 from tfdist_ext.training.variables import (
     PARTS,
+    copies_of_one_name,
     optimizers_of,
     outside_of_scopes,
     parts_of,
+    variables_of_steps,
     with_inner_optimizers,
 )
 
-__all__ = ["moved_out", "moves_to"]
+__all__ = ["creation_scope", "move", "moved_out"]
 
 
-def moves_to(
-    model: keras.Model,
-    strategy: tf.distribute.Strategy,
-    scope: Callable[[], contextlib.AbstractContextManager[Any]],
-    *,
-    shares_optimizers: bool,
-) -> bool:
-    """Moves variables that are not in a strategy: of a model, its optimizers and its metrics.
+def creation_scope(
+    strategy: tf.distribute.Strategy, created: list[tf.Variable] | None = None
+) -> contextlib.ExitStack:
+    """Returns the scope in which everything of a distributed model is created.
+
+    Each of several workers creates its variables alone, and waits for no other.
 
     Args:
-        scope: returns the scope in which variables of the strategy are created.
-        shares_optimizers: workers share the optimizers. A built optimizer gives its state to
-            `OptimizerParts`, which builds it again.
+        created: gets the variables that need the chief's values when the workers have compared
+            their models.
+    """
+
+    def note(create: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        variable = create(**kwargs)
+        sendable = variable.dtype != tf.string and variable.shape.is_fully_defined()
+        if tf.executing_eagerly() and sendable and created is not None:
+            created.append(variable)
+        return variable
+
+    scope = contextlib.ExitStack()
+    scope.enter_context(copies_of_one_name())
+    if owned_sums_of(strategy) is not None:
+        scope.enter_context(deferring_builds())
+    scope.enter_context(strategy.scope())
+    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        scope.enter_context(creating_without_broadcast(strategy))
+        scope.enter_context(tf.variable_creator_scope(note))
+    places = isinstance(strategy, StrategyTemplate | PlacedParameterServers)
+    scope.enter_context(variables_of_steps(in_pieces=not places))
+    return scope
+
+
+def move(model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.Variable]) -> bool:
+    """Moves variables that are not in a strategy: of a model, its optimizers and its metrics.
+
+    A user may add layers, and compile with optimizers and metrics, outside of the scope. If workers
+    share the optimizers, a built optimizer gives its state to `OptimizerParts`, which builds it
+    again.
+
+    Args:
+        created: see `creation_scope`.
 
     Returns:
         Whether a variable has moved.
@@ -59,6 +93,7 @@ def moves_to(
         TrainingError: a layer holds a tf.Variable that was created outside of the strategy, or
             workers share an optimizer that has to move to another strategy.
     """
+    shares_optimizers = owned_sums_of(strategy) is not None
     weights = [variable for variable in _variables(model) if not _is_in(variable, strategy)]
     optimizers = [each for each in optimizers_of(model).values() if parts_of(each) is None]
     slots = [
@@ -74,11 +109,13 @@ def moves_to(
         if shares_optimizers and optimizer.built:
             vars(optimizer)[PARTS] = parts = OptimizerParts(optimizer, trained_by(optimizer))
             parts.initial = [variable.numpy() for variable in optimizer.variables]
-    with scope():
+    with creation_scope(strategy, created):
         for variable in weights:
             _move(variable)
         for optimizer, variable in slots:
-            owner = slot_owner(variable, trained_by(optimizer) if optimizer.built else ())
+            trained = trained_by(optimizer) if optimizer.built else ()
+            owners = {owner.path.replace("/", "_"): owner for owner in trained}
+            owner = owners.get(owner_path(variable, owners))
             if owner is None:
                 _move(variable)
             elif not shares_optimizers:  # which creates them again

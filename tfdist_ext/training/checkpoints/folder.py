@@ -10,14 +10,12 @@ whether the training is done.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import os
 import posixpath
 import re
 import socket
-import threading
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent import futures
@@ -139,10 +137,9 @@ class CheckpointFolder:
         self._report = report
         self._training_waits = False
         self._running: futures.Future[None] | None = None
-        self._buffers: dict[str, np.ndarray] = {}
         self._thread: futures.ThreadPoolExecutor | None = None
         if in_background:
-            self._thread = futures.ThreadPoolExecutor(1, "tfdist-checkpoints", _lower_priority)
+            self._thread = futures.ThreadPoolExecutor(1, "tfdist-checkpoints")
 
     def open(self) -> None:
         """Becomes the owner of the folder, and finds the newest complete checkpoint.
@@ -183,14 +180,12 @@ class CheckpointFolder:
         if self._thread is None:
             self.write(progress, encode_checkpoint(progress, arrays, self._report))
             return
-        self._buffers = {
-            name: array
-            if isinstance(array, np.ndarray)
-            else whole_value(array, self._buffers.get(name))
+        copies = {
+            name: array if isinstance(array, np.ndarray) else whole_value(array)
             for name, array in arrays.items()
         }
         blocks = encode_checkpoint(
-            progress, self._buffers, lambda: self._training_waits and self._report()
+            progress, copies, lambda: self._training_waits and self._report()
         )
         self._running = self._thread.submit(self.write, progress, blocks)
 
@@ -207,10 +202,9 @@ class CheckpointFolder:
             running.result()
 
     def close(self) -> None:
-        """Ends the thread, and frees the memory of the copies."""
+        """Ends the thread."""
         if self._thread is not None:
             self._thread.shutdown()
-        self._buffers = {}
 
     def write(self, progress: Progress, blocks: Iterable[bytes | memoryview]) -> None:
         """Writes a checkpoint, and removes old ones if possible.
@@ -252,9 +246,3 @@ class CheckpointFolder:
         owner = {"job": self._job, "epochs_when_done": epochs_when_done}
         text = json.dumps(owner, indent=1).encode()
         write_atomically(posixpath.join(self.path, OWNER), [text], writer=self._writer)
-
-
-def _lower_priority() -> None:
-    """Gives the training precedence; each thread has its own niceness."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -51,8 +51,6 @@ __all__ = [
     "write_errors",
 ]
 
-SYNC_BYTES = 16 * 2**20
-
 _VERSION = 1  # of the format; another one when older releases cannot read it
 _METADATA, _CHECKSUM, _OURS = "__metadata__", "crc32", "tfdist_ext"
 
@@ -151,11 +149,8 @@ def _header(progress: Progress, arrays: Arrays) -> bytes:
 
 
 @contextlib.contextmanager
-def open_checkpoint(path: str, *, verified: bool = False) -> Iterator[CheckpointFile]:
+def open_checkpoint(path: str) -> Iterator[CheckpointFile]:
     """Scope with a complete checkpoint to read from.
-
-    Args:
-        verified: the checksum has been compared before.
 
     Raises:
         TrainingError: there is no such file, or it cannot be read.
@@ -163,7 +158,7 @@ def open_checkpoint(path: str, *, verified: bool = False) -> Iterator[Checkpoint
     """
     try:
         with open_file(path) as file:
-            if not verified and not _is_complete(file):
+            if not _is_complete(file):
                 raise DamagedCheckpointError(
                     f"{path} is not a complete checkpoint: the checksum at its end is wrong. Copy"
                     " it again, or use another checkpoint."
@@ -305,14 +300,11 @@ def write_atomically(
             with os_errors():
                 tf.io.gfile.makedirs(folder or ".")
             with open_file(unfinished, "wb") as file:
-                unsynced = 0
                 for data in blocks:
                     file.write(data)
-                    unsynced += len(data)
-                    if unsynced >= SYNC_BYTES:
-                        _sync(file)
-                        unsynced = 0
-                _sync(file)
+                if not isinstance(file, _RemoteFile):
+                    file.flush()
+                    os.fsync(file.fileno())
             before_rename()
             with os_errors():
                 tf.io.gfile.rename(unfinished, path, overwrite=True)
@@ -320,17 +312,3 @@ def write_atomically(
             with contextlib.suppress(OSError):  # the first error is the one to report
                 remove(unfinished)
             raise
-
-
-def _sync(file: IO[bytes]) -> None:
-    """Writes a local file to disk, and takes it out of the page cache.
-
-    The kernel reuses those pages. On a virtual machine, new pages cost 2.5 s of a processor for
-    1 GB, and reused ones 0.3 s.
-    """
-    if isinstance(file, _RemoteFile):
-        return
-    file.flush()
-    os.fsync(file.fileno())
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -128,7 +128,7 @@ class CheckpointManager:
             return initial_epoch
         path = folder.newest or folder.path
         rates = _learning_rates(model)
-        progress, state = restore_checkpoint(model, self._reduction, path, verified=True)
+        progress, state = restore_checkpoint(model, self._reduction, path)
         now = self._progress
         if different := _differences(progress.compiled, now.compiled):
             raise TrainingError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -29,7 +30,7 @@ from tfdist_ext.training.checkpoints.format import (
 from tfdist_ext.training.state import (
     METRICS,
     MODEL,
-    RowsAssigner,
+    assign_blocks,
     blocks,
     broadcast_bytes,
     broadcast_state,
@@ -100,12 +101,9 @@ def at_step(progress: Progress, model: keras.Model) -> Progress:
 
 
 def restore_checkpoint(
-    model: keras.Model, reduction: Reduction, path: str, *, verified: bool = False
+    model: keras.Model, reduction: Reduction, path: str
 ) -> tuple[Progress, CallbackState]:
     """Restores the state in a checkpoint; every task must call.
-
-    Args:
-        verified: the checksum has been compared before.
 
     Returns:
         The progress of the training, and the state of its callbacks.
@@ -116,12 +114,11 @@ def restore_checkpoint(
     """
 
     def read() -> bytes:
-        with open_checkpoint(path, verified=verified) as file:
+        with open_checkpoint(path) as file:
             variables = _variables_to_restore(file, model, path)
             for name, variable in variables.items():
-                assign = RowsAssigner(variable)
-                for start, stop in blocks(variable):
-                    assign.next(file.read_rows(file.arrays[name], start, stop))
+                rows = functools.partial(file.read_rows, file.arrays[name])
+                assign_blocks(variable, itertools.starmap(rows, blocks(variable)))
             others = {n: file.read(a) for n, a in file.arrays.items() if group_of(n) == _OTHERS}
             return b"".join(encode_checkpoint(file.progress, others))
 
