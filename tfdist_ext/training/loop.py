@@ -1,4 +1,4 @@
-"""The loop of `fit`, `evaluate` and `predict`: epochs, executions, steps per execution.
+"""The loop of `fit`, `evaluate` and `predict`: epochs, executions, steps per execution, Ctrl-C.
 
 Every execution is a collective, so all tasks of a cluster must run the same executions. The tasks
 agree where one may decide differently: only the chief runs callbacks that write, and a callback
@@ -6,12 +6,15 @@ may stop the training on one task.
 
 Long executions are fast, because nothing waits for Python between their steps. Short executions
 show progress, and let Ctrl-C and callbacks in. So an execution aims at a fixed time
-(`StepsPerExecutionTuner`).
+(`StepsPerExecutionTuner`). A KeyboardInterrupt that is raised in a finalizer is lost.
+`preserve_sigint` raises it again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
@@ -40,6 +43,7 @@ __all__ = [
     "StepsPerExecutionTuner",
     "end_training",
     "predict",
+    "preserve_sigint",
     "train",
 ]
 
@@ -165,7 +169,7 @@ class Loop:
         peers = self.reduction.peers
         logs: Logs = {}
         done = 0
-        with self._running(), data_errors_as_raised():
+        with self._running() as raise_if_interrupted:
             with peers.barrier(f"{where}before its first step"):
                 uses_batches = uses_batch_hooks(hooks.callbacks, self._kind)
                 spec = getattr(data.iterator, "element_spec", None)
@@ -187,6 +191,7 @@ class Loop:
                 peers.enters("callbacks")
                 getattr(hooks, f"on_{self._kind}_batch_begin")(data.completed + done)
                 result = self._execute(data, n, tuner, f"{where}steps after step {done}")
+                raise_if_interrupted()
                 if result.steps == 0:
                     logs = result.logs if data.completed else logs
                     break
@@ -223,10 +228,11 @@ class Loop:
         return bool(getattr(self.model, self._stop_flag, False))
 
     @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
+    def _running(self) -> Iterator[Callable[[], None]]:
         before, self.is_running = self.is_running, True  # a callback may call train_on_batch
         try:
-            yield
+            with preserve_sigint() as raise_if_interrupted, data_errors_as_raised():
+                yield raise_if_interrupted
         finally:
             self.is_running = before
 
@@ -288,7 +294,7 @@ def predict(
     may_stop = reduction.any_worker(may_stop)
     collected: list[Structure] = []
     done = 0  # global batches
-    with data_errors_as_raised(), epochs.next() as data:
+    with preserve_sigint() as raise_if_interrupted, data_errors_as_raised(), epochs.next() as data:
         each = predictor.outputs(data)
         while not stop and (data.steps is None or done < data.steps):
             peers.enters("callbacks")
@@ -299,6 +305,7 @@ def predict(
                     outputs = next(each)
             except StopIteration:
                 break
+            raise_if_interrupted()
             done += 1
             if outputs is not None:
                 collected.append(outputs)
@@ -312,3 +319,30 @@ def predict(
     epochs.end_epoch(data, done, stopped=stop)
     hooks.on_predict_end()
     return keras.tree.map_structure(in_one_array, *collected)
+
+
+@contextlib.contextmanager
+def preserve_sigint() -> Iterator[Callable[[], None]]:
+    """Scope with a function that raises a lost KeyboardInterrupt again.
+
+    The scope has no effect outside of the main thread, or if the user has a handler for Ctrl-C.
+    """
+    pressed = threading.Event()
+
+    def raise_interrupt(*_: object) -> None:
+        pressed.set()
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+
+    in_main = threading.current_thread() is threading.main_thread()
+    replaces = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if replaces:
+        signal.signal(signal.SIGINT, raise_interrupt)
+    try:
+        yield check
+    finally:
+        if replaces:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
