@@ -465,18 +465,38 @@ def initialize_again(variable: keras.Variable, initializer: Callable[..., Any]) 
         variable.trainable = trainable
 
 
-def set_strategy(optimizers: Sequence[keras.optimizers.Optimizer], strategy: object) -> None:
-    """Tells optimizers that their variables are in a strategy.
+def keys_of(
+    optimizers: Sequence[keras.optimizers.Optimizer], variables: Sequence[keras.Variable]
+) -> list[str]:
+    """The keys by which optimizers know variables. Private: names of tf.Variables."""
+    if not optimizers:
+        return []
+    key_of = NAMES.of(optimizers[0], "_var_key", "the slots of a variable")
+    return [key_of(variable) for variable in variables if raw_value(variable) is not None]
 
-    Private because an optimizer keeps the strategy that was current when it was created, and finds
-    the slots of a variable by the name of its tf.Variable.
+
+def set_strategy(
+    optimizers: Sequence[keras.optimizers.Optimizer], strategy: object, keys: Mapping[str, str]
+) -> None:
+    """Tells optimizers that their variables have moved to a strategy.
+
+    Private because an optimizer keeps the strategy that was current when it was created, and knows
+    its variables by keys: for slots, for weight decay, and in a `MultiOptimizer`.
+
+    Args:
+        keys: old key of a variable -> new key; see `keys_of`.
     """
     for optimizer in optimizers:
         optimizer._distribution_strategy = strategy
-        if optimizer.built:
-            key_of = NAMES.of(optimizer, "_var_key", "the slots of a variable")
-            numbers = {key_of(v): n for n, v in enumerate(trained_by(optimizer))}
-            optimizer._trainable_variables_indices = numbers
+        for name, value in list(vars(optimizer).items()):
+            if not isinstance(value, dict | set) or keys.keys().isdisjoint(value):
+                continue
+            # New ones: TensorFlow cannot save one from which something was deleted.
+            if isinstance(value, set):
+                setattr(optimizer, name, {keys.get(key, key) for key in value})
+            else:
+                items = {keys.get(key, key): item for key, item in value.items()}
+                setattr(optimizer, name, items)
 
 
 def array_parts(adapter: Any) -> tuple[Structure, int, int] | None:
@@ -693,12 +713,13 @@ def building_again(optimizers: Sequence[keras.optimizers.Optimizer]) -> Iterator
 
     Private because Keras builds an optimizer once, and appends the variables to one list.
     """
-    lists = [NAMES.of(each, "_variables", "the slots of an optimizer") for each in optimizers]
-    before = [len(variables) for variables in lists]
+    before = [len(NAMES.of(each, "_variables", "the slots of optimizers")) for each in optimizers]
     yield
-    for variables, size in zip(lists, before, strict=True):
+    for optimizer, size in zip(optimizers, before, strict=True):
+        variables = list(optimizer._variables)
         added = len(variables) - size
-        del variables[size - added : size]
+        # A new list: TensorFlow cannot save one from which something was deleted.
+        optimizer._variables = [*variables[: size - added], *variables[size:]]
 
 
 @contextlib.contextmanager

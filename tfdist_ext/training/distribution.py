@@ -23,6 +23,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.messages import counted, shown
 from tfdist_ext.placement.specs import size_text
 from tfdist_ext.strategies.reductions import bucket_bytes_of
+from tfdist_ext.training._keras_private import overrides
 from tfdist_ext.training.agreement.equality import (
     SAME_ARGUMENTS,
     SAME_DATA,
@@ -43,7 +44,7 @@ from tfdist_ext.training.callbacks.in_cluster import Callbacks, callbacks_of_thi
 from tfdist_ext.training.callbacks.worker_tensorboard import WorkerTensorBoard
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.inputs import Epochs, GlobalBatches, read
-from tfdist_ext.training.loop import Loop, Validation, predict
+from tfdist_ext.training.loop import Loop, MadeFor, Validation, compile_settings, predict
 from tfdist_ext.training.parameter_server.engine import (
     ParameterServerEngine,
     ParameterServerPredictor,
@@ -57,7 +58,7 @@ from tfdist_ext.training.state import (
     state_of,
     whole_slots,
 )
-from tfdist_ext.training.steps.scope import Logs
+from tfdist_ext.training.steps.scope import Logs, metrics_of
 from tfdist_ext.training.synchronous.engine import (
     Predictor,
     SynchronousEngine,
@@ -91,6 +92,7 @@ class Distribution:
         self._created: list[tf.Variable] = []  # they do not have the chief's values yet
         self.model = adopt(model_or_builder, strategy, self._created)
         self.strategy = strategy
+        _warn_of_own_functions(self.model)
         self.progress = Progress()
         self.built_for: Specs = None
         self.cached_validation: tuple[Epochs, keras.callbacks.CallbackList] | None = None
@@ -99,7 +101,7 @@ class Distribution:
         self._running: list[str] = []  # methods that run compiled steps
         self._loops: dict[tuple[str, bool], Loop] = {}  # by kind, and whether steps are timed
         self._predictor: Predictor | ParameterServerPredictor | None = None
-        self._predictor_made_for: tuple[object, ...] = ()
+        self._predictor_made_for = MadeFor(self.model)
         self.engine: SynchronousEngine | ParameterServerEngine
         if isinstance(strategy, tf.distribute.ParameterServerStrategy):
             self.engine = ParameterServerEngine(strategy)
@@ -107,6 +109,7 @@ class Distribution:
             self.engine = SynchronousEngine(strategy, one_trace)
         self.reduction = self.engine.reduction
         self._check_batch_normalization()
+        self._move()
         self._compared: tuple[object, ...] | None = None  # what `compile` had set
         self._unify()
 
@@ -129,12 +132,12 @@ class Distribution:
         finally:
             self._running.remove(method)
 
-    def check_may_compile(self) -> None:
+    def check_is_idle(self, call: str) -> None:
         """Raises TrainingError if compiled steps run."""
         for method in self._running[-1:]:
             raise TrainingError(
-                f"compile() was called while {method}() is running with steps already compiled."
-                f" Call compile() before or after {method}(). A callback can assign settings of the"
+                f"{call}() was called while {method}() is running with steps already compiled."
+                f" Call {call}() before or after {method}(). A callback can assign settings of the"
                 " optimizer instead, for example model.optimizer.learning_rate = 0.001."
             )
 
@@ -183,17 +186,16 @@ class Distribution:
     def loop(self, kind: str, *, timed: bool = False) -> Loop:
         """Returns the loop of "train" or "test" steps; a new one after `compile`."""
         model, found = self.model, self._loops.get((kind, timed))
-        if found is None or found.made_for != _compiled_parts(model):
+        if found is None or not found.made_for.is_current():
             program = self.engine.make_program(model, kind, timed=timed)  # may change settings
-            found = Loop(model, self.reduction, kind, program, made_for=_compiled_parts(model))
+            found = Loop(model, self.reduction, kind, program, made_for=MadeFor(model))
             self._loops[kind, timed] = found
         return found
 
     def predict(self, epochs: Epochs, hooks: keras.callbacks.CallbackList) -> Any:
-        compiled = _compiled_parts(self.model)
-        if self._predictor is None or self._predictor_made_for != compiled:
+        if self._predictor is None or not self._predictor_made_for.is_current():
             self._predictor = self.engine.make_predictor(self.model)
-            self._predictor_made_for = compiled
+            self._predictor_made_for = MadeFor(self.model)
         return predict(self.model, self.reduction, self._predictor, epochs, hooks)
 
     def on_batch(self, kind: str, data: tuple[Any, ...], **options: Any) -> Logs:
@@ -237,7 +239,8 @@ class Distribution:
         self.model.stop_evaluating = False
         # A callback may evaluate in the middle of an epoch of a fit, and a checkpoint follows.
         is_training = any(loop.is_running for loop in self._loops.values())
-        restore_metrics = snapshot(self.model.metrics_variables if is_training else ())
+        metrics = metrics_of(self.model) if is_training else ()
+        restore_metrics = snapshot(variable for metric in metrics for variable in metric.variables)
         with self.refusing_compile("evaluate"):
             epochs.rewind()
             hooks.on_test_begin()
@@ -384,7 +387,7 @@ class Distribution:
         self._created.clear()
         if not self.reduction.multi_worker:
             return
-        compiled = _compiled_parts(self.model)
+        compiled = compile_settings(self.model)
         is_new = bool(created or deferred_builds(self.model)) or self._compared != compiled
         if self.reduction.any_worker(is_new):
             described = describe_model(self.model, created)
@@ -397,12 +400,13 @@ class Distribution:
             self._compared = compiled
 
 
-def _compiled_parts(model: keras.Model) -> tuple[object, ...]:
-    """Returns the settings of `compile`. Steps are compiled again after one of them changes."""
-    eagerly = bool(model.run_eagerly)
-    if not model.compiled:
-        return (eagerly,)
-    return model.optimizer, model.loss, model.metrics, eagerly, model.jit_compile
+def _warn_of_own_functions(model: keras.Model) -> None:
+    for name in ("make_train_function", "make_test_function", "make_predict_function"):
+        if overrides(model, name):
+            warn(
+                f"{type(model).__name__}.{name} is not called: a distributed model compiles its own"
+                " steps. Override train_step, test_step or predict_step instead."
+            )
 
 
 def rows_of_arrays(x: Any) -> int:

@@ -25,7 +25,7 @@ import numpy as np
 from tfdist_ext.data.pipelines import Structure, data_errors_as_raised
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.launch.exit_codes import PREEMPTED
-from tfdist_ext.training._keras_private import in_one_array
+from tfdist_ext.training._keras_private import in_one_array, raw_value
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks
 from tfdist_ext.training.checkpoints.format import Progress
@@ -40,7 +40,9 @@ from tfdist_ext.training.synchronous.engine import Predictor, SynchronousProgram
 
 __all__ = [
     "Loop",
+    "MadeFor",
     "StepsPerExecutionTuner",
+    "compile_settings",
     "end_training",
     "predict",
     "preserve_sigint",
@@ -120,12 +122,48 @@ def end_training(
         raise SystemExit(PREEMPTED)
 
 
+def compile_settings(model: keras.Model) -> tuple[object, ...]:
+    """Returns the settings of `compile`. Steps are compiled again after one of them changes."""
+    eagerly = bool(model.run_eagerly)
+    if not model.compiled:
+        return (eagerly,)
+    return model.optimizer, model.loss, model.metrics, eagerly, model.jit_compile
+
+
+class MadeFor:
+    """The settings and the variables of a model when its steps were compiled."""
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+        self._settings = compile_settings(model)
+        self._variables = {id(variable): variable for variable in model.variables}
+        self._values = {key: raw_value(each) for key, each in self._variables.items()}
+
+    def is_current(self) -> bool:
+        """Whether the steps can still be used."""
+        is_same = compile_settings(self._model) == self._settings
+        is_same &= {*map(id, self._model.variables)} == {*self._variables}
+        return is_same and not self._have_moved()
+
+    def check_variables(self) -> None:
+        """Raises TrainingError if a callback has moved the variables to another strategy."""
+        if self._have_moved():
+            raise TrainingError(
+                f"The variables of {self._model.name!r} moved to another strategy while its steps"
+                " ran. Call distribute(), and methods of models that share layers with this one on"
+                " another strategy, before or after the training."
+            )
+
+    def _have_moved(self) -> bool:
+        return any(raw_value(v) is not self._values[key] for key, v in self._variables.items())
+
+
 class Loop:
     """Runs epochs of the compiled "train" or "test" steps of a model.
 
     Args:
         kind: "train" or "test".
-        made_for: changes when the program must be compiled again.
+        made_for: what the program was compiled for.
 
     Attributes:
         is_running: an epoch is running; its callbacks may evaluate meanwhile.
@@ -137,7 +175,7 @@ class Loop:
         reduction: Reduction,
         kind: str,
         program: StepProgram,
-        made_for: object,
+        made_for: MadeFor,
     ):
         self.model = model
         self.reduction = reduction
@@ -214,6 +252,7 @@ class Loop:
             return logs, done
 
     def _execute(self, data: Epoch, n: int, tuner: StepsPerExecutionTuner, where: str) -> Execution:
+        self.made_for.check_variables()
         peers = self.reduction.peers
         peers.enters("steps")
         started = time.perf_counter()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -305,16 +306,22 @@ class DistributedModel(keras.Model):
 
     @functools.wraps(keras.Model.compile)
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        self._tfdist_ext.check_may_compile()
+        self._tfdist_ext.check_is_idle("compile")
         super().compile(*args, **kwargs)
 
-    def save(self, filepath: str | Path, overwrite: bool = True, **kwargs: Any) -> None:
+    def save(
+        self,
+        filepath: str | Path,
+        overwrite: bool = True,
+        zipped: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Writes the model like `keras.Model.save`. Plain Keras can load it.
 
         Call it on every task. The chief writes the file, and the other tasks wait for it. In a
         callback of `fit` the other tasks do nothing.
         """
-        save = functools.partial(super().save, filepath, overwrite=overwrite, **kwargs)
+        save = functools.partial(super().save, filepath, overwrite, zipped, **kwargs)
         self._tfdist_ext.write("save", save, f"write {filepath}")
 
     def save_weights(self, filepath: str | Path, *args: Any, **kwargs: Any) -> None:
@@ -395,6 +402,13 @@ class DistributedModel(keras.Model):
         return getattr(self.__class__, function.__name__, function), arguments
 
 
+class _NotRegistered:
+    """A user's `__init_subclass__` is not called for the inserted class."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
 def _insert_into_class(model: keras.Model) -> None:
     """Makes a model a DistributedModel: Python finds the methods after those of the user's class.
 
@@ -403,16 +417,21 @@ def _insert_into_class(model: keras.Model) -> None:
     cls = type(model)
     if issubclass(cls, DistributedModel):
         return
-    members: dict[str, Any] = {}
+
+    def new(_: type, *args: Any, **kwargs: Any) -> keras.Model:
+        return cls(*args, **kwargs)
+
+    members: dict[str, Any] = {"__new__": new}  # type(model)(...) is a plain Keras model
     for name in set(dir(cls)) - set(dir(DistributedModel)):
-        if name.startswith(("save_", "export_")) and callable(method := getattr(cls, name)):
+        method = inspect.getattr_static(cls, name)
+        if name.startswith(("save_", "export_")) and inspect.isfunction(method):
             members[name] = _on_chief(name, method)  # such as `save_to_preset` of KerasHub
     for kind in ("train", "test", "predict"):
         members[f"{kind}_step"] = _only_in_steps(kind)
         members[f"make_{kind}_function"] = _refused_function(kind)
     members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     members |= {"__doc__": cls.__doc__, "__class__": property(lambda model: cls)}
-    inserted = type(cls.__name__, (cls, DistributedModel), members)
+    inserted = type(cls.__name__, (_NotRegistered, cls, DistributedModel), members)
     object.__setattr__(model, "__class__", inserted)
 
 
@@ -506,6 +525,8 @@ def distribute(
         inside = tf.distribute.has_strategy()
         strategy = tf.distribute.get_strategy() if inside else create_strategy()
     check_spans_cluster(strategy)
+    if isinstance(model_or_builder, DistributedModel):
+        model_or_builder._tfdist_ext.check_is_idle("distribute")
     with peers_of(strategy).call("distribute"):
         state = Distribution(model_or_builder, strategy, synchronize_batch_norm, one_trace)
     _insert_into_class(state.model)

@@ -23,7 +23,7 @@ from tfdist_ext.strategies import PlacedStrategy
 from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.training import _keras_private
 from tfdist_ext.training.agreement.task_status import Reduction
-from tfdist_ext.training.building.moving import creation_scope, move
+from tfdist_ext.training.building.moving import creation_scope
 from tfdist_ext.training.state import broadcast_state, whole_slots
 from tfdist_ext.training.steps.parts import OptimizerParts
 from tfdist_ext.training.variables import (
@@ -48,14 +48,13 @@ def adopt(
     strategy: tf.distribute.Strategy,
     created: list[tf.Variable],
 ) -> keras.Model:
-    """Returns the model, or the model that a builder makes, with its variables in the strategy.
+    """Returns the model, or the model that a builder makes in the scope of the strategy.
 
     Args:
         created: see `creation_scope`.
 
     Raises:
-        TrainingError: neither a model nor a function that returns one, or a model that cannot
-            move to the strategy.
+        TrainingError: neither a model nor a function that returns one.
         PlacementError: the strategy's placement does not fit the model.
     """
     if not isinstance(model_or_builder, keras.Model) and not callable(model_or_builder):
@@ -82,7 +81,6 @@ def adopt(
             raise TrainingError(
                 f"the function given to distribute() must return a keras.Model, got {model!r}."
             )
-    move(model, strategy, created)
     return model
 
 

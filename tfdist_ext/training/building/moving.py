@@ -23,6 +23,7 @@ from tfdist_ext.training._keras_private import (
     flat_layers,
     initialize_again,
     is_watched,
+    keys_of,
     raw_value,
     set_raw_value,
     set_strategy,
@@ -31,6 +32,7 @@ from tfdist_ext.training._keras_private import (
 from tfdist_ext.training._tf_private import creating_without_broadcast
 from tfdist_ext.training.state import own_variables, owner_path, whole_value
 from tfdist_ext.training.steps.parts import OptimizerParts, deferring_builds
+from tfdist_ext.training.steps.scope import metrics_of
 from tfdist_ext.training.variables import (
     PARTS,
     copies_of_one_name,
@@ -105,6 +107,7 @@ def move(model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.
     if not weights and not slots:
         return False
     _check_can_move(model, strategy)
+    keys = keys_of(optimizers, weights)
     for optimizer in optimizers:
         if shares_optimizers and optimizer.built:
             vars(optimizer)[PARTS] = parts = OptimizerParts(optimizer, trained_by(optimizer))
@@ -121,18 +124,19 @@ def move(model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.
             elif not shares_optimizers:  # which creates them again
                 with strategy.extended.colocate_vars_with(raw_value(owner)):
                     _move(variable)
+    replaced = dict(zip(keys, keys_of(optimizers, weights), strict=True))
     for optimizer in optimizers:
-        set_strategy(with_inner_optimizers(optimizer), strategy)
+        set_strategy(with_inner_optimizers(optimizer), strategy, replaced)
     return True
 
 
 def _variables(model: keras.Model) -> list[keras.Variable]:
     """Returns all variables but those of optimizers: weights, seeds, metrics."""
-    models = [layer for layer in flat_layers(model) if isinstance(layer, keras.Model)]
     found = [*model.variables]
-    for part in models:
-        found += part.metrics_variables
-        if part.compiled:
+    for metric in metrics_of(model):
+        found += metric.variables
+    for part in flat_layers(model):
+        if isinstance(part, keras.Model) and part.compiled:
             found += _variables_of_compile(part)
     for optimizer in optimizers_of(model).values():  # it may train variables of another model
         if optimizer.built and parts_of(optimizer) is None:
@@ -163,12 +167,19 @@ def _is_in(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
 
 
 def _check_can_move(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    if any(parts_of(optimizer) is not None for optimizer in optimizers_of(model).values()):
+    shared = [each for each in optimizers_of(model).values() if parts_of(each) is not None]
+    if not all(_is_in(variable, strategy) for each in shared for variable in each.variables):
         raise TrainingError(
             "The workers share the optimizer of this model (shard_optimizer=True), so the model"
             " cannot move to another strategy. Save a checkpoint, and restore it in a new model."
         )
     for layer in flat_layers(model):
+        if isinstance(layer, keras.layers.TFSMLayer) and layer.weights:
+            raise TrainingError(
+                f"The layer {layer.name!r} is a TFSMLayer, whose variables cannot move to"
+                f" {type(strategy).__name__}. Pass the function that builds the model:"
+                " distribute(build, strategy)."
+            )
         if type(layer).__module__.startswith("keras."):
             continue
         for name, variable in own_variables(layer).items():

@@ -178,7 +178,8 @@ class OptimizerParts:
             OwnPart(each, plan.owned_shards_of(spec.path), sums.worker)
             for each, spec in zip(self.variables, specs, strict=True)
         ]
-        optimizer.built = False
+        for each in with_inner_optimizers(optimizer):
+            each.built = False
         again: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.initial is not None:
             again = building_again(with_inner_optimizers(optimizer))
