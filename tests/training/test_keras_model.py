@@ -6,7 +6,7 @@ import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import keras_tuner
@@ -382,3 +382,150 @@ def test_plots_and_summaries(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Total params" in capsys.readouterr().out
     dot = keras.utils.model_to_dot(model).to_string()
     assert dot.count("Dense") == 2
+
+
+def adam_without_decay_of_biases(model: keras.Model) -> keras.optimizers.Optimizer:
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=5.0)
+    optimizer.exclude_from_weight_decay(var_list=model.trainable_variables[:1])
+    return optimizer
+
+
+def two_optimizers(model: keras.Model) -> keras.optimizers.Optimizer:
+    optimizers = keras.optimizers.OptimizerMap(keras.optimizers.Adam(0.01))
+    optimizers[model.layers[1].kernel.path] = keras.optimizers.SGD(0.1)
+    return keras.optimizers.MultiOptimizer(optimizers)
+
+
+@pytest.mark.parametrize("make", [adam_without_decay_of_biases, two_optimizers])
+def test_optimizers_know_variables_that_have_moved(make: Any) -> None:
+    def build() -> keras.Model:
+        model = stack(keras.layers.Dense(4, "tanh"), keras.layers.Dense(1))
+        return compiled(model, make(model))
+
+    plain, ours = (plain_fit(build, X, Y, batch_size=16)[0] for _ in range(2))
+    ours.run_eagerly = False
+    for strategy in (mirrored(2), mirrored(3), tf.distribute.get_strategy()):
+        tfd.distribute(ours, strategy)
+        plain.fit(X, Y, **FIT)
+        ours.fit(X, Y, **FIT)
+        assert_same_weights(plain, ours)
+
+
+class OwnMetrics(keras.Model):
+    """As a VAE of Keras's guides: the loss of compile() is not in `metrics`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.tracker = keras.metrics.Mean(name="tracker")
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def test_a_metrics_property_that_leaves_metrics_out() -> None:
+    given = tfd.distribute(compiled(OwnMetrics()), mirrored())
+    after = compiled(tfd.distribute(OwnMetrics, mirrored()))
+    for model in (given, after):
+        model.fit(X, Y, **FIT)
+        assert np.isfinite(model.evaluate(X, Y, verbose=0, return_dict=True)["tracker"])
+
+
+def test_graphs_from_before_read_what_is_trained() -> None:
+    model, _ = plain_fit(lambda: compiled(stack(*map(keras.layers.Dense, (3, 1)))), X, Y)
+    model.run_eagerly = False
+    part = keras.Model(model.inputs, model.layers[0].output)
+    function = tf.function(model)
+    for strategy in (mirrored(2), tf.distribute.get_strategy()):
+        before = part.predict(X, verbose=0), function(X)
+        tfd.distribute(model, strategy).fit(X, Y, **FIT)
+        fresh = keras.Model(model.inputs, model.layers[0].output).predict(X, verbose=0)
+        assert abs(fresh - before[0]).max() > 1e-3
+        np.testing.assert_array_equal(part.predict(X, verbose=0), fresh)
+        np.testing.assert_allclose(function(X), model.predict(X, verbose=0), atol=1e-6)
+
+
+class MovesAway(keras.callbacks.Callback):
+    def __init__(self, move: Any) -> None:
+        super().__init__()
+        self.move = move
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.move(self.model)
+
+
+def test_a_model_that_moves_during_its_training_is_an_error() -> None:
+    def again(model: Any) -> None:
+        tfd.distribute(model, mirrored(3))
+
+    def with_shared_layers(model: Any) -> None:
+        tfd.distribute(keras.Sequential([*model.layers]), mirrored(3))
+
+    for move, message in ((again, "distribute.. was called while"), (with_shared_layers, "moved")):
+        model = tfd.distribute(sequential, mirrored())
+        with pytest.raises(tfd.TrainingError, match=message):
+            model.fit(X, Y, epochs=2, callbacks=[MovesAway(move)], **FIT)
+
+
+class Registry(keras.Model):
+    names: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, *, kind: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Registry.names[kind] = cls
+
+
+class Twin(Registry, kind="twin"):
+    def __init__(self, units: int = 1) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(units)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def twin(self) -> keras.Model:
+        return type(self)(2)
+
+    @staticmethod
+    def save_name(name: str) -> str:
+        return name
+
+
+def test_the_inserted_class_is_not_seen_by_the_users_code() -> None:
+    model = tfd.distribute(Twin(), mirrored())
+    assert Registry.names == {"twin": Twin}
+    assert type(model.twin()) is Twin
+    assert model.twin().dense.units == 2
+    assert model.save_name("a") == Twin.save_name("a") == "a"
+
+
+def test_a_distribute_that_fails_leaves_the_model_as_it_was() -> None:
+    model = compiled(stack(keras.layers.BatchNormalization(), keras.layers.Dense(1)))
+    with pytest.raises(UserWarning, match="BatchNormalization is not synchronized"):
+        tfd.distribute(model, mirrored())  # warnings are errors here
+    assert type(model) is keras.Sequential
+    model.fit(X, Y, **FIT)
+
+
+def test_functions_that_are_never_called_are_named() -> None:
+    class Own(keras.Sequential):
+        def make_train_function(self, force: bool = False) -> None:
+            raise AssertionError
+
+    with pytest.warns(UserWarning, match=r"Own\.make_train_function is not called"):
+        tfd.distribute(
+            lambda: compiled(Own([keras.Input((5,)), keras.layers.Dense(1)])), mirrored()
+        )
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_layers_of_saved_models_cannot_move(tmp_path: Path) -> None:
+    stack(keras.layers.Dense(1)).export(tmp_path / "exported", verbose=False)
+    inputs = keras.Input((5,))
+    layer = keras.layers.TFSMLayer(tmp_path / "exported", call_endpoint="serve", trainable=True)
+    with pytest.raises(tfd.TrainingError, match="a TFSMLayer, whose variables cannot move"):
+        tfd.distribute(compiled(keras.Model(inputs, layer(inputs))), mirrored())

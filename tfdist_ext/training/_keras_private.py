@@ -469,10 +469,10 @@ def keys_of(
     optimizers: Sequence[keras.optimizers.Optimizer], variables: Sequence[keras.Variable]
 ) -> list[str]:
     """The keys by which optimizers know variables. Private: names of tf.Variables."""
-    if not optimizers:
-        return []
-    key_of = NAMES.of(optimizers[0], "_var_key", "the slots of a variable")
-    return [key_of(variable) for variable in variables if raw_value(variable) is not None]
+    for optimizer in optimizers[:1]:
+        key_of = NAMES.of(optimizer, "_var_key", "the slots of a variable")
+        return [key_of(variable) for variable in variables if raw_value(variable) is not None]
+    return []
 
 
 def set_strategy(

@@ -50,6 +50,15 @@ def creating_without_broadcast(
             setattr(extended, name, outer)
 
 
+def leave_container(variable: tf.Variable) -> None:
+    """Makes a copy of a distributed variable an ordinary tf.Variable.
+
+    Private because TensorFlow marks the handles of copies, and never takes a mark away.
+    """
+    for marked in (variable, variable.handle):
+        vars(marked).pop("_distributed_container", None)
+
+
 def has_coordination_service() -> bool:
     """Whether this process is in a cluster whose tasks share a key-value store.
 

@@ -47,6 +47,7 @@ __all__ = [
     "broadcast_state",
     "broadcast_variables",
     "check_has_variables",
+    "copies_of_piece",
     "group_of",
     "has_equal_copies",
     "own_variables",
@@ -173,7 +174,7 @@ def whole_value(variable: keras.Variable) -> np.ndarray:
 def has_equal_copies(variable: Variable) -> bool:
     """Whether the local copies of a variable are equal to the bit."""
     for piece, _, _ in pieces_of(raw_value(variable)):
-        first, *others = (copy.read_value().numpy().tobytes() for copy in _copies(piece))
+        first, *others = (copy.read_value().numpy().tobytes() for copy in copies_of_piece(piece))
         if any(other != first for other in others):
             return False
     return True
@@ -223,7 +224,7 @@ def read_rows(value: Variable | np.ndarray, start: int, stop: int) -> np.ndarray
         low, high = max(start, first) - first, min(stop, end) - first
         if low >= high:
             continue
-        copy = _copies(piece)[0]
+        copy = copies_of_piece(piece)[0]
         is_local = "CPU" in copy.device and "/job:ps" not in copy.device
         # A large variable that was assigned in blocks is copied by a read.
         is_local &= (end - first) * row_bytes <= WHOLE_BYTES
@@ -248,7 +249,7 @@ def assign_blocks(variable: Variable, parts: Iterable[np.ndarray]) -> None:
     """
     shape, dtype = tuple(variable.shape) or (1,), raw_value(variable).dtype
     piece, _, _ = next(iter(pieces_of(raw_value(variable))))
-    on_server = "/job:ps" in _copies(piece)[0].device
+    on_server = "/job:ps" in copies_of_piece(piece)[0].device
     in_blocks = on_server or math.prod(shape) * dtype.size > WHOLE_BYTES
     value = np.empty((0,) if in_blocks else shape, dtype.as_numpy_dtype)
     for (start, stop), rows in zip(blocks(variable), parts, strict=False):
@@ -266,14 +267,14 @@ def _assign_rows(variable: Variable, start: int, values: np.ndarray) -> None:
         if low >= high:
             continue
         part = tf.constant(values[low - start : high - start], piece.dtype)
-        for copy in _copies(piece):
+        for copy in copies_of_piece(piece):
             if high - low == end - first:
                 copy.assign(tf.reshape(part, copy.shape))
             else:
                 copy.scatter_update(tf.IndexedSlices(part, tf.range(low - first, high - first)))
 
 
-def _copies(piece: tf.Variable) -> list[tf.Variable]:
+def copies_of_piece(piece: tf.Variable) -> list[tf.Variable]:
     """Returns the plain variables that are the local copies of a piece."""
     strategy = getattr(piece, "distribute_strategy", None)
     copies = [piece] if strategy is None else strategy.experimental_local_results(piece)

@@ -50,6 +50,7 @@ __all__ = [
     "check_built",
     "copies_of_model",
     "copies_of_one_name",
+    "default_strategy",
     "default_strategy_scope",
     "is_updated_once",
     "local_copies",
@@ -262,6 +263,11 @@ def default_strategy_scope(
     instead = _default_context().strategy if updates is None else updates
     with _default_context(), distribution_strategy_of(optimizers, instead):
         yield
+
+
+def default_strategy() -> tf.distribute.Strategy:
+    """TensorFlow's strategy where no strategy is used."""
+    return _default_context().strategy
 
 
 @functools.cache

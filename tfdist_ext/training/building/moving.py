@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.placement.live.creating import pieces_of
 from tfdist_ext.strategies import StrategyTemplate
 from tfdist_ext.strategies.owned_sums import owned_sums_of
 from tfdist_ext.strategies.placed import PlacedParameterServers
@@ -29,13 +30,14 @@ from tfdist_ext.training._keras_private import (
     set_strategy,
     trained_by,
 )
-from tfdist_ext.training._tf_private import creating_without_broadcast
-from tfdist_ext.training.state import own_variables, owner_path, whole_value
+from tfdist_ext.training._tf_private import creating_without_broadcast, leave_container
+from tfdist_ext.training.state import copies_of_piece, own_variables, owner_path, whole_value
 from tfdist_ext.training.steps.parts import OptimizerParts, deferring_builds
 from tfdist_ext.training.steps.scope import metrics_of
 from tfdist_ext.training.variables import (
     PARTS,
     copies_of_one_name,
+    default_strategy,
     optimizers_of,
     outside_of_scopes,
     parts_of,
@@ -44,6 +46,9 @@ from tfdist_ext.training.variables import (
 )
 
 __all__ = ["creation_scope", "move", "moved_out"]
+
+
+_MIRRORED = tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy
 
 
 def creation_scope(
@@ -112,18 +117,18 @@ def move(model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.
         if shares_optimizers and optimizer.built:
             vars(optimizer)[PARTS] = parts = OptimizerParts(optimizer, trained_by(optimizer))
             parts.initial = [variable.numpy() for variable in optimizer.variables]
-    with creation_scope(strategy, created):
+    with _keeping_first_copies() as keeps, creation_scope(strategy, created):
         for variable in weights:
-            _move(variable)
+            _move(variable, strategy, keeps)
         for optimizer, variable in slots:
             trained = trained_by(optimizer) if optimizer.built else ()
             owners = {owner.path.replace("/", "_"): owner for owner in trained}
             owner = owners.get(owner_path(variable, owners))
             if owner is None:
-                _move(variable)
+                _move(variable, strategy, keeps)
             elif not shares_optimizers:  # which creates them again
                 with strategy.extended.colocate_vars_with(raw_value(owner)):
-                    _move(variable)
+                    _move(variable, strategy, keeps)
     replaced = dict(zip(keys, keys_of(optimizers, weights), strict=True))
     for optimizer in optimizers:
         set_strategy(with_inner_optimizers(optimizer), strategy, replaced)
@@ -191,14 +196,45 @@ def _check_can_move(model: keras.Model, strategy: tf.distribute.Strategy) -> Non
                 )
 
 
-def _move(variable: keras.Variable) -> None:
-    """Creates the value of a variable again, in the current scope."""
-    value = whole_value(variable)
+@contextlib.contextmanager
+def _keeping_first_copies() -> Iterator[list[tf.Variable]]:
+    """Scope to enter before the strategy's: the next variable may be one that exists.
+
+    Yields:
+        A list. A tf.Variable in it is returned in place of the next one that is created.
+    """
+    keeps: list[tf.Variable] = []
+
+    def creator(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        return keeps.pop() if keeps else next_creator(**kwargs)
+
+    with tf.variable_creator_scope(creator):
+        yield keeps
+
+
+def _move(
+    variable: keras.Variable, strategy: tf.distribute.Strategy, keeps: list[tf.Variable]
+) -> None:
+    """Creates the value of a variable again, in the current scope.
+
+    A tf.Variable from outside of all strategies stays in use, as the copy of the first replica.
+    Graphs that were traced before, such as those of a part of the model, read what is trained.
+    """
+    value, (first, _, _) = whole_value(variable), next(iter(pieces_of(raw_value(variable))))
+    first = copies_of_piece(first)[0]
+    default = default_strategy()
+    is_kept = strategy is default
+    if isinstance(strategy, _MIRRORED):
+        is_kept = first.device == strategy.extended.worker_devices[0]
+    if is_kept and default.extended.variable_created_in_scope(first):
+        leave_container(first)
+        keeps.append(first)
 
     def initializer(shape: tuple[int, ...], dtype: Any = None) -> tf.Tensor:
         return tf.constant(value, dtype)
 
     initialize_again(variable, initializer)
+    keeps.clear()
 
 
 @contextlib.contextmanager
