@@ -200,7 +200,7 @@ def test_differences_of(case: str) -> None:
     assert any(name.startswith(place) for name in result.unequal)
     assert min(result.differences[name] for name in result.unequal) > 1e-4
     assert "NOT EQUAL" in str(result)
-    assert 'section "causes of differences"' in str(result)
+    assert 'section "losses differ from one device"' in str(result)
 
 
 class FirstReplicaOnly(tfd.strategies.StrategyTemplate):

@@ -219,13 +219,12 @@ class Loop:
                 self.program.reset(resume=data.completed > 0)
             if is_new:  # on any worker: all of them choose the same numbers of steps
                 self._tuner, self._tuned_for = StepsPerExecutionTuner(), data_kind
-            tuner = self._tuner
-            if (requested := self.model.steps_per_execution) > 1 or by_batch:
-                tuner = StepsPerExecutionTuner(fixed=requested)
+            tuner, requested = self._tuner, self.model.steps_per_execution
+            is_fixed = requested > 1 or by_batch
             while data.steps is None or done < data.steps:
                 limits = [None if saved is None else saved.max_steps(), 1 if one_only else None]
                 limits += [None if data.steps is None else data.steps - done]
-                n = tuner.next(min(filter(None, limits), default=None))
+                n = min(filter(None, [*limits, requested if is_fixed else tuner.steps]))
                 peers.enters("callbacks")
                 getattr(hooks, f"on_{self._kind}_batch_begin")(data.completed + done)
                 result = self._execute(data, n, tuner, f"{where}steps after step {done}")
@@ -284,20 +283,18 @@ class StepsPerExecutionTuner:
     """Grows the steps of an execution until one takes about 0.8 seconds.
 
     Only the chief's times count, so every task of a cluster chooses the same number.
+
+    Attributes:
+        steps: for the next execution.
+        seconds: that the last execution took on this task.
     """
 
-    def __init__(self, *, fixed: int | None = None):
-        """Runs `fixed` steps each time, or without `fixed` as many as take 0.8 seconds."""
-        self.seconds = 0.0  # that the last execution took on this task
-        self._is_fixed = fixed is not None
-        self._steps = fixed or 1
+    def __init__(self) -> None:
+        self.steps = 1
+        self.seconds = 0.0
         self._largest = 0
         self._before = 0  # steps of the last execution; 0 if it was shorter than planned
         self._compiled = False
-
-    def next(self, remaining: int | None) -> int:
-        """Steps for the next execution, at most `remaining`."""
-        return self._steps if remaining is None else min(self._steps, remaining)
 
     def record(self, steps: int, seconds_before: float) -> None:
         """Learn from an execution.
@@ -308,11 +305,11 @@ class StepsPerExecutionTuner:
                 other tasks with the next execution. The first time does not count, because that
                 execution also compiled the steps.
         """
-        before, self._before = self._before, steps if steps == self._steps else 0
+        before, self._before = self._before, steps if steps == self.steps else 0
         self._largest = max(self._largest, steps)
-        if self._compiled and before and not self._is_fixed:
+        if self._compiled and before:
             fitting = int(_TARGET * before / seconds_before)
-            self._steps = max(1, min(fitting, _GROWTH * self._largest))
+            self.steps = max(1, min(fitting, _GROWTH * self._largest))
         self._compiled = self._compiled or seconds_before > 0
 
 

@@ -72,7 +72,8 @@ class Verification:
             verdict = f"NOT EQUAL: {self.error}"
         notes = [verdict]
         if self.unequal:
-            notes.append(f"Causes: {address_of('docs/exactness.md#causes-of-differences')}")
+            page = address_of("docs/troubleshooting.md#losses-differ-from-one-device")
+            notes.append(f"Causes: {page}")
         table = [self._table()] if self.differences else []
         return "\n\n".join([_wrapped(self.title), *table, *map(_wrapped, notes)])
 

@@ -143,12 +143,8 @@ def build(
             if not own_step:
                 raise
             _build_from_step(model, kind, batch)
-        all_built = all(optimizer.built for optimizer in optimizers_of(model).values())
-        if (
-            kind != "predict"
-            and not _keras_private.uses_keras_step(model, "train")
-            and not all_built
-        ):
+        trains_itself = kind != "predict" and not _keras_private.uses_keras_step(model, "train")
+        if trains_itself and not all(each.built for each in optimizers_of(model).values()):
             _build_from_step(model, "train", batch)
     if isinstance(strategy, PlacedStrategy):
         strategy.placer.check_paths([variable.path for variable in model.variables])
