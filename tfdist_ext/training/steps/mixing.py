@@ -7,7 +7,8 @@ such operations in the graph of a step by the types in the tables of this module
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from tfdist_ext.training.steps.rows import (
     behind,
     rows_of,
     tensor_key,
+    tensors_before,
     unknown_sizes,
 )
 
@@ -101,8 +103,14 @@ def mixed_rows(
             that is known.
     """
     known = dict(statistics)
-    for tensor in _tensors_before(targets, equal, exact):
+
+    def inputs(tensor: tf.Tensor) -> Iterable[tf.Tensor]:
+        return itertools.filterfalse(equal.has, exact.get(tensor_key(tensor), tensor.op.inputs))
+
+    for tensor in tensors_before(itertools.filterfalse(equal.has, targets), inputs):
         op = tensor.op
+        if tensor_key(tensor) in exact:
+            continue
         if op.type in _ORDERING and _is_along_rows(op, _ORDERING[op.type], equal):
             return MixedRows(op.name, "puts rows of the batch in another order")
         if op.type in _COMPARING and _compares_rows(tensor, equal):
@@ -143,22 +151,6 @@ def _is_along_rows(
         return False
     rank = op.inputs[0].shape.rank or 1
     return rows.axis in [axis % rank for axis in dimensions(op)]
-
-
-def _tensors_before(
-    targets: Iterable[tf.Tensor],
-    equal: EqualTensors,
-    exact: Mapping[Key, Sequence[tf.Tensor]],
-) -> Iterator[tf.Tensor]:
-    waiting, seen = list(targets), set[Key]()
-    while waiting:
-        tensor = waiting.pop()
-        if (key := tensor_key(tensor)) in seen or equal.has(tensor):
-            continue
-        seen.add(key)
-        if key not in exact:
-            yield tensor
-        waiting += exact.get(key, tensor.op.inputs)
 
 
 def _compares_rows(tensor: tf.Tensor, equal: EqualTensors) -> bool:

@@ -101,14 +101,6 @@ class SynchronousProgram:
         }
         return Execution(logs, int(steps), chief_seconds, stop_requested=stop_requests > 0)
 
-    def logs_of_this_task(self) -> dict[str, float]:
-        """The metrics over this task's own rows of the epoch so far, without the other tasks."""
-        metrics = self._step.states
-        values = metrics.of_this_task(self._states)
-        with keras.StatelessScope(zip(metrics.variables, values, strict=True)):
-            logs = self._step.outputs.results({})
-        return {name: float(value) for name, value in logs.items() if value.shape.rank == 0}
-
     def _run(
         self,
         known_length: bool,

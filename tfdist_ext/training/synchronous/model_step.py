@@ -30,6 +30,7 @@ from tfdist_ext.training._keras_private import (
     replacing,
     step_of,
     step_targets,
+    substitutes,
     uses_keras_step,
 )
 from tfdist_ext.training.inputs import Part, Parts
@@ -42,8 +43,8 @@ from tfdist_ext.training.steps.scope import (
     StepOutputs,
     assign_each,
     metrics_and_others,
-    metrics_of,
-    observed_metrics,
+    record_result,
+    result_methods,
 )
 from tfdist_ext.training.steps.step_timer import StepTimer, Waits
 from tfdist_ext.training.synchronous.reduction import (
@@ -103,8 +104,7 @@ class ModelStep:
         self._step = step_of(model, kind)
         self._seeds = seeds
         self._one_trace = one_trace
-        self._replaced = [*step_targets(), *exact.own_applies(model)]
-        self._metric_objects = metrics_of(model)
+        self._replaced = [*step_targets(), *exact.own_applies(model), *result_methods(model)]
         self._replicas = 1 if self._eagerly else reduction.replicas
         self._local_replicas = 1 if self._eagerly else reduction.local_replicas
         self._local = OwnCopies(reduction.strategy, self._local_replicas)
@@ -193,10 +193,7 @@ class ModelStep:
         Returns:
             For each local replica, or for the eager step, the new states and its outputs.
         """
-        with (
-            replacing(self._replaced),
-            observed_metrics(self._metric_objects),
-        ):
+        with replacing(self._replaced):
             results = self._results(batch, states, rows)
         states, written, outputs, ready = map(list, zip(*results, strict=True))
         variables = [self._others[int(number)] for number in written[0]]
@@ -277,6 +274,7 @@ class ModelStep:
         with (
             tf.name_scope(""),  # a summary's tag would begin with "while/"
             running_step(context),
+            substitutes({"result": record_result}),
             ReplicaScope(metrics, self._others, self._local) as scope,
             self._seeds.of_replica(scope.updated),
         ):

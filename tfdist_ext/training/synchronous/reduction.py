@@ -246,14 +246,6 @@ class MetricStates:
             values.update(zip(places, tf.unstack(tensor, len(places)), strict=True))
         return [values[place] for place in range(len(values))]
 
-    def of_this_task(self, states: States) -> list[tf.Tensor]:
-        """The value of each variable over the rows of this task's replicas."""
-        totals = [
-            tf.add_n(list(of_replicas)) if aggregation == "sum" else of_replicas[0]
-            for aggregation, *of_replicas in zip(self._aggregations, *states, strict=True)
-        ]
-        return self.of_variables(totals)
-
     def over_all(
         self, states: States, outputs: dict[str, tf.Tensor], report: tf.Tensor
     ) -> tuple[list[tf.Tensor], dict[str, tf.Tensor], tf.Tensor]:
