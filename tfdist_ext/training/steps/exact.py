@@ -91,18 +91,13 @@ def substitutes_of(context: StepContext) -> Mapping[str, Callable[..., Any]]:
         "vectorize": _vectorize,
         "update_mean": _update_mean,
         "moments": _moments,
-        "replicas": _replicas,
+        "replicas": lambda context, original, strategy: 1,
         "take": _take,
         **RANDOM,
     }
     if context.replicas > 1 and not context.on_tpu:
         functions |= {"write_variable": _write_variable, "update_variable": _update_variable}
     return {key: functools.partial(function, context) for key, function in functions.items()}
-
-
-def _replicas(context: StepContext, original: Original, strategy: tf.distribute.Strategy) -> int:
-    """Returns the `num_replicas_in_sync` of a step."""
-    return 1
 
 
 def _take(
@@ -382,11 +377,8 @@ def _update_mean(
 
 def _vectorize(context: StepContext, original: Original, *args: Any, **named: Any) -> Any:
     """Traces the function of a vectorized map, in which a gradient is that of a single row."""
-    before, context.computes_gradients = context.computes_gradients, True
-    try:
+    with substitutes({"gradient": None}):
         return original(*args, **named)
-    finally:
-        context.computes_gradients = before
 
 
 def _moments(
@@ -427,12 +419,11 @@ def _reduce_loss(
     original: Original,
     values: tf.Tensor,
     sample_weight: tf.Tensor | None = None,
-    mask: tf.Tensor | None = None,
-    reduction: str | None = "sum_over_batch_size",
-    dtype: tf.DType | str | None = None,
+    *more: Any,
+    **named: Any,
 ) -> tf.Tensor:
     """Reduces a loss over the part, so that the weighted mean over parts is the global loss."""
-    loss = _reduced(context, original, values, sample_weight, mask, reduction, dtype)
+    loss = _reduced(context, original, values, sample_weight, *more, **named)
     if loss is not values:
         before = symbolic_tensors([values, sample_weight])
         context.exact.update({tensor_key(each): before for each in symbolic_tensors(loss)})
@@ -444,9 +435,9 @@ def _reduced(
     original: Original,
     values: tf.Tensor,
     sample_weight: tf.Tensor | None,
-    mask: tf.Tensor | None,
-    reduction: str | None,
-    dtype: tf.DType | str | None,
+    mask: tf.Tensor | None = None,
+    reduction: str | None = "sum_over_batch_size",
+    dtype: tf.DType | str | None = None,
 ) -> tf.Tensor:
     if reduction not in _REDUCTIONS:
         raise TrainingError(
@@ -558,16 +549,13 @@ def _gradient(
     part. A loss with one number per row is a sum over rows, not a mean. Inside another tape, or a
     graph in the step's graph, the gradient of a variable is that of the part, and `_apply` sums it.
     """
-    if context.replicas == 1 or context.computes_gradients:
+    if context.replicas == 1:
         return original(tape, target, sources, output_gradients, *options, **named_options)
     targets = tf.nest.flatten(target)
     warn_of_mixed_rows(context, targets)
     upstream = _upstream(context, targets, output_gradients)
-    context.computes_gradients = True
-    try:
+    with substitutes({"gradient": None}):  # a custom gradient may call a tape
         made = original(tape, target, sources, upstream, *options, **named_options)
-    finally:
-        context.computes_gradients = False
     # Replicas cannot wait for each other in inner graphs. On TPUs Keras's optimizer sums. Another
     # tape would want the gradient of the sum.
     is_summed_later = context.sums_in_apply or context.on_tpu
@@ -619,10 +607,10 @@ def warn_of_mixed_rows(context: StepContext, targets: Structure) -> None:
         return
     targets = symbolic_tensors(targets)
     if replica_id() % context.local_replicas == 0 and (
-        found := mixed_rows(targets, context.equal, context.exact, context.statistics)
+        mixed := mixed_rows(targets, context.equal, context.exact, context.statistics)
     ):
         warn(
-            f"The step {found.what}, in {found.name!r}. Each of {context.replicas} replicas sees"
+            f"The step {mixed}. Each of {context.replicas} replicas sees"
             " only its own rows, so the result differs from one device. Compute it from the rows"
             " of all replicas, such as tfd.all_rows(x) in place of x. For a loss over pairs of"
             " rows, take one side from tfd.all_rows: tf.matmul(queries, tfd.all_rows(candidates),"

@@ -45,7 +45,7 @@ from tfdist_ext.training.steps.context import (
 )
 from tfdist_ext.training.steps.mixing import adds_rows
 from tfdist_ext.training.steps.rows import follows_from, places_rows
-from tfdist_ext.training.variables import is_updated_once, local_copies
+from tfdist_ext.training.variables import is_updated_once, local_copies, local_copy
 from tfdist_ext.user_frames import warn
 
 __all__ = [
@@ -413,8 +413,7 @@ class OwnCopies:
         """The running replica's copy of a variable, or the one copy that replicas share."""
         if self._on_tpu:
             return raw_value(variable)
-        copies = local_copies(variable, self._strategy)
-        return copies[replica_id() % len(copies)] if len(copies) > 1 else copies[0]
+        return local_copy(variable, self._strategy, replica_id())
 
     def is_shared(self, variable: keras.Variable | tf.Variable) -> bool:
         """Whether the replicas of this worker share one copy."""
