@@ -41,10 +41,10 @@ class WorkerScope(StepScope):
     """Scope of one step.
 
     Args:
-        values: (variable, value) of variables that are local to the step: metrics, the step's
-            number, the learning rate. Writing to one of them changes only this value.
-        watched: variables that the step may write (moving statistics, seeds). What the step adds
-            to them is added on the server at the end of the step.
+        values: (variable, value) of variables that are local to the step: metrics, and the number
+            of the step. Writing to one of them changes only this value.
+        watched: variables that the step reads once, and may write (moving statistics, seeds,
+            learning rates). What the step adds to them is added on the server at the end of it.
         counter: the variable of `values` that counts steps. The scope counts its writes.
     """
 

@@ -213,7 +213,7 @@ class ReplicaScope(StepScope):
         """The state of each metric variable on this replica."""
         return [self.get_current_value(variable) for variable in self._metrics.values()]
 
-    def written(self, context: StepContext | None) -> dict[str, tf.Tensor]:
+    def written(self, context: StepContext) -> dict[str, tf.Tensor]:
         """Average what the replica has written, and assign the mean to the replica's own copies.
 
         To be called in the replica's context, after the scope.
@@ -225,12 +225,11 @@ class ReplicaScope(StepScope):
         collected = [each for key, each in self._watched.items() if key in self.state_mapping]
         variables: list[Any] = [variable for _, variable in collected]
         means = [self.state_mapping[id(variable)] for variable in variables]
-        if context is not None:
-            own = self.copies.written()
-            values = [*means, *(self.copies.copy_of(each).read_value() for each in own)]
-            means = context.mean(values, [*variables, *own])
-            for variable, mean in zip(own, means[len(variables) :], strict=True):
-                _assign(self.copies.copy_of(variable), mean)
+        own = self.copies.written()
+        values = [*means, *(self.copies.copy_of(each).read_value() for each in own)]
+        means = context.mean(values, [*variables, *own])
+        for variable, mean in zip(own, means[len(variables) :], strict=True):
+            _assign(self.copies.copy_of(variable), mean)
         return {str(n): mean for (n, _), mean in zip(collected, means, strict=False)}
 
     def _update_metric(

@@ -267,9 +267,7 @@ class ModelStep:
         """Run the step on one replica's part of a global batch, in that replica's context."""
         before = self.states.of_variables(states)
         waits = None if self.timer is None else Waits()
-        context = None
-        if tf.distribute.has_strategy() or waits is not None:
-            context = self._context(part, rows_of_all, waits)
+        context = self._context(part, rows_of_all, waits)
         metrics = zip(self.states.variables, before, strict=True)
         with (
             tf.name_scope(""),  # a summary's tag would begin with "while/"
@@ -278,10 +276,13 @@ class ModelStep:
             ReplicaScope(metrics, self._others, self._local) as scope,
             self._seeds.of_replica(scope.updated),
         ):
-            returned = self._step(part[-1] if context is None else context.batch)
-            outputs = self._outputs(returned, scope, before, context)
-        if context is not None:
-            self._check(scope, context)
+            returned = self._step(context.batch)
+            if self._kind == "predict":
+                outputs: Any = _own_rows(returned, context)
+            else:
+                outputs = self.outputs.others(returned, scope, before, warns=self._replicas > 1)
+                outputs = {name: context.weighted(value) for name, value in outputs.items()}
+        self._check(scope, context)
         scope.forget_losses(self.model)
         self.updates_metrics |= not scope.updated.isdisjoint(map(id, self.states.variables))
         new = self.states.stacked(scope.states())
@@ -302,22 +303,6 @@ class ModelStep:
                     " the error comes from a fixed number of rows, write keras.ops.shape(x)[0]."
                 )
             raise
-
-    def _outputs(
-        self,
-        returned: Structure,
-        scope: ReplicaScope,
-        before: Sequence[tf.Tensor],
-        context: StepContext | None,
-    ) -> Any:
-        """The outputs of the replica; the context is None in plain Keras."""
-        if self._kind == "predict":
-            return returned if context is None else _own_rows(returned, context)
-        several = self._replicas > 1
-        outputs = self.outputs.others(returned, scope, before, warns=several)
-        if context is None:
-            return outputs
-        return {name: context.weighted(value) for name, value in outputs.items()}
 
     def _context(
         self, part: Part, rows_of_all: tf.Tensor | None, waits: Waits | None
