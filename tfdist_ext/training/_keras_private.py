@@ -115,7 +115,7 @@ _REPLACED = {
         "keras:optimizers.LossScaleOptimizer.apply",
     ),
     "gradient": (
-        "returns the gradient of the global batch; no later function knows the loss",
+        "returns the gradient of the global batch; only here is the shape of the loss known",
         "tensorflow:GradientTape.gradient",
     ),
     "vectorize": (

@@ -349,7 +349,7 @@ class StepContext:
         """Returns the sum of each tensor over all replicas, for use inside a model.
 
         Its gradient is that of the loss of the global batch, in which the loss of this replica has
-        the weight `batch_fraction`. It is divided by `batch_fraction`, because it is multiplied by
+        the weight `batch_fraction`. The division by `batch_fraction` cancels the multiplication by
         it before gradients are summed.
         """
 
@@ -404,7 +404,7 @@ def _joined_digits(digits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def among_zeros(value: tf.Tensor, before: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-    """Returns the rows of a tensor in their places among `count` rows, of which others are 0."""
+    """Pads a tensor with rows of zeros to `count` rows, of which `before` come first."""
     after = count - before - tf.shape(value, tf.int64)[0]
     return tf.pad(value, [[before, after], *[[0, 0]] * (value.shape.rank - 1)])
 

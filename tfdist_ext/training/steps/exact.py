@@ -114,7 +114,7 @@ def _take(
 def _write_variable(
     context: StepContext, original: Original, variable: tf.Variable, *args: Any, **named: Any
 ) -> Any:
-    """A method of a tf.Variable of the user's that has written one copy.
+    """Handles a write to a tf.Variable of the user.
 
     Each writing method calls `_lazy_read` with the operation that wrote, None in eager code. Only
     `assign` does not with read_value=False: it returns that operation.

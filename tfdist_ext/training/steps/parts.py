@@ -270,7 +270,7 @@ def deferring_builds() -> Iterator[None]:
 
 
 def _save(optimizer: keras.optimizers.Optimizer, slots: Sequence[ShardedSlot], store: Any) -> None:
-    """An optimizer's `save_own_variables`: nothing is better than a part."""
+    """An optimizer's `save_own_variables`, which skips a state in parts."""
     if all(tuple(slot.variable.shape) == slot.shape for slot in slots):
         return type(optimizer).save_own_variables(optimizer, store)
     warn(

@@ -311,7 +311,7 @@ def _rows_after(
     if op.type in _REDUCING and constants[0] is not None:
         gone = [int(each) % rank for each in np.reshape(constants[0], [-1])]
         keeps = op.type not in ("ArgMax", "ArgMin") and op.get_attr("keep_dims")
-        return None if axis in gone else _without(rows, () if keeps else gone)
+        return rows if keeps and axis not in gone else _without(rows, gone)
     if op.type == "Squeeze":
         sizes = source.shape.as_list() if rank else []
         gone = [each % rank for each in op.get_attr("squeeze_dims")]
@@ -321,8 +321,7 @@ def _rows_after(
     if op.type in ("MatrixDiag", "MatrixDiagV2", "MatrixDiagV3"):
         return rows
     if op.type == "Unpack":
-        gone = op.get_attr("axis") % rank
-        return None if gone == axis else _without(rows, [gone])
+        return _without(rows, [op.get_attr("axis") % rank])
     if op.type == "MatMul":
         is_left = source is op.inputs[0]
         is_transposed = op.get_attr("transpose_a" if is_left else "transpose_b")
@@ -336,8 +335,10 @@ def _rows_after(
     return rows._replace(axis=axis + max(missing, 0))
 
 
-def _without(rows: Rows, dimensions: Collection[int]) -> Rows:
-    """Rows after dimensions before theirs were removed."""
+def _without(rows: Rows, dimensions: Collection[int]) -> Rows | None:
+    """Returns the rows after dimensions were removed; None if theirs is one of them."""
+    if rows.axis in dimensions:
+        return None
     return rows._replace(axis=rows.axis - sum(each < rows.axis for each in dimensions))
 
 

@@ -115,8 +115,7 @@ class ModelStep:
         compiles = kind != "predict" and not self._eagerly and timer is None
         self._jit_compile = compiles and model.jit_compile
         self._run_once = self._run_replica
-        # As a function the step is traced once, although the loop must know in advance what the
-        # step returns.
+        # A tf.function, so that `_empty_outputs` and the loop share one trace.
         if compiles and reduction.replicas == 1 and (self._jit_compile or self.outputs.exist):
             self._run_once = tf.function(
                 self._run_replica, jit_compile=self._jit_compile or None, autograph=False
