@@ -220,7 +220,7 @@ class Predictor:
         self._reduction = step.reduction
         self._step = step
         self._of_batch = step.in_graph(self._outputs_of_batch)
-        self._of_next = step.in_graph(self._outputs_of_next)
+        self._of_next = step.in_graph(lambda data, *args: self._outputs_of_batch(next(data), *args))
 
     @property
     def traces(self) -> str:
@@ -243,9 +243,6 @@ class Predictor:
         if self._reduction.any_worker(not bool(batch.has_value())):
             raise StopIteration
         return call(self._of_batch, batch.get_value(), data.needs_row_count)
-
-    def _outputs_of_next(self, iterator: BatchIterator, needs_row_count: bool) -> Structure:
-        return self._outputs_of_batch(next(iterator), needs_row_count)
 
     def _outputs_of_batch(self, batch: Parts, needs_row_count: bool) -> Structure:
         step, on = self._step, self._reduction
