@@ -33,27 +33,6 @@ def test_what_is_replaced_in_steps_is_there(replaced: _keras_private.Replaced) -
     assert hasattr(owner, name), f"Keras {keras.__version__} moved {replaced}"
 
 
-@pytest.mark.parametrize("order", ["first", "last"])
-def test_scopes_of_two_threads_leave_no_method_behind(order: str) -> None:
-    """Threads may enter and leave in any order; an attribute of the user's comes back."""
-    model = keras.Sequential()
-    vars(model)["save"] = "the user's own"
-    scopes = [
-        _keras_private.redirect_methods(model, compile=lambda n=n: n, save=lambda n=n: n)
-        for n in range(3)
-    ]
-    for scope in scopes:
-        scope.__enter__()
-    left = [0, 1] if order == "first" else [2, 1]
-    for number in left:
-        scopes[number].__exit__(None, None, None)
-    (open_one,) = {0, 1, 2} - set(left)
-    assert model.compile() == model.save() == open_one
-    scopes[open_one].__exit__(None, None, None)
-    assert "compile" not in vars(model)
-    assert vars(model)["save"] == "the user's own"
-
-
 K = keras.callbacks
 
 
@@ -92,7 +71,6 @@ def test_attributes_of_objects() -> None:
         "_variables": model.optimizer,
         "_var_key": model.optimizer,
         "_initialize_with_initializer": model.weights[0],
-        "_clip_gradients": model.optimizer,
         "_distribution_strategy": model.optimizer,
         "_all_reduce_sum_gradients": model.optimizer,
         "_learning_rate": model.optimizer,

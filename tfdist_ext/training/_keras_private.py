@@ -115,7 +115,7 @@ _REPLACED = {
         "keras:optimizers.LossScaleOptimizer.apply",
     ),
     "gradient": (
-        "returns the gradient of the global batch; no later function knows the loss",
+        "returns the gradient of the global batch; only here is the shape of the loss known",
         "tensorflow:GradientTape.gradient",
     ),
     "vectorize": (
@@ -131,12 +131,10 @@ _REPLACED = {
         "keras.src.losses.loss:reduce_weighted_values",
     ),
     "average_loss": (
-        "marks a call of `tf.nn.compute_average_loss`, which must divide by the rows of all parts",
-        f"{_OPS}.losses.util:check_per_example_loss_rank",
-    ),
-    "divide_average_loss": (
-        "divides in `tf.nn.compute_average_loss`, by the rows of all parts",
-        f"{_OPS}.math_ops:div_no_nan",
+        "divides by the rows of all parts",
+        "tensorflow:nn.compute_average_loss",
+        "tensorflow:compat.v1.nn.compute_average_loss",
+        "tensorflow:compat.v2.nn.compute_average_loss",
     ),
     "added_loss": (
         "sums the losses from add_loss; a sum over the rows of a part is not a mean",
@@ -170,6 +168,14 @@ _REPLACED = {
     "add": (
         "adds parts without rows; Keras takes a matrix without rows for a bias",
         "keras.src.backend.tensorflow.numpy:add",
+    ),
+    "clip": (
+        "clips by the norms of whole gradients under `shard_optimizer=True`",
+        "keras:optimizers.Optimizer._clip_gradients",
+    ),
+    "check_finite": (
+        "checks the gradients of all workers under `shard_optimizer=True`",
+        "keras:optimizers.LossScaleOptimizer.check_finite",
     ),
     "draw": (
         "creates all operations; those in `random_numbers.RANDOM` draw the rows of the part",
@@ -298,8 +304,7 @@ def _replaced(target: Target) -> Iterator[None]:
         original, users = _originals.get(target, (vars(owner)[name], 0))
         _originals[target] = original, users + 1
         if not users:
-            dispatching = _dispatching_by_type if key == "draw" else _dispatching
-            setattr(owner, name, dispatching(key, original))
+            setattr(owner, name, _dispatching(key, original))
     try:
         yield
     finally:
@@ -340,7 +345,8 @@ def _dispatching(key: str, original: Any) -> Any:
 
     @functools.wraps(original)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        substitute = _step.substitutes.get(key)
+        # The first argument of the function that creates operations is their type.
+        substitute = _step.substitutes.get(args[0] if key == "draw" else key)
         if substitute is None:
             return original(*args, **kwargs)
         if _step.called is not None:
@@ -348,54 +354,6 @@ def _dispatching(key: str, original: Any) -> Any:
         return substitute(original, *args, **kwargs)
 
     return dispatch
-
-
-def _dispatching_by_type(key: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a wrapper of the function that makes operations of all types in a graph.
-
-    The substitute of a type gets the operation's function of `tf.raw_ops`, the result of the
-    operation that was asked for, and the arguments of the operation by name.
-    """
-
-    @functools.wraps(original)
-    def dispatch(*args: Any, **kwargs: Any) -> Any:
-        # As TensorFlow's generated gen_*_ops.py call it: type, and arguments by name.
-        kind = args[0]
-        substitute = _step.substitutes.get(kind)
-        if substitute is None:
-            return original(*args, **kwargs)
-        if _step.called is not None:
-            _step.called.add(key)
-        *others, outputs = original(*args, **kwargs)
-        kwargs.pop("name", None)
-        with substitutes({kind: None}):
-            return (*others, [substitute(getattr(tf.raw_ops, kind), outputs[0], **kwargs)])
-
-    return dispatch
-
-
-@contextlib.contextmanager
-def redirect_methods(
-    model: keras.Model | keras.metrics.Metric, **methods: Callable[..., Any]
-) -> Iterator[None]:
-    """Scope in which `methods` shadow those of a model or a metric.
-
-    Threads may leave their scopes in any order: a method is restored when no scope shadows it.
-    """
-    attributes = vars(model)
-    shadows = {name: functools.partial(method) for name, method in methods.items()}
-    for name, shadow in shadows.items():
-        vars(shadow).update(is_left=False, below=attributes.get(name))
-    attributes.update(shadows)
-    try:
-        yield
-    finally:
-        for name, shadow in shadows.items():
-            vars(shadow)["is_left"] = True
-            while getattr(attributes.get(name), "is_left", False):
-                attributes[name] = attributes[name].below
-            if attributes.get(name) is None:
-                attributes.pop(name, None)
 
 
 def method_of_user(model: keras.Model, name: str) -> Any:
@@ -546,12 +504,11 @@ def symbolic_build(model: keras.Model, batch: Structure) -> None:
     try:
         build(data_batch=batch)
     except ValueError:
-        original = model.call
 
-        def call(*args: Any, **named: Any) -> Any:
+        def call(original: Original, *args: Any, **named: Any) -> Any:
             return original(*args, **{**named, **({"training": True} if named else {})})
 
-        with redirect_methods(model, call=call):
+        with replacing([target_of("call", type(model), "call")]), substitutes({"call": call}):
             build(data_batch=batch)
 
 
@@ -756,8 +713,3 @@ def noting_slots(part: type, strategy: object) -> Iterator[list[tuple[keras.Vari
     targets = [target_of(name, base, name) for name in functions] + [Target("shape", part, "shape")]
     with replacing(targets), substitutes({"build": None, "shape": read, **functions}):
         yield noted
-
-
-def clipping_of(optimizer: keras.optimizers.Optimizer) -> Callable[..., Any]:
-    """The method that clips gradients. Private: norms over parts of a weight must be replaced."""
-    return NAMES.of(optimizer, "_clip_gradients", "clipping with shard_optimizer=True")

@@ -40,12 +40,9 @@ def fit(strategy: tf.distribute.Strategy, made: Any = build, **options: Any) -> 
 def test_one_process(tmp_path: Path) -> None:
     strategy = tfd.create_strategy("mirrored", devices=2)
     board = tfd.WorkerTensorBoard(tmp_path)
-    model, history = fit(strategy, callbacks=[board])
+    model, _ = fit(strategy, callbacks=[board])
     found = scalars(tmp_path / "worker-0")
     assert list(found["own_ms"]) == list(range(1, 11))  # two epochs of five steps
-    for metric in ("loss", "mae"):
-        np.testing.assert_allclose(list(found[metric].values()), history[metric], rtol=1e-5)
-        assert list(found[metric]) == [5, 10]
     own, whole = (np.array(list(found[tag].values())) for tag in ("own_ms", "step_ms"))
     assert ((own > 0) & (own < whole)).all()
     np.testing.assert_allclose(board.own_ms, [own[5:].mean()], rtol=1e-5)
@@ -85,7 +82,6 @@ def test_a_step_of_the_users_own(tmp_path: Path) -> None:
     own, whole = (np.array(list(found[tag].values())) for tag in ("own_ms", "step_ms"))
     assert len(own) == 5
     assert ((own > 0) & (own < whole)).all()
-    assert "loss" not in found  # the step does not update it
 
 
 def test_xla_is_off_with_one_warning(tmp_path: Path) -> None:

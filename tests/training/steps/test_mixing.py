@@ -82,7 +82,7 @@ def test_operations_that_mix_rows(name: str) -> None:
     function, expected = MIXING[name]
     found = found_in(function, lambda value, equal: mixed_rows([value], equal, {}, {}))
     assert (found is None) == (expected is None)
-    assert expected is None or found.what.startswith(expected)
+    assert expected is None or found.startswith(expected)
 
 
 ADDING: dict[str, tuple[Callable[[Any], Any], str | None]] = {

@@ -16,7 +16,7 @@ from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.synchronous.engine import SynchronousProgram
 from tfdist_ext.user_frames import filter_traceback
 
-_SLOW = 0.2  # of a step that the others wait for a worker: then the worker is named
+_SLOW = 0.2  # waiting fraction of a step above which a worker is reported
 
 
 @filter_traceback
@@ -28,7 +28,6 @@ class WorkerTensorBoard(keras.callbacks.Callback):
 
     - `own_ms`: the time of a step before the worker waits for the other workers, in milliseconds.
     - `step_ms`: the time of the whole step, in milliseconds. It is nearly equal on all workers.
-    - The loss and each metric of the rows of the worker, at the end of each epoch.
 
     If the other workers wait for a worker for more than a fifth of a step, the chief prints the
     name of this worker at the end of the epoch. The callback turns off `jit_compile=True`, with a
@@ -61,7 +60,6 @@ class WorkerTensorBoard(keras.callbacks.Callback):
     def follow(self, program: SynchronousProgram, reduction: Reduction) -> None:
         """Called by `fit` before its first step, with its steps, which are timed."""
         self._timer = program.timer
-        self._local_logs = program.logs_of_this_task
         self._reduction = reduction
         self._workers = [each.removeprefix("the ") for each in reduction.task_names()]
         self._first_epoch = True
@@ -94,8 +92,6 @@ class WorkerTensorBoard(keras.callbacks.Callback):
                 tf.summary.scalar("own_ms", own[some].mean(), at)
                 tf.summary.scalar("step_ms", step[some].mean(), at)
             self._step += count
-            for name, value in self._local_logs().items():
-                tf.summary.scalar(name, value, self._step)
         self._writer.flush()
         # The first step of a training compiles.
         later = slice(1, None) if self._first_epoch and count > 1 else slice(None)

@@ -130,15 +130,16 @@ class ParameterServerProgram:
         self._metrics, others = metrics_and_others(model)
         self._watched = [v for v in others if not v.trainable]
         self._counter: keras.Variable | None = None
-        self._rate: keras.Variable | None = None
-        if kind == "train" and isinstance(model.optimizer, keras.optimizers.Optimizer):
-            counter, self._rate = step_variables(model.optimizer)
-            # Only a worker knows whether the gradients overflow, and the step does not count.
-            may_skip = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-            self._counter = None if may_skip else counter
-        # Other optimizers count in variables on the servers, to which a step adds.
-        counters = [step_variables(each)[0] for each in optimizers_of(model).values()]
-        self._watched += [each for each in counters if each is not self._counter]
+        # Only a worker knows whether the gradients overflow, and the step does not count.
+        may_skip = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+        is_of_keras = isinstance(model.optimizer, keras.optimizers.Optimizer)
+        if kind == "train" and is_of_keras and not may_skip:
+            self._counter, _ = step_variables(model.optimizer)
+        # Other optimizers count in variables on the servers, to which a step adds. A step reads a
+        # learning rate once.
+        for optimizer in optimizers_of(model).values():
+            of_steps = [each for each in step_variables(optimizer) if each is not None]
+            self._watched += [each for each in of_steps if each is not self._counter]
         self._counted = 0  # how often a step counts itself
         self._sizes = [int(np.prod(variable.shape)) for variable in self._metrics]
         is_sum = [variable.aggregation == "sum" for variable in self._metrics]
@@ -149,8 +150,7 @@ class ParameterServerProgram:
         model.reset_metrics()
         self._start = self._states()
         self._assign(self._totals)
-        rate = "float32" if self._rate is None else self._rate.dtype
-        self._specs = [tf.TensorSpec([], tf.int64), tf.TensorSpec([], rate)]
+        self._specs = [tf.TensorSpec([], tf.int64)]
         self._one = tf.function(self._one_step, autograph=False)
         self._on_batches = tf.function(self._steps, autograph=False)
         self._on_shard: dict[str, tf.types.experimental.ConcreteFunction] = {}  # by a batch's spec
@@ -189,13 +189,12 @@ class ParameterServerProgram:
         if self._states().tobytes() != self._assigned.tobytes():  # a callback has changed a metric
             self.reset(resume=True)
         first = 0 if self._counter is None else int(raw_value(self._counter).numpy())
-        rate = np.float32(0) if self._rate is None else raw_value(self._rate).numpy()
         iterator, done, used, found, sent = data.iterator, 0, 0, [], 0
 
-        def arguments(before: int, steps: int) -> tuple[np.int64, np.floating]:
+        def arguments(before: int, steps: int) -> tuple[np.int64]:
             nonlocal sent
             sent = max(sent, done + before + steps)
-            return np.int64(first + (done + before) * self._counted), rate
+            return (np.int64(first + (done + before) * self._counted),)
 
         try:
             if isinstance(iterator, ShardIterators):
@@ -219,7 +218,7 @@ class ParameterServerProgram:
         return Execution(logs, used, seconds, stop_requested=stop_requested)
 
     def _on_shards(
-        self, data: ShardIterators, n: int, arguments: Callable[[int, int], Sequence[np.number]]
+        self, data: ShardIterators, n: int, arguments: Callable[[int, int], Sequence[np.int64]]
     ) -> list[Answer]:
         """Take `n` steps, or fewer if all shards end; returns the answers that count."""
         batches, found = data.batches, []
@@ -253,12 +252,11 @@ class ParameterServerProgram:
         positions: tf.Tensor,
         n: tf.Tensor,
         first: tf.Tensor,
-        rate: tf.Tensor,
     ) -> Answer:
         """In a graph: `n` steps after the position of the shard, or fewer if the shard ends."""
         start = tf.constant(self._start)
         # Traced beforehand: a loop must know what comes out of it, and how steps count.
-        outputs = self._one.get_concrete_function(spec, first, rate, start).structured_outputs[1]
+        outputs = self._one.get_concrete_function(spec, first, start).structured_outputs[1]
         nothing = {
             name: tf.zeros([size or 0 for size in output.shape], output.dtype)
             for name, output in outputs.items()
@@ -271,7 +269,7 @@ class ParameterServerProgram:
             step, states = first + answer.steps * self._counted, answer.values[0]
             values = tf.cond(
                 is_new,
-                lambda: self._one(batch.get_value(), step, rate, states),
+                lambda: self._one(batch.get_value(), step, states),
                 lambda: answer.values,
             )
             end, steps = number + tf.cast(more, tf.int64), answer.steps + tf.cast(is_new, tf.int64)
@@ -285,22 +283,18 @@ class ParameterServerProgram:
         )
         return answer
 
-    def _steps(self, batches: Sequence[Structure], first: tf.Tensor, rate: tf.Tensor) -> StepValues:
+    def _steps(self, batches: Sequence[Structure], first: tf.Tensor) -> StepValues:
         """In a graph: steps one after another."""
         values: StepValues = (tf.constant(self._start), {})
         for number, batch in enumerate(batches):
-            values = self._one(batch, first + number * self._counted, rate, values[0])
+            values = self._one(batch, first + number * self._counted, values[0])
         return values
 
-    def _one_step(
-        self, batch: Structure, step: tf.Tensor, rate: tf.Tensor, states: tf.Tensor
-    ) -> StepValues:
+    def _one_step(self, batch: Structure, step: tf.Tensor, states: tf.Tensor) -> StepValues:
         self._calls.peers.enters("compiling")
         values = list(zip(self._metrics, self._unpacked(states), strict=True))
         if self._counter is not None:
             values.append((self._counter, tf.cast(step, self._counter.dtype)))
-        if self._rate is not None:
-            values.append((self._rate, rate))
         scope = WorkerScope(values, self._watched, self._counter)
         with step_on_worker(scope, self._model):
             outputs = self._outputs.others(self._step(batch), scope, [states], warns=True)

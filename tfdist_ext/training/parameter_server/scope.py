@@ -21,12 +21,11 @@ from tfdist_ext.training._keras_private import (
     step_targets,
     substitutes,
 )
-from tfdist_ext.training.steps.context import current_graph
 from tfdist_ext.training.steps.scope import (
     StepScope,
     metric_in_inner_graph,
-    metrics_of,
-    observed_metrics,
+    record_result,
+    result_methods,
     take_rows,
 )
 from tfdist_ext.training.variables import (
@@ -42,10 +41,10 @@ class WorkerScope(StepScope):
     """Scope of one step.
 
     Args:
-        values: (variable, value) of variables that are local to the step: metrics, the step's
-            number, the learning rate. Writing to one of them changes only this value.
-        watched: variables that the step may write (moving statistics, seeds). What the step adds
-            to them is added on the server at the end of the step.
+        values: (variable, value) of variables that are local to the step: metrics, and the number
+            of the step. Writing to one of them changes only this value.
+        watched: variables that the step reads once, and may write (moving statistics, seeds,
+            learning rates). What the step adds to them is added on the server at the end of it.
         counter: the variable of `values` that counts steps. The scope counts its writes.
     """
 
@@ -61,7 +60,6 @@ class WorkerScope(StepScope):
         self._values = set(self.state_mapping)
         self._watched = {id(variable): variable for variable in watched}
         self._before: dict[int, tf.Tensor] = {}  # of watched variables that were read
-        self._graph = current_graph()
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         key = id(variable)
@@ -70,7 +68,7 @@ class WorkerScope(StepScope):
         raw = raw_value(variable)
         if raw is None:
             return None
-        if key in self._watched and self._in_step():
+        if key in self._watched and not self._in_inner_graph():
             # A tensor, because `write_watched` subtracts what was read from what was written.
             self._before[key] = self.state_mapping[key] = tf.convert_to_tensor(raw)
             return self.state_mapping[key]
@@ -78,7 +76,7 @@ class WorkerScope(StepScope):
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         variable, value = update
-        key, in_step = id(variable), self._in_step()
+        key, in_step = id(variable), not self._in_inner_graph()
         self.counted += variable is self._counter
         if in_step and key in self._watched:
             self.get_current_value(variable)  # reads the value before the step
@@ -104,18 +102,14 @@ class WorkerScope(StepScope):
             return None
         return tf.nn.embedding_lookup(raw_value(variable), ids)
 
-    def _in_step(self) -> bool:
-        return current_graph() is self._graph
-
 
 @contextlib.contextmanager
 def step_on_worker(scope: WorkerScope, model: keras.Model) -> Iterator[None]:
     """The scope of a step that reads rows and updates variables on their servers."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(scope)
-        stack.enter_context(observed_metrics(metrics_of(model)))
-        stack.enter_context(replacing(step_targets()))
-        stack.enter_context(substitutes({"take": _take}))
+        stack.enter_context(replacing([*step_targets(), *result_methods(model)]))
+        stack.enter_context(substitutes({"take": _take, "result": record_result}))
         for optimizer in optimizers_of(model).values():
             updates = UpdatesInPlace(optimizer)
             stack.enter_context(distribution_strategy_of(with_inner_optimizers(optimizer), updates))

@@ -92,7 +92,7 @@ class WorkerBatches(GlobalBatches):
         end = tf.data.Dataset.from_tensors(tf.experimental.Optional.empty(self.batch_spec)).repeat()
         elements = found.concatenate(end).enumerate()
         elements = elements.map(lambda number, batch: (shard, number, batch))
-        # Untuned: the coordinator's last word to a worker waits behind the end of its iterator.
+        # Autotuning delays shutdown.
         return without_autotune(elements.prefetch(tf.data.AUTOTUNE))
 
     def shards(self) -> list[tf.data.Dataset]:

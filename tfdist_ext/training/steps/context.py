@@ -227,9 +227,6 @@ class StepContext:
             by one.
         substitutes: the functions that replace Keras's functions in this step, by key.
         called: the keys of the replaced functions that the step has called.
-        has_all_rows_tensors: whether the step has called `all_rows`.
-        computes_gradients: True while a gradient tape is computing gradients, and in a vectorized
-            map, which computes those of single rows.
         exact: maps the key of a tensor that covers all rows to the tensors before it.
         statistics: maps the key of a tensor to whether it is a statistic of this part's rows.
         row_numbers: shuffled numbers of rows in the global batch.
@@ -259,8 +256,6 @@ class StepContext:
         self.equal.add(self.global_rows)
         self.substitutes: Mapping[str, Callable[..., Any]] = {}
         self.called: set[str] = set()
-        self.has_all_rows_tensors = False
-        self.computes_gradients = False
         self.exact: dict[Key, Sequence[tf.Tensor]] = {}
         self.statistics: dict[Key, bool] = {}
         self.row_numbers: list[tf.Tensor] = []
@@ -307,7 +302,7 @@ class StepContext:
         """Returns whether a floating tensor has rows of this part, or of all parts, or none."""
         if not tf.is_tensor(value) or not (value.dtype.is_floating or value.dtype.is_complex):
             return None
-        if self.has_all_rows_tensors and value.shape.rank and self.equal.has(value):
+        if value.shape.rank and self.equal.has(value):
             return "batch" if None in value.shape.as_list() else None
         return None if self.rows_of(value) is None else "part"
 
@@ -354,7 +349,7 @@ class StepContext:
         """Returns the sum of each tensor over all replicas, for use inside a model.
 
         Its gradient is that of the loss of the global batch, in which the loss of this replica has
-        the weight `batch_fraction`. It is divided by `batch_fraction`, because it is multiplied by
+        the weight `batch_fraction`. The division by `batch_fraction` cancels the multiplication by
         it before gradients are summed.
         """
 
@@ -409,7 +404,7 @@ def _joined_digits(digits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def among_zeros(value: tf.Tensor, before: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-    """Returns the rows of a tensor in their places among `count` rows, of which others are 0."""
+    """Pads a tensor with rows of zeros to `count` rows, of which `before` come first."""
     after = count - before - tf.shape(value, tf.int64)[0]
     return tf.pad(value, [[before, after], *[[0, 0]] * (value.shape.rank - 1)])
 
@@ -502,7 +497,6 @@ def gather_rows(context: StepContext, values: Sequence[tf.Tensor]) -> list[tf.Te
         rows = tf.cast(total, tensor.dtype)
         rows.set_shape([None, *tensor.shape[1:]])
         gathered.append(rows)
-    context.has_all_rows_tensors = True
     return gathered
 
 

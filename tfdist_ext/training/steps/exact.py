@@ -6,10 +6,9 @@ whole batch. docs/exactness.md states the rules; each function here is a part of
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import keras
@@ -45,7 +44,7 @@ from tfdist_ext.training.steps.context import (
 from tfdist_ext.training.steps.mixing import mixed_rows
 from tfdist_ext.training.steps.parts import OptimizerParts, sums_of_parts
 from tfdist_ext.training.steps.random_numbers import RANDOM, REFUSED_IN_UPDATES, rows_at
-from tfdist_ext.training.steps.rows import Gradient, tensor_key
+from tfdist_ext.training.steps.rows import Gradient, symbolic_tensors, tensor_key
 from tfdist_ext.training.steps.scope import (
     ReplicaScope,
     check_equal,
@@ -92,18 +91,13 @@ def substitutes_of(context: StepContext) -> Mapping[str, Callable[..., Any]]:
         "vectorize": _vectorize,
         "update_mean": _update_mean,
         "moments": _moments,
-        "replicas": _replicas,
+        "replicas": lambda context, original, strategy: 1,
         "take": _take,
         **RANDOM,
     }
     if context.replicas > 1 and not context.on_tpu:
         functions |= {"write_variable": _write_variable, "update_variable": _update_variable}
     return {key: functools.partial(function, context) for key, function in functions.items()}
-
-
-def _replicas(context: StepContext, original: Original, strategy: tf.distribute.Strategy) -> int:
-    """Returns the `num_replicas_in_sync` of a step."""
-    return 1
 
 
 def _take(
@@ -120,7 +114,7 @@ def _take(
 def _write_variable(
     context: StepContext, original: Original, variable: tf.Variable, *args: Any, **named: Any
 ) -> Any:
-    """A method of a tf.Variable of the user's that has written one copy.
+    """Handles a write to a tf.Variable of the user.
 
     Each writing method calls `_lazy_read` with the operation that wrote, None in eager code. Only
     `assign` does not with read_value=False: it returns that operation.
@@ -383,11 +377,8 @@ def _update_mean(
 
 def _vectorize(context: StepContext, original: Original, *args: Any, **named: Any) -> Any:
     """Traces the function of a vectorized map, in which a gradient is that of a single row."""
-    before, context.computes_gradients = context.computes_gradients, True
-    try:
+    with substitutes({"gradient": None}):
         return original(*args, **named)
-    finally:
-        context.computes_gradients = before
 
 
 def _moments(
@@ -400,7 +391,7 @@ def _moments(
     """Returns mean and variance of each channel, of a synchronized layer over all replicas."""
     if not layer.synchronized:
         moments = original(layer, inputs, mask)
-        for moment in _symbolic(moments):  # `distribute` warns of them
+        for moment in symbolic_tensors(moments):  # `distribute` warns of them
             context.exact[tensor_key(moment)] = [inputs]
             context.statistics[tensor_key(moment)] = False
         return moments
@@ -428,17 +419,14 @@ def _reduce_loss(
     original: Original,
     values: tf.Tensor,
     sample_weight: tf.Tensor | None = None,
-    mask: tf.Tensor | None = None,
-    reduction: str | None = "sum_over_batch_size",
-    dtype: tf.DType | str | None = None,
+    *more: Any,
+    **named: Any,
 ) -> tf.Tensor:
     """Reduces a loss over the part, so that the weighted mean over parts is the global loss."""
-    loss = _reduced(context, original, values, sample_weight, mask, reduction, dtype)
+    loss = _reduced(context, original, values, sample_weight, *more, **named)
     if loss is not values:
-        before = _symbolic([values, sample_weight])
-        context.exact.update({tensor_key(each): before for each in _symbolic(loss)})
-        keys = [tensor_key(each) for each in _symbolic(loss) if each.shape.rank == 0]
-        context.statistics.update(dict.fromkeys(keys, True))
+        before = symbolic_tensors([values, sample_weight])
+        context.exact.update({tensor_key(each): before for each in symbolic_tensors(loss)})
     return loss
 
 
@@ -447,9 +435,9 @@ def _reduced(
     original: Original,
     values: tf.Tensor,
     sample_weight: tf.Tensor | None,
-    mask: tf.Tensor | None,
-    reduction: str | None,
-    dtype: tf.DType | str | None,
+    mask: tf.Tensor | None = None,
+    reduction: str | None = "sum_over_batch_size",
+    dtype: tf.DType | str | None = None,
 ) -> tf.Tensor:
     if reduction not in _REDUCTIONS:
         raise TrainingError(
@@ -507,33 +495,23 @@ def _loss_of_batch(
     return original(loss, y_true, y_pred, *more, **named)
 
 
-@contextlib.contextmanager
-def _average_loss(context: StepContext, original: Original, losses: tf.Tensor) -> Iterator[None]:
-    """Scope of `tf.nn.compute_average_loss`, which makes its result a mean over the part.
-
-    With a `global_batch_size`, TensorFlow divides the sum over the part by the rows of all parts.
-    """
-    is_mean = context.rows_in(losses) == "batch"
+def _average_loss(
+    context: StepContext,
+    original: Original,
+    losses: Any,
+    sample_weight: Any = None,
+    global_batch_size: Any = None,
+) -> tf.Tensor:
+    """Calls `tf.nn.compute_average_loss`, and makes its result a mean over the part."""
+    losses = tf.convert_to_tensor(losses)
     rows = context.rows_of(losses)
-    is_selection = rows is not None and rows.is_selection
-
-    def replicas(*_: Any) -> int:
-        nonlocal is_mean
-        is_mean = True  # without a size, TensorFlow divides by the rows of the part
-        return 1
-
-    def divide(original: Original, total: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
-        if is_mean and is_selection:  # a size of this part, and not the global batch size
-            (size,) = context.sums.all_reduce([context.where_nonempty(size)])
-        loss = original(total, size)
-        return (
-            loss
-            if is_mean and not is_selection
-            else original(loss, context.batch_fraction(loss.dtype))
-        )
-
-    with original(losses), substitutes({"replicas": replicas, "divide_average_loss": divide}):
-        yield
+    if global_batch_size is None and rows is not None and rows.is_selection:
+        mine = context.where_nonempty(tf.shape(losses, tf.int64)[0])
+        (global_batch_size,) = context.sums.all_reduce([mine])
+    loss = original(losses, sample_weight, global_batch_size)
+    if global_batch_size is None or context.rows_in(losses) == "batch":
+        return loss  # divided by as many rows as it is the sum of
+    return tf.math.divide_no_nan(loss, context.batch_fraction(loss.dtype))
 
 
 def _clear_losses(context: StepContext, original: Original, layer: keras.Layer) -> None:
@@ -571,16 +549,13 @@ def _gradient(
     part. A loss with one number per row is a sum over rows, not a mean. Inside another tape, or a
     graph in the step's graph, the gradient of a variable is that of the part, and `_apply` sums it.
     """
-    if context.replicas == 1 or context.computes_gradients:
+    if context.replicas == 1:
         return original(tape, target, sources, output_gradients, *options, **named_options)
     targets = tf.nest.flatten(target)
     warn_of_mixed_rows(context, targets)
     upstream = _upstream(context, targets, output_gradients)
-    context.computes_gradients = True
-    try:
+    with substitutes({"gradient": None}):  # a custom gradient may call a tape
         made = original(tape, target, sources, upstream, *options, **named_options)
-    finally:
-        context.computes_gradients = False
     # Replicas cannot wait for each other in inner graphs. On TPUs Keras's optimizer sums. Another
     # tape would want the gradient of the sum.
     is_summed_later = context.sums_in_apply or context.on_tpu
@@ -630,18 +605,15 @@ def warn_of_mixed_rows(context: StepContext, targets: Structure) -> None:
     """Warns once, while the first replica is traced, if a step mixes the rows of the batch."""
     if context.replicas == 1 or context.graph is None or context.on_tpu:
         return
+    targets = symbolic_tensors(targets)
     if replica_id() % context.local_replicas == 0 and (
-        found := mixed_rows(_symbolic(targets), context.equal, context.exact, context.statistics)
+        mixed := mixed_rows(targets, context.equal, context.exact, context.statistics)
     ):
         warn(
-            f"The step {found.what}, in {found.name!r}. Each of {context.replicas} replicas sees"
+            f"The step {mixed}. Each of {context.replicas} replicas sees"
             " only its own rows, so the result differs from one device. Compute it from the rows"
             " of all replicas, such as tfd.all_rows(x) in place of x. For a loss over pairs of"
             " rows, take one side from tfd.all_rows: tf.matmul(queries, tfd.all_rows(candidates),"
             " transpose_b=True). For a mean of selected rows, give a loss that returns one number"
             " for each row to compile."
         )
-
-
-def _symbolic(values: Structure) -> list[tf.Tensor]:
-    return list(filter(tf.is_symbolic_tensor, tf.nest.flatten(values, expand_composites=True)))

@@ -7,8 +7,8 @@ such operations in the graph of a step by the types in the tables of this module
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -20,22 +20,11 @@ from tfdist_ext.training.steps.rows import (
     behind,
     rows_of,
     tensor_key,
+    tensors_before,
     unknown_sizes,
 )
 
-__all__ = ["MixedRows", "adds_rows", "mixed_rows"]
-
-
-class MixedRows(NamedTuple):
-    """An operation that mixes rows.
-
-    Attributes:
-        name: of the operation.
-        what: what the operation does, as a sentence without its subject.
-    """
-
-    name: str
-    what: str
+__all__ = ["adds_rows", "mixed_rows"]
 
 
 def _of_input(number: int) -> Callable[[tf.Operation], Collection[int]]:
@@ -91,8 +80,10 @@ def mixed_rows(
     equal: EqualTensors,
     exact: Mapping[Key, Sequence[tf.Tensor]],
     statistics: Mapping[Key, bool],
-) -> MixedRows | None:
-    """Returns an operation before these tensors that mixes rows of the part; None without one.
+) -> str | None:
+    """Returns what an operation before these tensors does to mix rows of the part, and its name.
+
+    Returns None if no operation mixes rows.
 
     Args:
         exact: by the key of a tensor that is computed over all rows, the tensors before it to go
@@ -101,17 +92,23 @@ def mixed_rows(
             that is known.
     """
     known = dict(statistics)
-    for tensor in _tensors_before(targets, equal, exact):
+
+    def inputs(tensor: tf.Tensor) -> Iterable[tf.Tensor]:
+        return itertools.filterfalse(equal.has, exact.get(tensor_key(tensor), tensor.op.inputs))
+
+    for tensor in tensors_before(itertools.filterfalse(equal.has, targets), inputs):
         op = tensor.op
+        if tensor_key(tensor) in exact:
+            continue
         if op.type in _ORDERING and _is_along_rows(op, _ORDERING[op.type], equal):
-            return MixedRows(op.name, "puts rows of the batch in another order")
+            return f"puts rows of the batch in another order, in {op.name!r}"
         if op.type in _COMPARING and _compares_rows(tensor, equal):
-            return MixedRows(op.name, "compares rows of the batch with each other")
+            return f"compares rows of the batch with each other, in {op.name!r}"
         if op.type == "Mean" and _is_along_rows(op, _of_input(1), equal, only_selected=True):
-            return MixedRows(op.name, "takes the mean of selected rows")
+            return f"takes the mean of selected rows, in {op.name!r}"
         is_extreme = op.type in _EXTREMES and tensor.dtype.is_floating
         if is_extreme and _is_along_rows(op, _of_input(1), equal):
-            return MixedRows(op.name, _STATISTIC)
+            return f"{_STATISTIC}, in {op.name!r}"
         if op.type not in _RELATING | _NOT_LINEAR or not op.inputs[0].dtype.is_floating:
             continue
         # Numbers divided by others are linear in the former only.
@@ -119,7 +116,7 @@ def mixed_rows(
         found = [_is_statistic(each, equal, known) for each in others]
         is_related = any(map(unknown_sizes, op.inputs)) or (op.type == "Mul" and all(found))
         if any(found) and (is_related or op.type in _NOT_LINEAR):
-            return MixedRows(op.name, _STATISTIC)
+            return f"{_STATISTIC}, in {op.name!r}"
     return None
 
 
@@ -143,22 +140,6 @@ def _is_along_rows(
         return False
     rank = op.inputs[0].shape.rank or 1
     return rows.axis in [axis % rank for axis in dimensions(op)]
-
-
-def _tensors_before(
-    targets: Iterable[tf.Tensor],
-    equal: EqualTensors,
-    exact: Mapping[Key, Sequence[tf.Tensor]],
-) -> Iterator[tf.Tensor]:
-    waiting, seen = list(targets), set[Key]()
-    while waiting:
-        tensor = waiting.pop()
-        if (key := tensor_key(tensor)) in seen or equal.has(tensor):
-            continue
-        seen.add(key)
-        if key not in exact:
-            yield tensor
-        waiting += exact.get(key, tensor.op.inputs)
 
 
 def _compares_rows(tensor: tf.Tensor, equal: EqualTensors) -> bool:

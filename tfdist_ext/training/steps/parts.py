@@ -26,12 +26,11 @@ from tfdist_ext.placement.planning import plan_owners
 from tfdist_ext.placement.specs import VariableShard, VariableSpec
 from tfdist_ext.strategies.owned_sums import OwnedSums, Owners, owned_sums_of
 from tfdist_ext.training._keras_private import (
+    Original,
     building_again,
-    clipping_of,
     noting_slots,
     optimizer_builds,
     raw_value,
-    redirect_methods,
     replacing,
     substitutes,
 )
@@ -208,11 +207,10 @@ class OptimizerParts:
         """Scope in which the optimizer updates parts. At its end all workers get the weights."""
         optimizers, sums = with_inner_optimizers(self.optimizer), _sums_of(strategy)
         copies = LocalCopies(lambda variable: local_copy(variable, strategy, 0), optimizers)
-        with self._loaded(strategy), contextlib.ExitStack() as stack:
-            stack.enter_context(default_strategy_scope(optimizers, _UpdatesOfParts()))
-            stack.enter_context(copies)
-            for each in optimizers:
-                stack.enter_context(_over_all_workers(each, sums))
+        functions = {"clip": _clip, "check_finite": _check_finite}
+        over_workers = {key: functools.partial(each, sums) for key, each in functions.items()}
+        scope = default_strategy_scope(optimizers, _UpdatesOfParts())
+        with self._loaded(strategy), scope, copies, substitutes(over_workers):
             yield
             values = [part.read_value() for part in self.parts]
         owners = [part.owners for part in self.parts]
@@ -273,7 +271,7 @@ def deferring_builds() -> Iterator[None]:
 
 
 def _save(optimizer: keras.optimizers.Optimizer, slots: Sequence[ShardedSlot], store: Any) -> None:
-    """An optimizer's `save_own_variables`: nothing is better than a part."""
+    """An optimizer's `save_own_variables`, which skips a state in parts."""
     if all(tuple(slot.variable.shape) == slot.shape for slot in slots):
         return type(optimizer).save_own_variables(optimizer, store)
     warn(
@@ -304,11 +302,13 @@ def _add(original: Callable[..., tf.Tensor], x1: Any, x2: Any) -> tf.Tensor:
     return tf.add(tf.convert_to_tensor(x1), x2) if is_empty else original(x1, x2)
 
 
-@contextlib.contextmanager
-def _over_all_workers(optimizer: keras.optimizers.Optimizer, sums: OwnedSums) -> Iterator[None]:
-    """Scope in which norms and checks of gradients are those of all workers' parts together."""
-    clip_values = clipping_of(optimizer)
-    check_own: Any = getattr(optimizer, "check_finite", None)  # of loss scaling
+def _clip(
+    sums: OwnedSums, original: Original, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any]
+) -> list[Any]:
+    """Clips the parts of gradients by the norms of the whole gradients."""
+    limit = optimizer.clipnorm or optimizer.global_clipnorm
+    if not limit:
+        return original(optimizer, grads)
 
     def squares(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
         is_sparse = isinstance(gradient, tf.IndexedSlices)  # Keras does not add up slices of a row
@@ -322,23 +322,17 @@ def _over_all_workers(optimizer: keras.optimizers.Optimizer, sums: OwnedSums) ->
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
         return tf.convert_to_tensor(gradient) * tf.cast(factor, gradient.dtype)
 
-    def clip(grads: Sequence[Any]) -> list[Any]:
-        limit = optimizer.clipnorm or optimizer.global_clipnorm
-        if not limit:
-            return clip_values(grads)
-        norms = tf.sqrt(sums.total(tf.stack(list(map(squares, grads)))))
-        factors = limit / tf.maximum(norms, limit)
-        if not optimizer.clipnorm:
-            norm = tf.norm(norms)  # if it is infinite, the result is NaN, as in Keras
-            factors = tf.fill([len(grads)], limit / tf.maximum(norm, limit) + (norm - norm))
-        return list(map(scaled, grads, tf.unstack(factors, len(grads))))
+    norms = tf.sqrt(sums.total(tf.stack(list(map(squares, grads)))))
+    factors = limit / tf.maximum(norms, limit)
+    if not optimizer.clipnorm:
+        norm = tf.norm(norms)  # if it is infinite, the result is NaN, as in Keras
+        factors = tf.fill([len(grads)], limit / tf.maximum(norm, limit) + (norm - norm))
+    return list(map(scaled, grads, tf.unstack(factors, len(grads))))
 
-    def check_finite(grads: Sequence[Any]) -> tf.Tensor:
-        is_finite = tf.reshape(check_own(grads), [1])
-        return sums.total(1.0 - tf.cast(is_finite, tf.float32))[0] == 0.0
 
-    methods: dict[str, Any] = {"_clip_gradients": clip}
-    if check_own is not None:
-        methods["check_finite"] = check_finite
-    with redirect_methods(optimizer, **methods):
-        yield
+def _check_finite(
+    sums: OwnedSums, original: Original, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any]
+) -> tf.Tensor:
+    """Returns whether the gradients of all workers' parts are finite, for loss scaling."""
+    is_finite = tf.reshape(original(optimizer, grads), [1])
+    return sums.total(1.0 - tf.cast(is_finite, tf.float32))[0] == 0.0

@@ -78,8 +78,6 @@ def _rows_drawn(context: StepContext, shape: tf.Tensor, known: tf.TensorShape) -
 def _rows_of_size(context: StepContext, axis: int, size: tf.Tensor) -> Rows | None:
     """How a dimension holds rows, if its size is `size`."""
     size = behind(size, ("Cast", "Identity"))
-    if context.equal.has(size) and size.op.type != "StridedSlice":
-        return None
     if size.op.type == "StridedSlice" and size.op.inputs[0].op.type == "Shape":
         rows = context.rows_of(size.op.inputs[0].op.inputs[0])
         index = tf.get_static_value(size.op.inputs[1])
@@ -192,7 +190,8 @@ def _shuffled(
     if axis != 0 or rows is None or rows.axis != 0:
         return original(x, axis, seed)
     before, _ = context.position()
-    are_numbers = _are_row_numbers(x)
+    source = behind(x, ("Cast", "Identity")).op
+    are_numbers = source.type == "Range" and tf.get_static_value(source.inputs[0]) == 0
     of_batch = x + tf.cast(before, x.dtype) if are_numbers else x
     with substitutes(dict.fromkeys(_BY_COUNTER)):
         shuffled = original(gather_rows(context, [of_batch])[0], 0, seed)
@@ -201,12 +200,6 @@ def _shuffled(
     if are_numbers:
         context.row_numbers.append(mine)
     return mine
-
-
-def _are_row_numbers(x: tf.Tensor) -> bool:
-    while x.op.type in ("Cast", "Identity"):
-        x = x.op.inputs[0]
-    return x.op.type == "Range" and tf.get_static_value(x.op.inputs[0]) == 0
 
 
 def rows_at(context: StepContext, x: Any, indices: Any, axis: int | None) -> Any:
@@ -256,7 +249,7 @@ _WHOLE = (
 _STATEFUL = ("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal")
 
 
-def _refuse_to_draw(draw: Original, whole: tf.Tensor, **named: Any) -> NoReturn:
+def _refuse_to_draw(original: Original, op: str, **named: Any) -> NoReturn:
     raise TrainingError(
         "An optimizer draws random numbers with tf.random, which are not the same on all replicas."
         " Use keras.random with a keras.random.SeedGenerator that is an attribute of the optimizer."
@@ -267,11 +260,27 @@ def _refuse_to_draw(draw: Original, whole: tf.Tensor, **named: Any) -> NoReturn:
 REFUSED_IN_UPDATES = dict.fromkeys(_STATEFUL, _refuse_to_draw)
 
 
+def _creating(
+    draw: Callable[..., tf.Tensor], context: StepContext, original: Original, op: str, **named: Any
+) -> tuple[Any, ...]:
+    """Creates an operation, and returns what `draw` draws in the place of its result.
+
+    Args:
+        draw: gets the context, the operation's function of `tf.raw_ops`, the result of the
+            operation, and the arguments of the operation by name.
+        original: as TensorFlow's generated gen_*_ops.py call it: type, and arguments by name.
+    """
+    *others, outputs = original(op, **named)
+    named.pop("name", None)
+    with substitutes({op: None}):
+        return (*others, [draw(context, getattr(tf.raw_ops, op), outputs[0], **named)])
+
+
 # What replaces functions and operations that draw random numbers, by key or by the operation's
 # type. Each gets the step's context first.
 RANDOM: dict[str, Callable[..., Any]] = {
-    **{op: functools.partial(_drawn, op=op) for op in _BY_COUNTER},
-    **dict.fromkeys([*_WHOLE, *_STATEFUL], _drawn_whole),
+    **{op: functools.partial(_creating, functools.partial(_drawn, op=op)) for op in _BY_COUNTER},
+    **dict.fromkeys([*_WHOLE, *_STATEFUL], functools.partial(_creating, _drawn_whole)),
     "gather": _gather,
     "shuffle": _shuffled,
 }

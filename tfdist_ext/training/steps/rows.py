@@ -31,7 +31,9 @@ __all__ = [
     "follows_from",
     "places_rows",
     "rows_of",
+    "symbolic_tensors",
     "tensor_key",
+    "tensors_before",
     "unknown_sizes",
     "with_unknown_rows",
 ]
@@ -78,21 +80,17 @@ class EqualTensors:
 
     def __init__(self, batch: Structure = ()):
         self._known: dict[Key, bool] = {}
-        leaves = tf.nest.flatten(batch)
-        # The parts of ragged and sparse tensors have several entries for each row.
-        composite = [leaf for leaf in leaves if not isinstance(leaf, tf.Tensor)]
-        parts = [part for leaf in composite for part in _leaves(leaf)]
-        self.rows = {tensor_key(part): Rows(0, is_selection=True) for part in parts}
+        self.rows: dict[Key, Rows] = {}
         self.add(batch, equal=False)
 
     def add(self, values: Structure, *, equal: bool = True) -> None:
         """Note that these tensors are the same on every replica, or may differ."""
-        for tensor in _leaves(values):
+        for tensor in symbolic_tensors(values):
             self._known[tensor_key(tensor)] = equal
 
     def has(self, values: Structure | Gradient) -> bool:
         """Whether these tensors are known to be the same on every replica."""
-        return all(map(self._is_equal, _leaves(values)))
+        return all(map(self._is_equal, symbolic_tensors(values)))
 
     def _is_equal(self, tensor: tf.Tensor) -> bool:
         stack = [tensor]
@@ -137,7 +135,8 @@ def _is_other_size(tensor: tf.Tensor) -> bool:
     return bool(begin[0] > 0 or (rank is not None and -rank < begin[0] < 0))
 
 
-def _leaves(values: Structure | Gradient) -> list[tf.Tensor]:
+def symbolic_tensors(values: Structure | Gradient) -> list[tf.Tensor]:
+    """Returns the tensors of a graph in a structure."""
     leaves = tf.nest.flatten(values, expand_composites=True)
     return list(filter(tf.is_symbolic_tensor, leaves))
 
@@ -149,16 +148,17 @@ def tensor_key(tensor: tf.Tensor) -> Key:
 def follows_from(value: tf.Tensor, sources: Sequence[tf.Tensor]) -> bool:
     """Whether a value of a graph is computed from any of these tensors of the graph."""
     wanted = set(map(tensor_key, sources))
-    return any(tensor_key(tensor) in wanted for tensor in _tensors_before([value]))
+    before = tensors_before([value], lambda tensor: tensor.op.inputs)
+    return any(tensor_key(tensor) in wanted for tensor in before)
 
 
-def _tensors_before(
-    targets: Iterable[tf.Tensor], follows: Callable[[tf.Tensor], bool] = lambda _: True
+def tensors_before(
+    targets: Iterable[tf.Tensor], inputs: Callable[[tf.Tensor], Iterable[tf.Tensor]]
 ) -> Iterator[tf.Tensor]:
-    """Yields tensors of a graph, and all tensors from which they are computed.
+    """Yields tensors of a graph, each once, and all tensors from which they are computed.
 
     Args:
-        follows: whether to go on to an input.
+        inputs: returns the inputs of a tensor to go on with.
     """
     waiting, seen = list(targets), set[Key]()
     while waiting:
@@ -166,7 +166,7 @@ def _tensors_before(
         if tensor_key(tensor) not in seen:
             seen.add(tensor_key(tensor))
             yield tensor
-            waiting += filter(follows, tensor.op.inputs)
+            waiting += inputs(tensor)
 
 
 def unknown_sizes(tensor: tf.Tensor) -> int:
@@ -209,7 +209,8 @@ def places_rows(value: tf.Tensor, equal: EqualTensors, *, is_metric: bool) -> st
     def follows(tensor: tf.Tensor) -> bool:
         return tensor.shape == value.shape and not equal.has(tensor)
 
-    for tensor in _tensors_before(filter(follows, [value]), follows):
+    before = tensors_before([value], lambda tensor: filter(follows, tensor.op.inputs))
+    for tensor in before if follows(value) else ():
         if unknown_sizes(tensor) or tensor.op.type in kinds:
             return str(tensor.op.type)
     return None
@@ -297,10 +298,9 @@ def _rows_after(
         if times is None and packed.type == "Pack":
             times = tf.get_static_value(packed.inputs[axis])
         return rows._replace(blocks=0 if times is None else rows.blocks * int(times))
-    if op.type == "Pack":
-        return rows._replace(axis=axis + (op.get_attr("axis") % (rank + 1) <= axis))
-    if op.type == "ExpandDims" and constants[0] is not None:
-        return rows._replace(axis=axis + (int(constants[0]) % (rank + 1) <= axis))
+    if op.type in ("OneHot", "Pack") or (op.type == "ExpandDims" and constants[0] is not None):
+        added = int(constants[0]) if op.type == "ExpandDims" else op.get_attr("axis")
+        return rows._replace(axis=axis + (added % (rank + 1) <= axis))
     if op.type == "ConcatV2" and constants[-1] is not None and constants[-1] % rank == axis:
         parts = [rows_of(each, equal) for each in op.inputs[:-1]]
         is_known = all(each and each.axis == axis and not each.is_selection for each in parts)
@@ -311,20 +311,17 @@ def _rows_after(
     if op.type in _REDUCING and constants[0] is not None:
         gone = [int(each) % rank for each in np.reshape(constants[0], [-1])]
         keeps = op.type not in ("ArgMax", "ArgMin") and op.get_attr("keep_dims")
-        return None if axis in gone else _without(rows, () if keeps else gone)
+        return rows if keeps and axis not in gone else _without(rows, gone)
     if op.type == "Squeeze":
         sizes = source.shape.as_list() if rank else []
         gone = [each % rank for each in op.get_attr("squeeze_dims")]
         return _without(rows, gone or [i for i, size in enumerate(sizes) if size == 1])
-    if op.type == "OneHot":
-        return rows._replace(axis=axis + (op.get_attr("axis") % (rank + 1) <= axis))
     if op.type == "Einsum":
         return _rows_after_einsum(op, source, rows)
     if op.type in ("MatrixDiag", "MatrixDiagV2", "MatrixDiagV3"):
         return rows
     if op.type == "Unpack":
-        gone = op.get_attr("axis") % rank
-        return None if gone == axis else _without(rows, [gone])
+        return _without(rows, [op.get_attr("axis") % rank])
     if op.type == "MatMul":
         is_left = source is op.inputs[0]
         is_transposed = op.get_attr("transpose_a" if is_left else "transpose_b")
@@ -338,8 +335,10 @@ def _rows_after(
     return rows._replace(axis=axis + max(missing, 0))
 
 
-def _without(rows: Rows, dimensions: Collection[int]) -> Rows:
-    """Rows after dimensions before theirs were removed."""
+def _without(rows: Rows, dimensions: Collection[int]) -> Rows | None:
+    """Returns the rows after dimensions were removed; None if theirs is one of them."""
+    if rows.axis in dimensions:
+        return None
     return rows._replace(axis=rows.axis - sum(each < rows.axis for each in dimensions))
 
 

@@ -14,8 +14,7 @@ some strategies wrong. So `ReplicaScope` decides what a write does:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -27,13 +26,15 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies.traced_replica import replica_id, replica_number
 from tfdist_ext.training._keras_private import (
+    Original,
+    Target,
     flat_layers,
     loss_ids,
     overrides,
     raw_value,
-    redirect_methods,
     stateless_scope,
     substitutes,
+    target_of,
     uses_keras_step,
 )
 from tfdist_ext.training.steps.context import (
@@ -44,7 +45,7 @@ from tfdist_ext.training.steps.context import (
 )
 from tfdist_ext.training.steps.mixing import adds_rows
 from tfdist_ext.training.steps.rows import follows_from, places_rows
-from tfdist_ext.training.variables import is_updated_once, local_copies
+from tfdist_ext.training.variables import is_updated_once, local_copies, local_copy
 from tfdist_ext.user_frames import warn
 
 __all__ = [
@@ -59,7 +60,8 @@ __all__ = [
     "metric_in_inner_graph",
     "metrics_and_others",
     "metrics_of",
-    "observed_metrics",
+    "record_result",
+    "result_methods",
     "shared_by_replicas",
     "take_rows",
     "warn_of_sums",
@@ -79,6 +81,7 @@ class StepScope(keras.StatelessScope):
     def __init__(self, values: Iterable[tuple[keras.Variable, tf.Tensor]]):
         super().__init__(values, collect_losses=True, initialize_variables=False)
         self.updated: set[int] = set()
+        self._graph = current_graph()
         self._results: list[tuple[keras.metrics.Metric, list[Any], list[Any]]] = []
 
     def rows(self, variable: keras.Variable, ids: tf.Tensor) -> tf.Tensor | None:
@@ -101,29 +104,26 @@ class StepScope(keras.StatelessScope):
             for index, value in enumerate(values)
         }
 
+    def _in_inner_graph(self) -> bool:
+        return current_graph() is not self._graph
+
     def _state_of(self, metric: keras.metrics.Metric) -> list[Any]:
         return [self.get_current_value(variable) for variable in metric.variables]
 
 
-@contextlib.contextmanager
-def observed_metrics(metrics: Iterable[keras.metrics.Metric]) -> Iterator[None]:
-    """Scope in which a StepScope records the calls of metrics' `result`."""
-    with contextlib.ExitStack() as stack:
-        for metric in metrics:
-            stack.enter_context(redirect_methods(metric, result=_recording(metric)))
-        yield
+def record_result(
+    original: Original, metric: keras.metrics.Metric, *args: Any, **named: Any
+) -> Structure:
+    """Calls the `result` of a metric, and records it in the open StepScope."""
+    value, scope = original(metric, *args, **named), stateless_scope()
+    if isinstance(scope, StepScope):
+        scope.record(metric, value)
+    return value
 
 
-def _recording(metric: keras.metrics.Metric) -> Callable[..., Structure]:
-    original = metric.result
-
-    def result(*args: Any, **kwargs: Any) -> Structure:
-        value, scope = original(*args, **kwargs), stateless_scope()
-        if isinstance(scope, StepScope):
-            scope.record(metric, value)
-        return value
-
-    return result
+def result_methods(model: keras.Model) -> list[Target]:
+    """Returns the `result` methods of the classes of a model's metrics."""
+    return [target_of("result", type(metric), "result") for metric in metrics_of(model)]
 
 
 class ReplicaScope(StepScope):
@@ -146,7 +146,6 @@ class ReplicaScope(StepScope):
         self._metrics = {id(variable): variable for variable, _ in metrics}
         self._watched = {id(variable): (i, variable) for i, variable in enumerate(watched)}
         self.copies = copies
-        self._graph = current_graph()
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         variable, value = update
@@ -214,7 +213,7 @@ class ReplicaScope(StepScope):
         """The state of each metric variable on this replica."""
         return [self.get_current_value(variable) for variable in self._metrics.values()]
 
-    def written(self, context: StepContext | None) -> dict[str, tf.Tensor]:
+    def written(self, context: StepContext) -> dict[str, tf.Tensor]:
         """Average what the replica has written, and assign the mean to the replica's own copies.
 
         To be called in the replica's context, after the scope.
@@ -226,12 +225,11 @@ class ReplicaScope(StepScope):
         collected = [each for key, each in self._watched.items() if key in self.state_mapping]
         variables: list[Any] = [variable for _, variable in collected]
         means = [self.state_mapping[id(variable)] for variable in variables]
-        if context is not None:
-            own = self.copies.written()
-            values = [*means, *(self.copies.copy_of(each).read_value() for each in own)]
-            means = context.mean(values, [*variables, *own])
-            for variable, mean in zip(own, means[len(variables) :], strict=True):
-                _assign(self.copies.copy_of(variable), mean)
+        own = self.copies.written()
+        values = [*means, *(self.copies.copy_of(each).read_value() for each in own)]
+        means = context.mean(values, [*variables, *own])
+        for variable, mean in zip(own, means[len(variables) :], strict=True):
+            _assign(self.copies.copy_of(variable), mean)
         return {str(n): mean for (n, _), mean in zip(collected, means, strict=False)}
 
     def _update_metric(
@@ -266,9 +264,6 @@ class ReplicaScope(StepScope):
             raise _rows_written(context, variable, value.op.type)
         warn_of_sums(context, variable.path, value)
         return value
-
-    def _in_inner_graph(self) -> bool:
-        return current_graph() is not self._graph
 
 
 class StepOutputs:
@@ -328,18 +323,13 @@ class StepOutputs:
                     f" as {name!r}. Return one number, such as tf.reduce_mean(value), or the"
                     " result() of a metric."
                 )
-            if warns and not dtype.is_floating and not (context and context.equal.has(value)):
+            is_equal = (dtype.is_integer or dtype.is_bool) and context and context.equal.has(value)
+            if warns and not dtype.is_floating and not is_equal:
                 raise TrainingError(
                     f"The custom step of {type(self._model).__name__} returns {name!r} of"
-                    f" {dtype.name}, which depends on the rows of this replica. Only floating"
-                    " numbers are averaged over replicas. Return the result() of a metric, such as"
-                    " keras.metrics.Sum."
-                )
-            if warns and not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
-                raise TrainingError(
-                    f"The custom step of {type(self._model).__name__} returns {dtype.name} values"
-                    f" as {name!r}. Only numbers can be summed over replicas: return a number, or"
-                    " the result() of a metric."
+                    f" {dtype.name}, which depends on the rows of this replica, or is not a number."
+                    " Only floating numbers are averaged over replicas. Return the result() of a"
+                    " metric, such as keras.metrics.Sum."
                 )
         if warns and not tf.executing_eagerly():
             self._warn_of([n for n, value in others.items() if follows_from(value, before)])
@@ -422,8 +412,7 @@ class OwnCopies:
         """The running replica's copy of a variable, or the one copy that replicas share."""
         if self._on_tpu:
             return raw_value(variable)
-        copies = local_copies(variable, self._strategy)
-        return copies[replica_id() % len(copies)] if len(copies) > 1 else copies[0]
+        return local_copy(variable, self._strategy, replica_id())
 
     def is_shared(self, variable: keras.Variable | tf.Variable) -> bool:
         """Whether the replicas of this worker share one copy."""
@@ -476,8 +465,7 @@ def warn_of_sums(context: StepContext, name: str, value: tf.Tensor) -> None:
 
 def check_equal(context: StepContext, variable: tf.Variable, values: object, how: str) -> None:
     """Raise TrainingError if numbers that must be equal on all replicas follow from this part."""
-    symbolic = [each for each in tf.nest.flatten(values) if tf.is_symbolic_tensor(each)]
-    if not context.equal.has(symbolic):
+    if not context.equal.has(values):
         raise _rows_written(context, variable, how)
 
 

@@ -84,7 +84,7 @@ class StepTimer:
         self._note(self._begun, own)
 
     def execution_is_done(self, last: tf.Tensor) -> None:
-        """Take note of the end, at which this tensor is there."""
+        """Records when the execution ended, with this tensor."""
         self._note(timestamp_after(last), -1.0)
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:

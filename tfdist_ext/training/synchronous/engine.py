@@ -101,14 +101,6 @@ class SynchronousProgram:
         }
         return Execution(logs, int(steps), chief_seconds, stop_requested=stop_requests > 0)
 
-    def logs_of_this_task(self) -> dict[str, float]:
-        """The metrics over this task's own rows of the epoch so far, without the other tasks."""
-        metrics = self._step.states
-        values = metrics.of_this_task(self._states)
-        with keras.StatelessScope(zip(metrics.variables, values, strict=True)):
-            logs = self._step.outputs.results({})
-        return {name: float(value) for name, value in logs.items() if value.shape.rank == 0}
-
     def _run(
         self,
         known_length: bool,
@@ -228,7 +220,7 @@ class Predictor:
         self._reduction = step.reduction
         self._step = step
         self._of_batch = step.in_graph(self._outputs_of_batch)
-        self._of_next = step.in_graph(self._outputs_of_next)
+        self._of_next = step.in_graph(lambda data, *args: self._outputs_of_batch(next(data), *args))
 
     @property
     def traces(self) -> str:
@@ -251,9 +243,6 @@ class Predictor:
         if self._reduction.any_worker(not bool(batch.has_value())):
             raise StopIteration
         return call(self._of_batch, batch.get_value(), data.needs_row_count)
-
-    def _outputs_of_next(self, iterator: BatchIterator, needs_row_count: bool) -> Structure:
-        return self._outputs_of_batch(next(iterator), needs_row_count)
 
     def _outputs_of_batch(self, batch: Parts, needs_row_count: bool) -> Structure:
         step, on = self._step, self._reduction

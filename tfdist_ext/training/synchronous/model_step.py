@@ -30,6 +30,7 @@ from tfdist_ext.training._keras_private import (
     replacing,
     step_of,
     step_targets,
+    substitutes,
     uses_keras_step,
 )
 from tfdist_ext.training.inputs import Part, Parts
@@ -42,8 +43,8 @@ from tfdist_ext.training.steps.scope import (
     StepOutputs,
     assign_each,
     metrics_and_others,
-    metrics_of,
-    observed_metrics,
+    record_result,
+    result_methods,
 )
 from tfdist_ext.training.steps.step_timer import StepTimer, Waits
 from tfdist_ext.training.synchronous.reduction import (
@@ -103,8 +104,7 @@ class ModelStep:
         self._step = step_of(model, kind)
         self._seeds = seeds
         self._one_trace = one_trace
-        self._replaced = [*step_targets(), *exact.own_applies(model)]
-        self._metric_objects = metrics_of(model)
+        self._replaced = [*step_targets(), *exact.own_applies(model), *result_methods(model)]
         self._replicas = 1 if self._eagerly else reduction.replicas
         self._local_replicas = 1 if self._eagerly else reduction.local_replicas
         self._local = OwnCopies(reduction.strategy, self._local_replicas)
@@ -115,8 +115,7 @@ class ModelStep:
         compiles = kind != "predict" and not self._eagerly and timer is None
         self._jit_compile = compiles and model.jit_compile
         self._run_once = self._run_replica
-        # As a function the step is traced once, although the loop must know in advance what the
-        # step returns.
+        # A tf.function, so that `_empty_outputs` and the loop share one trace.
         if compiles and reduction.replicas == 1 and (self._jit_compile or self.outputs.exist):
             self._run_once = tf.function(
                 self._run_replica, jit_compile=self._jit_compile or None, autograph=False
@@ -193,10 +192,7 @@ class ModelStep:
         Returns:
             For each local replica, or for the eager step, the new states and its outputs.
         """
-        with (
-            replacing(self._replaced),
-            observed_metrics(self._metric_objects),
-        ):
+        with replacing(self._replaced):
             results = self._results(batch, states, rows)
         states, written, outputs, ready = map(list, zip(*results, strict=True))
         variables = [self._others[int(number)] for number in written[0]]
@@ -270,20 +266,22 @@ class ModelStep:
         """Run the step on one replica's part of a global batch, in that replica's context."""
         before = self.states.of_variables(states)
         waits = None if self.timer is None else Waits()
-        context = None
-        if tf.distribute.has_strategy() or waits is not None:
-            context = self._context(part, rows_of_all, waits)
+        context = self._context(part, rows_of_all, waits)
         metrics = zip(self.states.variables, before, strict=True)
         with (
             tf.name_scope(""),  # a summary's tag would begin with "while/"
             running_step(context),
+            substitutes({"result": record_result}),
             ReplicaScope(metrics, self._others, self._local) as scope,
             self._seeds.of_replica(scope.updated),
         ):
-            returned = self._step(part[-1] if context is None else context.batch)
-            outputs = self._outputs(returned, scope, before, context)
-        if context is not None:
-            self._check(scope, context)
+            returned = self._step(context.batch)
+            if self._kind == "predict":
+                outputs: Any = _own_rows(returned, context)
+            else:
+                outputs = self.outputs.others(returned, scope, before, warns=self._replicas > 1)
+                outputs = {name: context.weighted(value) for name, value in outputs.items()}
+        self._check(scope, context)
         scope.forget_losses(self.model)
         self.updates_metrics |= not scope.updated.isdisjoint(map(id, self.states.variables))
         new = self.states.stacked(scope.states())
@@ -304,22 +302,6 @@ class ModelStep:
                     " the error comes from a fixed number of rows, write keras.ops.shape(x)[0]."
                 )
             raise
-
-    def _outputs(
-        self,
-        returned: Structure,
-        scope: ReplicaScope,
-        before: Sequence[tf.Tensor],
-        context: StepContext | None,
-    ) -> Any:
-        """The outputs of the replica; the context is None in plain Keras."""
-        if self._kind == "predict":
-            return returned if context is None else _own_rows(returned, context)
-        several = self._replicas > 1
-        outputs = self.outputs.others(returned, scope, before, warns=several)
-        if context is None:
-            return outputs
-        return {name: context.weighted(value) for name, value in outputs.items()}
 
     def _context(
         self, part: Part, rows_of_all: tf.Tensor | None, waits: Waits | None

@@ -40,7 +40,7 @@ class SynchronousReduction(Reduction):
     def __init__(self, strategy: tf.distribute.Strategy):
         super().__init__(strategy, peers_of(strategy))
         self.replicas = strategy.num_replicas_in_sync
-        # The concrete function: calls of the other kind are counted, and warned of, as retracing.
+        # Concrete: avoids warnings of retracing.
         ids = tf.function(lambda: strategy.run(_replica_id), autograph=False)
         ids = ids.get_concrete_function()()
         local = strategy.experimental_local_results(ids)
@@ -133,7 +133,7 @@ class SynchronousReduction(Reduction):
         if not self.multi_worker:
             return value
         value = tf.constant(value)
-        # One function for each kind: TensorFlow warns of one that is traced for many.
+        # One function for each kind avoids warnings of retracing.
         kind = tf.TensorSpec([None] * value.shape.rank, value.dtype)
         if kind not in self._sums:
             function = tf.function(self._sum_of_tasks, autograph=False)
@@ -245,14 +245,6 @@ class MetricStates:
         for places, tensor in zip(self._places, stacked, strict=True):
             values.update(zip(places, tf.unstack(tensor, len(places)), strict=True))
         return [values[place] for place in range(len(values))]
-
-    def of_this_task(self, states: States) -> list[tf.Tensor]:
-        """The value of each variable over the rows of this task's replicas."""
-        totals = [
-            tf.add_n(list(of_replicas)) if aggregation == "sum" else of_replicas[0]
-            for aggregation, *of_replicas in zip(self._aggregations, *states, strict=True)
-        ]
-        return self.of_variables(totals)
 
     def over_all(
         self, states: States, outputs: dict[str, tf.Tensor], report: tf.Tensor
