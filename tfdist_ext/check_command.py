@@ -11,8 +11,6 @@ from tfdist_ext.cluster.liveness.preflight import PreflightError, info_of, prefl
 from tfdist_ext.launch.resources import gpus_of
 from tfdist_ext.run_command import seconds_of
 
-__all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "run"]
-
 SUMMARY = "check the cluster of this task, and whether the other tasks answer"
 USAGE = "check [options]"
 

@@ -20,8 +20,6 @@ from tfdist_ext import (
 )
 from tfdist_ext.errors import LaunchError, TaskError, TfDistError
 
-__all__ = ["main"]
-
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
 # Each has SUMMARY, USAGE, EPILOG, add_options(parser) and run(options, words after --).

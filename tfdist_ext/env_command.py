@@ -13,8 +13,6 @@ from pathlib import Path
 
 from tfdist_ext.launch.exit_codes import COMMAND
 
-__all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "relevant_variables", "run"]
-
 SUMMARY = "describe this machine, for a bug report"
 USAGE = "env"
 EPILOG = ""

@@ -18,19 +18,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar, Self
 
-__all__ = [
-    "ClusterConfigError",
-    "DataError",
-    "LaunchError",
-    "PeerError",
-    "PlacementError",
-    "StrategyError",
-    "TaskError",
-    "TfDistError",
-    "TrainingError",
-    "address_of",
-]
-
 
 def address_of(section: str) -> str:
     """Returns the file of a page: a wheel holds docs/, and a checkout has it beside the package.

@@ -18,8 +18,6 @@ from absl import flags
 
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["define_strategy_flags", "strategy_flags"]
-
 _NAMES = (
     *("strategy", "strategy_config", "devices", "logical_cpus"),
     *("communication", "bucket_bytes", "shard_optimizer", "wait"),

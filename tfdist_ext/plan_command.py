@@ -15,8 +15,6 @@ from typing import Any
 from tfdist_ext.errors import PlacementError, TfDistError
 from tfdist_ext.launch.output import STARTUP_NOISE
 
-__all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "load_function", "run"]
-
 SUMMARY = "show how many bytes each parameter server or worker would hold"
 USAGE = "plan module:builder [options]"
 

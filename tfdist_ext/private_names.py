@@ -13,8 +13,6 @@ from typing import Any
 
 from tfdist_ext.errors import TfDistError
 
-__all__ = ["TESTED", "PrivateNames"]
-
 # The oldest and the newest release that setup.py allows. The tests have passed with both.
 TESTED = {"tensorflow": ("TensorFlow", "2.20", "2.21"), "keras": ("Keras", "3.12", "3.15")}
 

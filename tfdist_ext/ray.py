@@ -18,9 +18,6 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.messages import optional_module
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["CHECKPOINT", "ReportCallback"]
-
-
 #: The name of the file in a Ray checkpoint.
 CHECKPOINT = "checkpoint.safetensors"
 

@@ -24,8 +24,6 @@ from tfdist_ext.launch.restarts import RestartPolicy, run_with_restarts
 from tfdist_ext.launch.run import Limits
 from tfdist_ext.messages import check_int
 
-__all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "run", "seconds_of"]
-
 SUMMARY = "start a cluster on this machine, watch it, and end it"
 USAGE = "run [options] -- command"
 

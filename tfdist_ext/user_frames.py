@@ -13,8 +13,6 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-__all__ = ["filter_traceback", "warn"]
-
 _Public = TypeVar("_Public", bound=Callable[..., Any])
 
 _HIDDEN = frozenset({"tfdist_ext", "keras", "tensorflow"})

@@ -13,8 +13,6 @@ from tfdist_ext.plan_command import load_function
 if TYPE_CHECKING:
     from tfdist_ext.training.verification import Verification
 
-__all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "run"]
-
 SUMMARY = "train a few batches on one device and on several replicas, and compare all numbers"
 USAGE = "verify module:builder --data module:function [options]"
 

@@ -32,22 +32,6 @@ from tfdist_ext.errors import DataError
 from tfdist_ext.messages import counted, optional_module, shown
 from tfdist_ext.user_frames import warn
 
-__all__ = [
-    "FILES_AT_ONCE",
-    "HEADER",
-    "TAIL",
-    "FileReader",
-    "Patterns",
-    "RecordIndex",
-    "begins_with_record",
-    "crc32c",
-    "files_of",
-    "indexes_of",
-    "masked",
-    "scan",
-    "stamp_of",
-]
-
 INDEX_SUFFIX = ".tfdindex"  # the index of the file `name` is the file `.name.tfdindex` beside it
 
 Patterns: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]

@@ -21,8 +21,6 @@ from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int, shown
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["FunctionDataset", "from_dataset_fn", "then_nothing"]
-
 
 @filter_traceback
 def from_dataset_fn(

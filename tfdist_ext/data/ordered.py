@@ -40,15 +40,6 @@ from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int, shown
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = [
-    "Order",
-    "OrderedDataset",
-    "from_arrays",
-    "from_source",
-    "key_in_graph",
-    "sorted_at_random",
-]
-
 _ROUNDS = 16
 _MOST_EXAMPLES = 2**62  # positions are int64
 _MOST_IN_BATCH = 2**40  # `bounds` multiplies it by the number of shards

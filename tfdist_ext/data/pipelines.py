@@ -17,31 +17,6 @@ import tensorflow as tf
 from tfdist_ext.data.shards import Remainder, bounds, check_remainder
 from tfdist_ext.errors import DataError
 
-__all__ = [
-    "PY_FUNCTIONS",
-    "SHARED_TENSOR",
-    "Part",
-    "PartsOf",
-    "Specs",
-    "Structure",
-    "batch_size_of",
-    "check_padded",
-    "checked_batch_size",
-    "data_errors_as_raised",
-    "in_own_memory",
-    "in_parallel",
-    "named_parts",
-    "one_at_least",
-    "operations_in",
-    "padded",
-    "parts_of_dataset",
-    "rest_of",
-    "rows_between",
-    "takes_elements",
-    "without_autotune",
-    "without_prefetch",
-]
-
 # Tensors in tuples, lists and dicts, as models take and return them. A tensor may be ragged or
 # sparse, or a variable; None stands where one is left out.
 Structure: TypeAlias = "tf.Tensor | Sequence[Structure] | Mapping[str, Structure] | None"

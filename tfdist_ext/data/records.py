@@ -22,8 +22,6 @@ from tfdist_ext.errors import DataError
 from tfdist_ext.messages import shown
 from tfdist_ext.user_frames import filter_traceback, warn
 
-__all__ = ["RecordFiles", "from_tfrecords"]
-
 _MOST_OPEN = 256  # files; on most systems a process may open 1,024
 
 

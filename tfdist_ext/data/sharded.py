@@ -15,8 +15,6 @@ from tfdist_ext.errors import DataError
 from tfdist_ext.messages import shown
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["ShardedDataset", "check_reads_here", "check_state", "sharded_already"]
-
 
 @filter_traceback
 class ShardedDataset(abc.ABC):

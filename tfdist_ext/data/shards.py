@@ -24,20 +24,6 @@ from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int, shown
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = [
-    "Number",
-    "ReadBy",
-    "Remainder",
-    "Shard",
-    "ShardRange",
-    "assign",
-    "bounds",
-    "check_field",
-    "check_remainder",
-    "shard_files",
-    "shard_range",
-]
-
 # What `Shard.of` takes.
 ReadBy: TypeAlias = "Shard | ClusterConfig | tf.distribute.InputContext | tf.distribute.Strategy"
 Number: TypeAlias = int | tf.Tensor

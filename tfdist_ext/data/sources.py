@@ -17,8 +17,6 @@ import tensorflow as tf
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import shown
 
-__all__ = ["Arrays", "Fingerprint", "Source", "difference", "digest"]
-
 Fingerprint: TypeAlias = dict[str, Any]  # name of a field -> text or number
 
 _SAMPLE = 1 << 20  # bytes of each array that are hashed

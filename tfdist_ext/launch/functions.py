@@ -24,8 +24,6 @@ from tfdist_ext.launch.plan import LaunchPlan, TaskPlan, local_plan
 from tfdist_ext.launch.run import RunResult
 from tfdist_ext.messages import optional_module
 
-__all__ = ["failure_message", "function_plan", "raise_stop_signal", "results_in"]
-
 
 @contextlib.contextmanager
 def function_plan(

@@ -20,8 +20,6 @@ from typing import BinaryIO, NamedTuple, TextIO
 
 from tfdist_ext.errors import LaunchError
 
-__all__ = ["STARTUP_NOISE", "Blame", "Line", "LineSplitter", "Printer", "TaskOutput", "blame_in"]
-
 LAST_LINES = 20
 _TRACEBACK = "Traceback (most recent call last):"
 _QUIET = 1.0  # seconds without output after which an unfinished line is shown

@@ -18,8 +18,6 @@ from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.resources import reserve_ports
 from tfdist_ext.messages import check_int
 
-__all__ = ["LaunchPlan", "TaskPlan", "find_command", "local_plan", "shell_line", "task_counts"]
-
 
 @dataclass(frozen=True)
 class TaskPlan:

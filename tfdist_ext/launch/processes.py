@@ -21,8 +21,6 @@ from tfdist_ext.launch.exit_codes import PREEMPTION_SIGNAL
 from tfdist_ext.launch.output import Printer, TaskOutput
 from tfdist_ext.launch.plan import LaunchPlan, TaskPlan
 
-__all__ = ["StartProcess", "TaskProcess", "Tasks", "start_process"]
-
 _UNKILLABLE = 5.0  # seconds; a process that SIGKILL has not ended by then will not end
 
 

@@ -24,8 +24,6 @@ from pathlib import Path
 from tfdist_ext.cluster.liveness.wire import port_is_free
 from tfdist_ext.errors import LaunchError
 
-__all__ = ["gpus_of", "reserve_ports", "watch_ports"]
-
 _LOWEST = 10_000  # below it live most services that have a number of their own
 # Without /proc: Linux's own range and that of IANA (macOS, BSD) together.
 _USUAL_RANGE = (32_768, 65_535)

@@ -22,8 +22,6 @@ from tfdist_ext.launch.plan import LaunchPlan
 from tfdist_ext.launch.run import Limits, RunResult, run_plan
 from tfdist_ext.messages import check_int
 
-__all__ = ["RESTARTS", "Attempt", "RestartPolicy", "next_attempt", "run_with_restarts"]
-
 RESTARTS = "TFDIST_RESTARTS"  # in the environment of tasks: how many starts were before this one
 _IN_A_ROW = 2  # failures in a row of one worker, after which it is left out
 _AT_ONCE = 10.0  # seconds; an earlier preemption counts, or a run could restart without end

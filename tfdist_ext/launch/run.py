@@ -17,8 +17,6 @@ from tfdist_ext.launch.output import Blame, Printer
 from tfdist_ext.launch.plan import LaunchPlan
 from tfdist_ext.launch.processes import StartProcess, TaskProcess, Tasks, start_process
 
-__all__ = ["Limits", "RunResult", "run_plan"]
-
 _TIMED_OUT = 124  # as coreutils' timeout does
 # Seconds for tasks to end by themselves: one that another task blames, and those that have saved
 # together with a preempted one.

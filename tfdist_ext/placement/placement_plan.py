@@ -30,8 +30,6 @@ from tfdist_ext.placement.specs import (
 )
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["PlacementPlan", "check_file"]
-
 _OTHERS = "#d9d9d9"  # the color of variables that have none of their own
 _FORMAT = "tfdist_ext placement plan, version 1"
 _NAMED = 5  # differences of each kind that an error names

@@ -32,8 +32,6 @@ from tfdist_ext.placement.rules import (
 )
 from tfdist_ext.placement.specs import VariableShard, VariableSpec, parse_size
 
-__all__ = ["DevicePlacer", "ServerPlacer"]
-
 _HOST = "CPU:0"  # variables may be there even if it is not a device of the strategy
 
 

@@ -39,8 +39,6 @@ from tfdist_ext.placement.specs import (
 )
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["compare", "plan", "plan_owners"]
-
 _SLACK = (1.005, 1.02)  # bytes and load of a full task over the mean. Loads are guesses.
 _SMALL = 1 / 128  # of the mean task: not cut, because each piece costs a message in every step
 _MOST_PIECES = 16  # for each task

@@ -23,25 +23,6 @@ from tfdist_ext.messages import check_int, counted, nearest, shown
 from tfdist_ext.placement.specs import VariableSpec
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = [
-    "Balanced",
-    "Mirrored",
-    "OnDevice",
-    "OnTask",
-    "Owned",
-    "Placement",
-    "Rule",
-    "Rules",
-    "Sharded",
-    "Targets",
-    "nearest_paths",
-    "placement_from",
-    "rule_for",
-    "rules_from",
-    "rules_of",
-    "short_name",
-]
-
 _MOST = 1_000_000  # parameter servers
 _DEVICE = re.compile(r"/?(?:device:)?([a-z_]+):([0-9]+)", re.IGNORECASE)
 _NUMBER = r"([0-9]{1,9})"

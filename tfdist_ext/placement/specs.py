@@ -22,20 +22,6 @@ from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import check_int, shown
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = [
-    "UNITS",
-    "Held",
-    "Place",
-    "VariableShard",
-    "VariableSpec",
-    "columns",
-    "itemsize",
-    "parse_size",
-    "piece_rows",
-    "size_text",
-    "worker_name",
-]
-
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SIZE = re.compile(r"\s*([0-9]{1,19}(?:\.[0-9]{1,9})?)\s*(?:([kmgtp]?)(i?)b)?\s*", re.IGNORECASE)
 

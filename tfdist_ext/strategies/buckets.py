@@ -14,19 +14,6 @@ import tensorflow as tf
 
 from tfdist_ext.strategies._tf_private import Value
 
-__all__ = [
-    "ALIGNED",
-    "Piece",
-    "aligned",
-    "buckets_of",
-    "cut_values",
-    "dense_bytes",
-    "joined",
-    "joined_values",
-    "pieces_in",
-    "reduced_in_buckets",
-]
-
 ALIGNED = 16  # elements: TensorFlow cuts there without a copy
 
 

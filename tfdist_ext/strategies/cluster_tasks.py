@@ -23,21 +23,6 @@ from tfdist_ext.errors import PeerError, StrategyError
 from tfdist_ext.launch.exit_codes import RESTART
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = [
-    "Cluster",
-    "RoleEnded",
-    "call_with_timeout",
-    "connecting",
-    "describe",
-    "describe_for",
-    "resolver_of",
-    "run",
-    "run_preflight",
-    "serve",
-    "start_failures_in_words",
-    "usable_cores",
-]
-
 WAIT = 300.0  # seconds for the other tasks to come
 _CONNECT = 120.0  # seconds for TensorFlow to connect to tasks that have all answered
 _SESSION = 5.0  # seconds for the coordinator to open its session

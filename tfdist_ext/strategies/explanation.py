@@ -14,17 +14,6 @@ from tfdist_ext.strategies.cluster_tasks import describe
 from tfdist_ext.strategies.owned_sums import owned_sums_of
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = [
-    "CHOICE",
-    "Choice",
-    "Explanation",
-    "choice_of",
-    "computing_tasks",
-    "devices_listed",
-    "evaluates",
-    "explain",
-]
-
 _LOCAL = "/job:localhost/replica:0/task:0/device:"
 CHOICE = "tfdist_choice"  # the attribute in which a strategy keeps its Choice
 

@@ -24,15 +24,6 @@ from tfdist_ext.strategies.one_machine import make_logical_cpus, seen_devices
 from tfdist_ext.strategies.registry import lookup
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = [
-    "Environment",
-    "Settings",
-    "automatic_choice",
-    "check_spans_cluster",
-    "choose",
-    "create_strategy",
-]
-
 # Strategies that need a cluster. The cluster may have an evaluator.
 CLUSTER_STRATEGIES = ("multi_worker_mirrored", "parameter_server")
 TPUClusterResolver = tf.distribute.cluster_resolver.TPUClusterResolver

@@ -17,17 +17,6 @@ from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import check_int
 from tfdist_ext.strategies._tf_private import with_metrics_per_replica
 
-__all__ = [
-    "central_storage",
-    "default",
-    "make_logical_cpus",
-    "mirrored",
-    "normal_name",
-    "one_device",
-    "pick_devices",
-    "seen_devices",
-]
-
 Devices: TypeAlias = int | str | Sequence[str] | None
 
 _NAME = re.compile(

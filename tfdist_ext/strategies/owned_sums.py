@@ -28,8 +28,6 @@ from tfdist_ext.strategies.buckets import (
 )
 from tfdist_ext.strategies.reductions import BYTES_PER_WORKER, bucket_bytes_of
 
-__all__ = ["OwnedSums", "Owners", "owned_buckets", "owned_sums_of"]
-
 _OWNED_SUMS = "_tfdist_ext_owned_sums"  # an attribute of a strategy
 _GROUP_KEY = 770_001  # of collectives; TensorFlow counts its own from 1
 

@@ -25,8 +25,6 @@ from tfdist_ext.strategies._tf_private import servers_extended
 from tfdist_ext.strategies.template import StrategyTemplate
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["PlacedParameterServers", "PlacedStrategy", "placed"]
-
 _OWNER = "number_of_owner"  # what an owned variable has its owner in
 
 

@@ -20,23 +20,6 @@ import tensorflow as tf
 
 from tfdist_ext.strategies._tf_private import Value, all_reduce_in_replica
 
-__all__ = [
-    "BYTES_PER_WORKER",
-    "METRIC",
-    "OTHER",
-    "SIZES",
-    "STATISTIC",
-    "KeysOfSize",
-    "Reduced",
-    "all_reduce",
-    "bucket_bytes_of",
-    "key_of_size",
-    "padded_to_size",
-    "reduce_parts",
-    "set_bucket_bytes",
-    "tells_what_it_reduces",
-]
-
 # Makes a scope in which collectives have the keys of a size, one of `SIZES`.
 KeysOfSize: TypeAlias = Callable[[tf.Tensor], AbstractContextManager[None]]
 

@@ -15,8 +15,6 @@ from tfdist_ext.strategies import one_machine, several_machines
 from tfdist_ext.strategies.placed import placed
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["Entry", "available_strategies", "lookup", "register_strategy"]
-
 
 @dataclass(frozen=True)
 class Entry:

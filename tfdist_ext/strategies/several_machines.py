@@ -40,8 +40,6 @@ from tfdist_ext.strategies.owned_sums import OwnedSums
 from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.strategies.reductions import BYTES_PER_WORKER, set_bucket_bytes
 
-__all__ = ["multi_worker_mirrored", "parameter_server", "tpu"]
-
 LOOKUP_SECONDS = 30.0  # for Google Cloud's metadata server and TPU API
 REACH_SECONDS = 10.0  # for a TPU to answer
 _STARTED_WITHIN = 10.0  # seconds for servers to start after the preflight

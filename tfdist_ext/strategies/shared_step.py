@@ -21,8 +21,6 @@ from tfdist_ext.strategies.stages import NotSharedError, Stage, cut, tensor_name
 from tfdist_ext.strategies.traced_replica import SyncPoint, TracedReplica
 from tfdist_ext.user_frames import warn
 
-__all__ = ["SharedStep", "kind_of"]
-
 # The tensors of one replica, by their names in the trace.
 Tensors: TypeAlias = dict[str, tf.Tensor]
 

@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-__all__ = ["NotSharedError", "Stage", "cut", "tensor_name"]
-
 
 class NotSharedError(Exception):
     """The step cannot be traced once for all replicas; the message says why."""

@@ -20,8 +20,6 @@ from tfdist_ext.strategies.reductions import OTHER, Reduced
 from tfdist_ext.strategies.template_extended import TemplateExtended
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["StrategyTemplate"]
-
 
 @filter_traceback
 class StrategyTemplate(tf.distribute.Strategy):

@@ -22,8 +22,6 @@ from tfdist_ext.strategies import _tf_private
 from tfdist_ext.strategies.one_machine import pick_devices
 from tfdist_ext.strategies.reductions import OTHER, Reduced
 
-__all__ = ["TemplateExtended"]
-
 
 class TemplateExtended(tf.distribute.StrategyExtended):
     """One replica for each device of a StrategyTemplate. Calls the hooks and checks their results.

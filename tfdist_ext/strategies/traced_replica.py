@@ -25,16 +25,6 @@ from tfdist_ext.strategies.reductions import (
 )
 from tfdist_ext.strategies.stages import NotSharedError
 
-__all__ = [
-    "SyncPoint",
-    "TracedReplica",
-    "computed_once",
-    "replica_id",
-    "replica_number",
-    "sum_up",
-]
-
-
 # Elements of a tensor that is faster to copy than to send by itself.
 _SMALL = 4096
 

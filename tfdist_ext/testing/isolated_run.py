@@ -28,8 +28,6 @@ from tfdist_ext.launch.function_task import DONE, PID
 from tfdist_ext.testing.matrix import case_of, logical_cpus
 from tfdist_ext.testing.tasks import check_timeout, run_function, tasks_of
 
-__all__ = ["Cluster", "Needs", "needs_of", "run_isolated"]
-
 # Suffixes of files by which the tasks of a test know of each other. A task that was killed is
 # started again, and waits until the test restarts it, or until all other tasks are done.
 _REPORTS, _STARTS, _KILLED, _RESTART = ".reports", ".starts", ".killed", ".restart"

@@ -10,8 +10,6 @@ from typing import Any
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["DEFAULT", "Case", "case_of", "logical_cpus", "strategy_matrix"]
-
 DEFAULT = ("one_device", "mirrored_2", "central_storage_3", "multi_worker_2")
 
 _KINDS = ("one_device", "mirrored", "central_storage", "template", "placed", "multi_worker")

@@ -26,8 +26,6 @@ from tfdist_ext.messages import check_int
 from tfdist_ext.testing import warm
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["Ended", "check_timeout", "run_function", "run_tasks", "tasks_of"]
-
 _MAX_OUTPUT = 8000  # characters of each task
 
 

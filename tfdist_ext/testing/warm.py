@@ -24,8 +24,6 @@ from multiprocessing.process import BaseProcess
 from tfdist_ext.launch import function_task
 from tfdist_ext.launch.processes import Started
 
-__all__ = ["start", "start_function", "status_of", "wait_for"]
-
 _PRELOADED = ("tensorflow", "keras", "tfdist_ext.training", "tfdist_ext.testing.isolated_run")
 # Environment variables that libraries read when they are imported.
 _READ_AT_IMPORT = ("TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "MKL_", "CUDA_", "PYTHONPATH")

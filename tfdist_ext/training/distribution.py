@@ -67,8 +67,6 @@ from tfdist_ext.training.synchronous.engine import (
 from tfdist_ext.training.synchronous.model_step import OneTrace
 from tfdist_ext.user_frames import warn
 
-__all__ = ["Distribution", "check_counts", "rows_of_arrays"]
-
 
 class Distribution:
     """The strategy of a distributed model, its engine, and its compiled steps.

@@ -40,19 +40,6 @@ from tfdist_ext.training._keras_private import array_parts, batches_of, get_data
 from tfdist_ext.training.steps.scope import Logs
 from tfdist_ext.user_frames import warn
 
-__all__ = [
-    "EMPTY",
-    "BatchIterator",
-    "Epoch",
-    "Epochs",
-    "Execution",
-    "GlobalBatches",
-    "Part",
-    "Parts",
-    "parts_of_dataset",
-    "read",
-]
-
 EMPTY = "The dataset is empty: it produced no batch. Check its filters and steps."
 
 # An iterator over what an engine feeds: for each global batch, this task's parts of it.

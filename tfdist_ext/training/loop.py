@@ -38,17 +38,6 @@ from tfdist_ext.training.parameter_server.engine import (
 from tfdist_ext.training.steps.scope import Logs
 from tfdist_ext.training.synchronous.engine import Predictor, SynchronousProgram
 
-__all__ = [
-    "Loop",
-    "MadeFor",
-    "StepsPerExecutionTuner",
-    "compile_settings",
-    "end_training",
-    "predict",
-    "preserve_sigint",
-    "train",
-]
-
 # Both kinds have the same methods.
 StepProgram: TypeAlias = SynchronousProgram | ParameterServerProgram
 

@@ -52,8 +52,6 @@ from tfdist_ext.training.synchronous.engine import SynchronousEngine
 from tfdist_ext.training.synchronous.model_step import OneTrace
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["DistributedModel", "distribute"]
-
 
 class _Attribute:
     """A property that does not hide an attribute of the user's model with the same name."""

@@ -20,8 +20,6 @@ from tfdist_ext.training.agreement.equality import check_equal_across_workers, f
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.inputs import GlobalBatches
 
-__all__ = ["check_no_other_arguments", "read_sharded"]
-
 
 def read_sharded(
     data: ShardedDataset, reduction: Reduction, *, from_position: bool

@@ -36,30 +36,6 @@ from tfdist_ext.training.variables import (
     with_inner_optimizers,
 )
 
-__all__ = [
-    "BLOCK_BYTES",
-    "METRICS",
-    "MODEL",
-    "assign_blocks",
-    "assign_whole",
-    "blocks",
-    "broadcast_bytes",
-    "broadcast_state",
-    "broadcast_variables",
-    "check_has_variables",
-    "copies_of_piece",
-    "group_of",
-    "has_equal_copies",
-    "own_variables",
-    "owner_path",
-    "read_rows",
-    "run_on_chief",
-    "snapshot",
-    "state_of",
-    "whole_slots",
-    "whole_value",
-]
-
 MODEL, METRICS = "model", "metrics"  # all other groups are optimizers
 
 BLOCK_BYTES = 64 * 2**20

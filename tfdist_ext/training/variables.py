@@ -40,31 +40,6 @@ from tfdist_ext.training._keras_private import (
     step_variables,
 )
 
-__all__ = [
-    "PARTS",
-    "LocalCopies",
-    "ShardedSlot",
-    "UpdatesInPlace",
-    "attributes_of",
-    "broadcast_from_owner",
-    "check_built",
-    "copies_of_model",
-    "copies_of_one_name",
-    "default_strategy",
-    "default_strategy_scope",
-    "is_updated_once",
-    "local_copies",
-    "local_copy",
-    "optimizers_of",
-    "outside_of_scopes",
-    "owner_copy",
-    "parts_of",
-    "set_sharded_slots",
-    "sharded_slots",
-    "variables_of_steps",
-    "with_inner_optimizers",
-]
-
 _Kind = TypeVar("_Kind")
 
 _SHORT = 1000  # entries of a list or dict that may hold optimizers; a vocabulary has more

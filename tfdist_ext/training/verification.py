@@ -13,8 +13,6 @@ import numpy as np
 
 from tfdist_ext.errors import address_of
 
-__all__ = ["ROUNDING_FACTOR", "TOLERANCE", "Results", "Verification", "relative_differences"]
-
 Results = Mapping[str, np.ndarray]  # "weight dense/kernel", "log loss": kind and name
 
 TOLERANCE = 1e-5  # default for the largest relative difference that counts as equal

@@ -40,8 +40,6 @@ from tfdist_ext.training.verification import (
 )
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["Trainings", "compare_with_one_device", "verify"]
-
 _SEED = 1337
 
 

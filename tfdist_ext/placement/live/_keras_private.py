@@ -13,16 +13,6 @@ import tensorflow as tf
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.private_names import PrivateNames
 
-__all__ = [
-    "NAMES",
-    "fans_of",
-    "fresh_names",
-    "leaving_no_names",
-    "next_seed",
-    "optimizer_behind",
-    "variable_behind",
-]
-
 _SHARDS = "the initial values of shards"
 NAMES = PrivateNames(
     "keras.src",

@@ -14,17 +14,6 @@ import tensorflow as tf
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.private_names import PrivateNames
 
-__all__ = [
-    "NAMES",
-    "as_counter",
-    "as_piece",
-    "is_summed_on_read",
-    "partitioned",
-    "partitioned_variable_class",
-    "piece_number",
-    "server_variable_class",
-]
-
 NAMES = PrivateNames(
     "tensorflow.python",
     PlacementError,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import keras
 
-__all__ = ["rows_can_be_owned", "updates_by_row"]
-
 # The update of a row depends on no other row, so each piece can be updated alone.
 _BY_ROW = (
     keras.optimizers.SGD,

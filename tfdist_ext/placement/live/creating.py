@@ -26,17 +26,6 @@ from tfdist_ext.placement.rules import nearest_paths
 from tfdist_ext.placement.specs import VariableSpec, itemsize
 from tfdist_ext.user_frames import warn
 
-__all__ = [
-    "Where",
-    "beside_pieces",
-    "has_the_last_word",
-    "is_partitioned",
-    "made_in_pieces",
-    "pieces_of",
-    "placing",
-    "with_each_piece",
-]
-
 # For each piece: device, first row, row after its last, and further arguments of its creator.
 Where: TypeAlias = list[tuple[str, int, int, dict[str, Any]]]
 

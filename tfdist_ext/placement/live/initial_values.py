@@ -17,8 +17,6 @@ import tensorflow as tf
 from tfdist_ext.placement.live._keras_private import fans_of, next_seed, variable_behind
 from tfdist_ext.placement.specs import VariableSpec
 
-__all__ = ["InitialValue", "Rows", "counter_at", "group_size", "rows_drawn_by"]
-
 Rows = Callable[[int, int], tf.Tensor]  # (start, stop) -> the rows from start to before stop
 
 _PHILOX = 1

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import shown
 from tfdist_ext.placement.live._keras_private import (
-    fresh_names,
+    fresh_names as fresh_names,
     leaving_no_names,
     variable_behind,
 )
@@ -28,8 +28,6 @@ from tfdist_ext.placement.planning import plan, plan_owners
 from tfdist_ext.placement.rules import Rules
 from tfdist_ext.placement.specs import VariableSpec
 from tfdist_ext.user_frames import filter_traceback
-
-__all__ = ["fresh_names", "is_learning", "learn_specs", "plan_placement"]
 
 _learning: ContextVar[bool] = ContextVar("learning", default=False)
 

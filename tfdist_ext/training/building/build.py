@@ -32,16 +32,6 @@ from tfdist_ext.training.variables import (
     parts_of,
 )
 
-__all__ = [
-    "adopt",
-    "batch_normalization_layers",
-    "build",
-    "build_sharded_optimizers",
-    "deferred_builds",
-    "input_signature",
-    "reject_stateful_rnns",
-]
-
 
 def adopt(
     model_or_builder: keras.Model | Callable[[], keras.Model],

@@ -45,9 +45,6 @@ from tfdist_ext.training.variables import (
     with_inner_optimizers,
 )
 
-__all__ = ["creation_scope", "move", "moved_out"]
-
-
 _MIRRORED = tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy
 
 

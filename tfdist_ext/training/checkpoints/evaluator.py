@@ -28,8 +28,6 @@ from tfdist_ext.training.checkpoints.format import (
     write_errors,
 )
 
-__all__ = ["evaluate_checkpoints"]
-
 _LOOK_EVERY = 1.0  # seconds
 
 

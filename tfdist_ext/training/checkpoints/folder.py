@@ -39,16 +39,6 @@ from tfdist_ext.training.checkpoints.format import (
 from tfdist_ext.training.state import whole_value
 from tfdist_ext.user_frames import filter_traceback, warn
 
-__all__ = [
-    "CheckpointFolder",
-    "FolderTakenError",
-    "checkpoints_in",
-    "epochs_when_done",
-    "finished_checkpoints",
-    "name_of",
-    "training_is_done",
-]
-
 KEPT = 3
 
 OWNER = "owner.json"

@@ -35,22 +35,6 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.state import BLOCK_BYTES, blocks, read_rows
 
-__all__ = [
-    "Arrays",
-    "CheckpointFile",
-    "DamagedCheckpointError",
-    "Progress",
-    "SavedArray",
-    "encode_checkpoint",
-    "names_in",
-    "open_checkpoint",
-    "open_file",
-    "os_errors",
-    "remove",
-    "write_atomically",
-    "write_errors",
-]
-
 _VERSION = 1  # of the format; another one when older releases cannot read it
 _METADATA, _CHECKSUM, _OURS = "__metadata__", "crc32", "tfdist_ext"
 

@@ -42,8 +42,6 @@ from tfdist_ext.training.steps.scope import Logs
 from tfdist_ext.training.variables import optimizers_of
 from tfdist_ext.user_frames import warn
 
-__all__ = ["CheckpointManager"]
-
 
 class CheckpointManager:
     """The checkpoints of one `fit`.

@@ -41,14 +41,6 @@ from tfdist_ext.training.state import (
 )
 from tfdist_ext.training.variables import optimizers_of
 
-__all__ = [
-    "arrays_of",
-    "at_step",
-    "load_weights_on_chief",
-    "restore_checkpoint",
-    "write_checkpoint",
-]
-
 # The state of callbacks, and of the generator that draws without a seed.
 _OTHERS, _SEEDS = "others", "seed_generator"
 

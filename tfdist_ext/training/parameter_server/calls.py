@@ -19,16 +19,6 @@ from tfdist_ext.training.agreement.task_status import Reduction, TaskStatus
 from tfdist_ext.training.inputs import BatchIterator
 from tfdist_ext.training.variables import default_strategy_scope
 
-__all__ = [
-    "BATCHES_IN_A_CALL",
-    "Call",
-    "Calls",
-    "CoordinatorReduction",
-    "shorten_error",
-    "traced",
-    "traced_on_batches",
-]
-
 BATCHES_IN_A_CALL = 8  # at most
 
 # A function, and its arguments.

@@ -39,8 +39,6 @@ from tfdist_ext.training.steps.scope import Logs, StepOutputs, metrics_and_other
 from tfdist_ext.training.variables import default_strategy_scope, optimizers_of
 from tfdist_ext.user_frames import warn
 
-__all__ = ["ParameterServerEngine"]
-
 # The metrics' states after a step, in one vector, and what the step returned.
 StepValues: TypeAlias = tuple[tf.Tensor, dict[str, tf.Tensor]]
 

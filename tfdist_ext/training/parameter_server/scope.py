@@ -34,8 +34,6 @@ from tfdist_ext.training.variables import (
     with_inner_optimizers,
 )
 
-__all__ = ["WorkerScope", "step_on_worker"]
-
 
 class WorkerScope(StepScope):
     """Scope of one step.

@@ -29,8 +29,6 @@ from tfdist_ext.training.inputs import BatchIterator, GlobalBatches, parts_of_da
 from tfdist_ext.training.parameter_server.calls import Calls
 from tfdist_ext.user_frames import warn
 
-__all__ = ["PATIENCE", "Answer", "ShardIterators", "WorkerBatches", "why_not_remote"]
-
 # Seconds without progress after which the coordinator reads the shard of a worker that does not
 # answer. A process needs as long to restart.
 PATIENCE = 10.0

@@ -45,19 +45,6 @@ from tfdist_ext.training.steps.rows import (
 from tfdist_ext.training.steps.step_timer import Waits
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = [
-    "ReplicaSums",
-    "StepContext",
-    "all_rows",
-    "current_graph",
-    "current_step",
-    "gather_rows",
-    "outside_of_inner_graphs",
-    "reduced_for",
-    "running_step",
-]
-
-
 _Values = TypeVar("_Values")
 _Result = TypeVar("_Result")
 

@@ -69,14 +69,6 @@ from tfdist_ext.training.variables import (
 )
 from tfdist_ext.user_frames import warn
 
-__all__ = [
-    "check_activity_regularizers",
-    "check_called",
-    "own_applies",
-    "substitutes_of",
-    "warn_of_mixed_rows",
-]
-
 
 def substitutes_of(context: StepContext) -> Mapping[str, Callable[..., Any]]:
     """Returns the functions that replace those of Keras and TensorFlow in a step, by key."""

@@ -24,8 +24,6 @@ from tfdist_ext.training.steps.rows import (
     unknown_sizes,
 )
 
-__all__ = ["adds_rows", "mixed_rows"]
-
 
 def _of_input(number: int) -> Callable[[tf.Operation], Collection[int]]:
     """The dimensions that a constant input of an operation names."""

@@ -45,8 +45,6 @@ from tfdist_ext.training.variables import (
 )
 from tfdist_ext.user_frames import warn
 
-__all__ = ["OptimizerParts", "OwnPart", "deferring_builds", "sums_of_parts"]
-
 
 class OwnPart:
     """The rows of a weight that this worker owns, as an optimizer sees a variable.

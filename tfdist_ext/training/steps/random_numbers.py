@@ -30,9 +30,6 @@ from tfdist_ext.training._keras_private import (
 from tfdist_ext.training.steps.context import StepContext, gather_rows
 from tfdist_ext.training.steps.rows import SAME_ORDER, Rows, behind, tensor_key
 
-__all__ = ["RANDOM", "REFUSED_IN_UPDATES", "rows_at"]
-
-
 # Arguments of a distribution, which may have numbers for each row.
 _PARAMETERS = frozenset(["alpha", "counts", "lam", "logits", "probs"])
 

@@ -21,24 +21,6 @@ import tensorflow as tf
 
 from tfdist_ext.data.pipelines import Structure
 
-__all__ = [
-    "SAME_ORDER",
-    "EqualTensors",
-    "Gradient",
-    "Lookups",
-    "Rows",
-    "behind",
-    "follows_from",
-    "places_rows",
-    "rows_of",
-    "symbolic_tensors",
-    "tensor_key",
-    "tensors_before",
-    "unknown_sizes",
-    "with_unknown_rows",
-]
-
-
 # Of a variable: dense, or slices of what was looked up.
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 

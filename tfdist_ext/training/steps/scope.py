@@ -48,25 +48,6 @@ from tfdist_ext.training.steps.rows import follows_from, places_rows
 from tfdist_ext.training.variables import is_updated_once, local_copies, local_copy
 from tfdist_ext.user_frames import warn
 
-__all__ = [
-    "Logs",
-    "OwnCopies",
-    "ReplicaScope",
-    "StepOutputs",
-    "StepScope",
-    "assign_each",
-    "check_equal",
-    "check_value",
-    "metric_in_inner_graph",
-    "metrics_and_others",
-    "metrics_of",
-    "record_result",
-    "result_methods",
-    "shared_by_replicas",
-    "take_rows",
-    "warn_of_sums",
-]
-
 # The value of each metric by name. An output that is not a single number is an array.
 Logs: TypeAlias = dict[str, float | np.ndarray]
 

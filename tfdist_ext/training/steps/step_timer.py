@@ -15,9 +15,6 @@ import tensorflow as tf
 
 from tfdist_ext.data.pipelines import Structure
 
-__all__ = ["StepTimer", "Waits", "timestamp_after"]
-
-
 _Value = TypeVar("_Value")
 _Result = TypeVar("_Result")
 

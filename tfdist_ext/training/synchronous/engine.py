@@ -27,9 +27,6 @@ from tfdist_ext.training.synchronous.reduction import States, SynchronousReducti
 from tfdist_ext.training.variables import default_strategy_scope, parts_of, with_inner_optimizers
 from tfdist_ext.user_frames import warn
 
-__all__ = ["SynchronousEngine"]
-
-
 # What one step passes to the next: the metrics' states, and what an overridden step returned, by
 # name, summed over the local replicas.
 Carried: TypeAlias = tuple[States, dict[str, tf.Tensor]]

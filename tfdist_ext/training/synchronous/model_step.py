@@ -55,8 +55,6 @@ from tfdist_ext.training.synchronous.reduction import (
 from tfdist_ext.training.variables import copies_of_model, outside_of_scopes
 from tfdist_ext.user_frames import warn
 
-__all__ = ["ModelStep", "OneTrace", "Seeds", "trace_for_each"]
-
 # Whether the replicas of a task share one trace of a step, as `distribute` takes it.
 OneTrace: TypeAlias = Literal["auto", True, False]
 

@@ -27,9 +27,6 @@ from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.steps.scope import assign_each
 
-__all__ = ["MetricStates", "States", "SynchronousReduction"]
-
-
 # For each local replica, the states of its metrics, stacked.
 States: TypeAlias = list[list[tf.Tensor]]
 
