@@ -19,6 +19,8 @@ from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import shown
 from tfdist_ext.placement.live._keras_private import (
     fresh_names as fresh_names,
+)
+from tfdist_ext.placement.live._keras_private import (
     leaving_no_names,
     variable_behind,
 )
