@@ -99,7 +99,7 @@ class Distribution:
         self._running: list[str] = []  # methods that run compiled steps
         self._loops: dict[tuple[str, bool], Loop] = {}  # by kind, and whether steps are timed
         self._predictor: Predictor | ParameterServerPredictor | None = None
-        self._predictor_made_for = MadeFor(self.model)
+        self._predictor_made_for: MadeFor | None = None
         self.engine: SynchronousEngine | ParameterServerEngine
         if isinstance(strategy, tf.distribute.ParameterServerStrategy):
             self.engine = ParameterServerEngine(strategy)
@@ -191,7 +191,8 @@ class Distribution:
         return found
 
     def predict(self, epochs: Epochs, hooks: keras.callbacks.CallbackList) -> Any:
-        if self._predictor is None or not self._predictor_made_for.is_current():
+        made_for = self._predictor_made_for
+        if self._predictor is None or made_for is None or not made_for.is_current():
             self._predictor = self.engine.make_predictor(self.model)
             self._predictor_made_for = MadeFor(self.model)
         return predict(self.model, self.reduction, self._predictor, epochs, hooks)
@@ -348,7 +349,7 @@ class Distribution:
         """Moves what is not in the strategy yet. Compiled steps use the old variables."""
         if move(self.model, self.strategy, self._created):
             self._loops.clear()
-            self._predictor = None
+            self._predictor = self._predictor_made_for = None
 
     def _unsynchronized(self) -> str:
         """Returns a sentence about BatchNormalization that is not synchronized, or ""."""

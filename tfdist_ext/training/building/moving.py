@@ -101,12 +101,10 @@ def move(model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.
     weights = [variable for variable in _variables(model) if not _is_in(variable, strategy)]
     optimizers = [each for each in optimizers_of(model).values() if parts_of(each) is None]
     slots = [
-        (optimizer, variable)
+        [variable for variable in optimizer.variables if not _is_in(variable, strategy)]
         for optimizer in optimizers
-        for variable in optimizer.variables
-        if not _is_in(variable, strategy)
     ]
-    if not weights and not slots:
+    if not weights and not any(slots):
         return False
     _check_can_move(model, strategy)
     keys = keys_of(optimizers, weights)
@@ -117,15 +115,16 @@ def move(model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.
     with _keeping_first_copies() as keeps, creation_scope(strategy, created):
         for variable in weights:
             _move(variable, strategy, keeps)
-        for optimizer, variable in slots:
+        for optimizer, variables in zip(optimizers, slots, strict=True):
             trained = trained_by(optimizer) if optimizer.built else ()
             owners = {owner.path.replace("/", "_"): owner for owner in trained}
-            owner = owners.get(owner_path(variable, owners))
-            if owner is None:
-                _move(variable, strategy, keeps)
-            elif not shares_optimizers:  # which creates them again
-                with strategy.extended.colocate_vars_with(raw_value(owner)):
+            for variable in variables:
+                owner = owners.get(owner_path(variable, owners))
+                if owner is None:
                     _move(variable, strategy, keeps)
+                elif not shares_optimizers:  # which creates them again
+                    with strategy.extended.colocate_vars_with(raw_value(owner)):
+                        _move(variable, strategy, keeps)
     replaced = dict(zip(keys, keys_of(optimizers, weights), strict=True))
     for optimizer in optimizers:
         set_strategy(with_inner_optimizers(optimizer), strategy, replaced)
@@ -147,7 +146,7 @@ def _variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def _variables_of_compile(model: keras.Model) -> list[keras.Variable]:
-    """Returns the variables of metrics and losses that are arguments of `compile`."""
+    """Returns the variables of the metrics that are arguments of `compile`."""
     try:
         arguments = compile_arguments(model)
     except (AttributeError, TypeError, TrainingError):  # the model has a compile() of its own
