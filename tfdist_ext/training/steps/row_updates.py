@@ -204,8 +204,10 @@ class Rows(PartOfVariable):
 
     def assign_add(self, value: Any) -> None:
         """Add to the rows. On a server, what other workers add at the same time is kept."""
-        self.value = tf.cast(self.read_value() + value, self.dtype)
-        self._variable.scatter_add(tf.IndexedSlices(tf.cast(value, self.dtype), self._ids))
+        value = tf.cast(value, self.dtype)
+        if self.value is not None:
+            self.value += value
+        self._variable.scatter_add(tf.IndexedSlices(value, self._ids))
 
     def assign_sub(self, value: Any) -> None:
         self.assign_add(-value)
