@@ -531,6 +531,20 @@ def distribute(
         inside = tf.distribute.has_strategy()
         strategy = tf.distribute.get_strategy() if inside else create_strategy()
     check_spans_cluster(strategy)
+    return distribute_on(
+        model_or_builder, strategy, synchronize_batch_norm, one_trace, lazy_updates=lazy_updates
+    )
+
+
+def distribute_on(
+    model_or_builder: keras.Model | Callable[[], keras.Model],
+    strategy: tf.distribute.Strategy,
+    synchronize_batch_norm: bool | None = None,
+    one_trace: OneTrace = "auto",
+    *,
+    lazy_updates: bool = False,
+) -> DistributedModel:
+    """`distribute` on a strategy that may use one machine of a cluster."""
     if isinstance(model_or_builder, DistributedModel):
         model_or_builder._tfdist_ext.check_is_idle("distribute")
     with peers_of(strategy).call("distribute"):

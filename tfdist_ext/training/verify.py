@@ -22,7 +22,7 @@ from tfdist_ext.strategies.owned_sums import owned_sums_of
 from tfdist_ext.training._keras_private import get_data_adapter
 from tfdist_ext.training.building.build import batch_normalization_layers
 from tfdist_ext.training.distribution import check_counts
-from tfdist_ext.training.model import distribute
+from tfdist_ext.training.model import distribute_on
 from tfdist_ext.training.state import (
     METRICS,
     MODEL,
@@ -32,6 +32,7 @@ from tfdist_ext.training.state import (
     whole_value,
 )
 from tfdist_ext.training.synchronous.reduction import SynchronousReduction
+from tfdist_ext.training.variables import default_strategy
 from tfdist_ext.training.verification import (
     TOLERANCE,
     Results,
@@ -52,6 +53,7 @@ def verify(
     steps: int = 3,
     tolerance: float = TOLERANCE,
     synchronize_batch_norm: bool | None = None,
+    lazy_updates: bool = False,
     **fit: Any,
 ) -> Verification:
     """Trains a model in plain Keras and on a strategy, and compares the results.
@@ -74,6 +76,8 @@ def verify(
             Keras again with the last bits of weights and inputs changed. Rounding explains up to
             100 times the difference between both trainings.
         synchronize_batch_norm: the argument of `tfd.distribute`.
+        lazy_updates: the argument of `tfd.distribute`. If True, the training on one device is one
+            with lazy updates, too, and not one of plain Keras.
         fit: other arguments of `fit`, such as `batch_size` (global), `epochs` and
             `validation_data`. Arrays are not shuffled. Each training gets a copy of the callbacks.
 
@@ -95,7 +99,7 @@ def verify(
             ' several. Pass create_strategy("mirrored", logical_cpus=2) (--devices 2).'
         )
     return compare_with_one_device(
-        builder, data, strategy, steps, tolerance, synchronize_batch_norm, **fit
+        builder, data, strategy, steps, tolerance, synchronize_batch_norm, lazy_updates, **fit
     )
 
 
@@ -106,15 +110,17 @@ def compare_with_one_device(
     steps: int = 3,
     tolerance: float = TOLERANCE,
     synchronize_batch_norm: bool | None = None,
+    lazy_updates: bool = False,
     **fit: Any,
 ) -> Verification:
     """Returns the result of `verify`, also for a strategy with one replica, as tests have it."""
     with warnings.catch_warnings():
         warnings.simplefilter("default", UserWarning)  # no warning of a training is an error
-        trainings = Trainings(builder, data, steps, fit, synchronize_batch_norm)
+        trainings = Trainings(builder, data, steps, fit, synchronize_batch_norm, lazy_updates)
+        other = "lazy updates" if lazy_updates else "plain Keras"
         title = (
             f"{type(strategy).__name__} with {counted(strategy.num_replicas_in_sync, 'replica')},"
-            " compared with plain Keras on one device. Rows in the global batches:"
+            f" compared with {other} on one device. Rows in the global batches:"
             f" {str(trainings.rows)[1:-1]}."
         )
         try:
@@ -137,7 +143,7 @@ class Trainings:
         data: arrays (x, y) or (x, y, sample_weight), a dataset, or a function that returns one.
         steps: global batches to train on.
         fit: arguments of `fit`.
-        synchronize_batch_norm: as of `tfd.distribute`.
+        synchronize_batch_norm, lazy_updates: as of `tfd.distribute`.
 
     Attributes:
         batches: the global batches of one epoch; the last one is smaller.
@@ -151,7 +157,8 @@ class Trainings:
         data: Any,
         steps: int,
         fit: Mapping[str, Any],
-        synchronize_batch_norm: bool | None,
+        synchronize_batch_norm: bool | None = None,
+        lazy_updates: bool = False,
     ):
         if isinstance(builder, keras.Model) or not callable(builder):
             raise TrainingError(
@@ -159,6 +166,7 @@ class Trainings:
             )
         self._builder = builder
         self._synchronize_batch_norm = synchronize_batch_norm
+        self._lazy_updates = lazy_updates
         self._fit = {"verbose": 0, "shuffle": False, **fit}
         check_counts(batch_size=self._fit.get("batch_size"), steps=steps)
         if self._fit.get("validation_split"):
@@ -209,9 +217,14 @@ class Trainings:
             last_bit: change the last bits of the initial weights and of the inputs.
         """
         build: Callable[[], Any] = self._builder
-        if strategy is not None:
-            wanted = self._synchronize_batch_norm
-            build = functools.partial(distribute, build, strategy, synchronize_batch_norm=wanted)
+        if strategy is not None or self._lazy_updates:
+            build = functools.partial(
+                distribute_on,
+                build,
+                strategy or default_strategy(),
+                synchronize_batch_norm=self._synchronize_batch_norm,
+                lazy_updates=self._lazy_updates,
+            )
         keras.utils.set_random_seed(_SEED)
         model = build()
         if strategy is None and self._synchronize_batch_norm:

@@ -12,6 +12,7 @@ found out by trying its update on a small table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -127,7 +128,7 @@ class RowUpdates:
             if trial.found == "whole":
                 raise self._no_rows(trial.why)
             return "lazy rows"
-        size = np.prod(table.shape) * table.dtype.size
+        size = math.prod(table.shape) * tf.as_dtype(table.dtype).size
         if size >= _LARGE and trial.slots:
             warn(
                 f"each step updates all {table.shape[0]} rows of {table.name}"

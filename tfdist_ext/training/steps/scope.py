@@ -398,9 +398,7 @@ class OwnCopies:
 
     def is_shared(self, variable: keras.Variable | tf.Variable) -> bool:
         """Whether the replicas of this worker share one copy."""
-        copies = (
-            self.local_replicas if self.on_tpu else len(local_copies(variable, self._strategy))
-        )
+        copies = self.local_replicas if self.on_tpu else len(local_copies(variable, self._strategy))
         return copies < self.local_replicas
 
     def is_collected(self, variable: keras.Variable) -> bool:
