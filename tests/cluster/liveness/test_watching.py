@@ -63,7 +63,7 @@ def test_the_states_of_a_task() -> None:
             assert states(task, 5) == [GONE] * 4 + [FROZEN]
             assert task.failure == (
                 f"chief:0 ({address}) has not answered for 1 s: its process is stopped, or its"
-                " machine is paused or overloaded."
+                " machine is paused or overloaded"
             )
             never_seen = TaskWatch("chief:0", address, frozen_after=0.2)
             assert states(never_seen, 7) == [EXPECTED] * 7

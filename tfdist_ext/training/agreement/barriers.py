@@ -6,8 +6,8 @@ worker finds out within seconds that a barrier cannot be passed, and makes the c
 a sentence that names the task. A slow worker is no error: the workers that wait report it.
 
 - Every worker publishes its position.
-- The first worker (the leader) looks at the addresses and the positions of all others, and decides
-  that a barrier cannot be passed. The others look at the address of the leader.
+- The first worker (the leader) watches the addresses and the positions of all others, and decides
+  that a barrier cannot be passed. The others watch the address of the leader.
 - A worker that fails, or that has stalled outside of a barrier, decides this for itself.
 
 Workers talk through the key-value store of TensorFlow's coordination service, in the leader's
@@ -34,13 +34,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.cluster.liveness import WaitReports, log_line, show_stacks
+from tfdist_ext.cluster.liveness.watching import ALIVE, TaskWatch
 from tfdist_ext.errors import PeerError, address_of
 from tfdist_ext.training._tf_private import (
     abort_collectives,
     get_value,
     has_coordination_service,
     insert_value,
-    peer_status,
     replace_value,
 )
 from tfdist_ext.training.agreement.task_status import (
@@ -55,16 +55,8 @@ LEAVE_LIMIT = 30.0  # seconds to wait for a task after the end of its script, or
 _LOOK_EVERY = 0.25  # seconds
 _POLL = 0.1  # seconds
 _CAUSE = 6.0  # seconds to learn why a collective has failed
-# Looks in a row that must find the same, as an answer may be lost. A look at a silent task takes a
-# second more. TensorFlow gives a task up after 10 seconds.
-_LOOKS = {"gone": 3, "silent": 9}
+_FROZEN = 9.0  # seconds without an answer; TensorFlow gives a task up after 10 seconds
 _PREFIX = "tfdist_ext/"
-_STATUS = {
-    "gone": "is gone: nothing listens at its address {} (it ended, crashed or was killed, or its"
-    " machine is down: see its log), or it restarted without the other tasks",
-    "silent": "does not answer at its address {}: it is stopped (SIGSTOP), or its machine is down"
-    " or cannot be reached",
-}
 _THREAD_ENDED = "its training thread has ended"
 _DOES = {"callbacks": "callbacks", "checkpoint": "writing a checkpoint"}
 SAME_CALLS = (
@@ -117,7 +109,7 @@ class End:
     """Why no further barrier can be passed.
 
     Attributes:
-        kind: "left", "failed", "gone", "silent", "differs" or "stalled".
+        kind: "left", "failed", "lost", "differs" or "stalled".
         task: the cause; "" if it is not one task.
         text: the sentence for all tasks.
     """
@@ -138,9 +130,12 @@ class PeerMonitor(TaskStatus):
     def __init__(self, me: str, tasks: tuple[tuple[str, str], ...]):
         super().__init__(watch_timeout())
         self._me = me
-        self._leader = tasks[0][0]
+        self._leader, self._store = tasks[0]
         self._others = [task for task, _ in tasks if task != me]
-        self._watched = dict(tasks[1:] if me == self._leader else tasks[:1])
+        self._watched = {
+            task: TaskWatch(task, address, _FROZEN)
+            for task, address in (tasks[1:] if me == self._leader else tasks[:1])
+        }
         self._calls: list[str] = []
         self._position = Position(since=time.time())
         self._published = Position()
@@ -233,7 +228,7 @@ class PeerMonitor(TaskStatus):
 
     def _leader_answers(self) -> bool:
         """Whether the store can be written to: its leader is not frozen."""
-        return self._me == self._leader or peer_status(self._leader) == "there"
+        return self._me == self._leader or TaskWatch(self._leader, self._store, _FROZEN).look()
 
     def _listen(self) -> None:
         """Thread that receives the end from another worker at once."""
@@ -248,9 +243,10 @@ class PeerMonitor(TaskStatus):
     def _watch(self) -> None:
         """Thread that publishes the position of this task, and looks at other tasks."""
         looks, reports = 0, WaitReports()
-        lost: dict[End, int] = {}  # -> looks in a row that found it
         before: dict[str, Position] = {}
         unchanged = 0.0
+        for watched in self._watched.values():
+            watched.state = ALIVE  # all servers have started with the strategy
         while self._end is None:
             time.sleep(_LOOK_EVERY)
             position = self._current_position()
@@ -259,15 +255,15 @@ class PeerMonitor(TaskStatus):
             # Looks are counted, because a process that was stopped has not waited.
             looks += 1
             waited, stalled = looks * _LOOK_EVERY, self.tick(_LOOK_EVERY)
-            lost = {end: lost.get(end, 0) + 1 for end in self._lost()}
-            for end, count in lost.items():
-                if count >= _LOOKS[end.kind]:
-                    self._decide(end)
-            if position != self._published and self._leader not in [end.task for end in lost]:
+            all_answer = all([watched.look() for watched in self._watched.values()])
+            for task, watched in self._watched.items():
+                if watched.failure:
+                    self._decide(End("lost", task, watched.failure))
+            if all_answer and position != self._published:
                 self._publish(position)
             if stalled and not position.inside:
                 self._decide(End("stalled", self._me, f"{self._me} has stalled: {stalled}"))
-            if self._me == self._leader and waited % PATIENCE == 0 and not lost:
+            if self._me == self._leader and waited % PATIENCE == 0 and all_answer:
                 positions = {self._me: position} | _positions_of(self._others)
                 unchanged = unchanged + PATIENCE if positions == before else 0.0
                 before = positions
@@ -291,12 +287,6 @@ class PeerMonitor(TaskStatus):
         with contextlib.suppress(tf.errors.OpError):
             replace_value(f"{_PREFIX}position/{self._me}", json.dumps(asdict(position)))
             self._published = position
-
-    def _lost(self) -> Iterator[End]:
-        """Yields the watched tasks that do not answer now."""
-        for task, address in self._watched.items():
-            if (status := peer_status(task)) != "there":
-                yield End(status, task, f"{task} {_STATUS[status].format(address)}")
 
     def _report_wait(self, position: Position, waited: float) -> None:
         late = [
@@ -397,7 +387,7 @@ def obstacle(positions: Mapping[str, Position], unchanged: float, stalled: str) 
 def _stored(key: str, seconds: float = 0.1) -> dict[str, Any]:
     """A JSON value of the store, waited for; empty if it does not come."""
     with contextlib.suppress(tf.errors.OpError):
-        return json.loads(get_value(f"{_PREFIX}{key}", seconds=seconds) or "{}")
+        return json.loads(get_value(f"{_PREFIX}{key}", seconds=seconds))
     return {}
 
 
