@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -94,50 +94,14 @@ def verify(
             "verify needs at least 2 replicas, got 1: an equal result would prove nothing about"
             ' several. Pass create_strategy("mirrored", logical_cpus=2) (--devices 2).'
         )
-    return compare_with_one_device(
-        builder, data, strategy, steps, tolerance, synchronize_batch_norm, **fit
-    )
-
-
-def compare_with_one_device(
-    builder: Callable[[], keras.Model],
-    data: Any,
-    strategy: tf.distribute.Strategy,
-    steps: int = 3,
-    tolerance: float = TOLERANCE,
-    synchronize_batch_norm: bool | None = None,
-    **fit: Any,
-) -> Verification:
-    """Returns the result of `verify`, also for a strategy with one replica, as tests have it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("default", UserWarning)  # no warning of a training is an error
-        trainings = Trainings(builder, data, steps, fit, synchronize_batch_norm)
-        title = (
-            f"{type(strategy).__name__} with {counted(strategy.num_replicas_in_sync, 'replica')},"
-            " compared with plain Keras on one device. Rows in the global batches:"
-            f" {str(trainings.rows)[1:-1]}."
-        )
-        try:
-            differences = trainings.differences(strategy)
-        except TfDistError as error:
-            return Verification(title, {}, {}, tolerance, error=str(error))
-        if trainings.order_changes:
-            differences["data first batch"] = float("inf")
-        result = Verification(title, differences, {}, tolerance)
-        if result.unequal:
-            result = replace(result, rounding=trainings.differences(last_bit=True))
-        return result
+    trainings = Trainings(builder, data, steps, synchronize_batch_norm, **fit)
+    return trainings.compare(strategy, tolerance)
 
 
 class Trainings:
     """Trainings of one model on the same data, each from new variables and the same seeds.
 
-    Args:
-        builder: creates the compiled model.
-        data: arrays (x, y) or (x, y, sample_weight), a dataset, or a function that returns one.
-        steps: global batches to train on.
-        fit: arguments of `fit`.
-        synchronize_batch_norm: as of `tfd.distribute`.
+    Takes the arguments of `verify`.
 
     Attributes:
         batches: the global batches of one epoch; the last one is smaller.
@@ -149,9 +113,9 @@ class Trainings:
         self,
         builder: Callable[[], keras.Model],
         data: Any,
-        steps: int,
-        fit: Mapping[str, Any],
-        synchronize_batch_norm: bool | None,
+        steps: int = 3,
+        synchronize_batch_norm: bool | None = None,
+        **fit: Any,
     ):
         if isinstance(builder, keras.Model) or not callable(builder):
             raise TrainingError(
@@ -179,6 +143,26 @@ class Trainings:
         if self.rows[-1] == self.rows[0]:  # parts of different sizes show more
             self.rows[-1] -= self.rows[0] // 2
             self.batches[-1] = rows_between(self.batches[-1], 0, self.rows[-1])
+
+    def compare(self, strategy: tf.distribute.Strategy, tolerance: float) -> Verification:
+        """Returns the result of `verify`, also for a strategy with one replica."""
+        title = (
+            f"{type(strategy).__name__} with {counted(strategy.num_replicas_in_sync, 'replica')},"
+            " compared with plain Keras on one device. Rows in the global batches:"
+            f" {str(self.rows)[1:-1]}."
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("default", UserWarning)  # no warning of a training is an error
+            try:
+                differences = self.differences(strategy)
+            except TfDistError as error:
+                return Verification(title, {}, {}, tolerance, error=str(error))
+            if self.order_changes:
+                differences["data first batch"] = float("inf")
+            result = Verification(title, differences, {}, tolerance)
+            if result.unequal:
+                result = replace(result, rounding=self.differences(last_bit=True))
+            return result
 
     @functools.cached_property
     def plain(self) -> Results:
