@@ -112,7 +112,7 @@ def test_a_slow_worker_is_waited_for_and_different_calls_are_refused(tmp_path: P
         )
     for result in results:
         assert result["epochs"] == 4
-        assert "got evaluate on worker 0 and save on worker 1" in result["different_calls"]
+        assert "is evaluate on worker 0 and save on worker 1" in result["different_calls"]
         assert result["rows"] == 50  # the cluster works after it
         assert result["handler"] is True
     assert [result["own_handler"] for result in results] == [[], [True]]

@@ -34,6 +34,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.cluster.liveness import WaitReports, log_line, show_stacks
+from tfdist_ext.cluster.liveness.preflight import tasks_of
 from tfdist_ext.cluster.liveness.watching import ALIVE, TaskWatch
 from tfdist_ext.errors import PeerError, address_of
 from tfdist_ext.training._tf_private import (
@@ -53,7 +54,6 @@ from tfdist_ext.training.agreement.task_status import (
 PATIENCE = 2.0  # seconds between two looks at the positions
 LEAVE_LIMIT = 30.0  # seconds to wait for a task after the end of its script, or of its thread
 _LOOK_EVERY = 0.25  # seconds
-_POLL = 0.1  # seconds
 _CAUSE = 6.0  # seconds to learn why a collective has failed
 _FROZEN = 9.0  # seconds without an answer; TensorFlow gives a task up after 10 seconds
 _PREFIX = "tfdist_ext/"
@@ -70,16 +70,11 @@ def peers_of(strategy: tf.distribute.Strategy) -> TaskStatus:
     resolver = strategy.cluster_resolver
     if resolver is None or isinstance(strategy, tf.distribute.ParameterServerStrategy):
         return single_task()
-    jobs = resolver.cluster_spec().as_dict()
-    tasks = tuple(
-        (f"{job}:{index}", address)
-        for job in ("chief", "worker")
-        for index, address in enumerate(jobs.get(job, ()))
-    )
+    tasks = tasks_of(resolver.cluster_spec().as_dict())
     me = f"{resolver.task_type}:{resolver.task_id}"
-    if len(tasks) < 2 or me not in dict(tasks) or not has_coordination_service():
+    if len(tasks) < 2 or me not in tasks or not has_coordination_service():
         return single_task()
-    return _monitor_of_process(me, tasks)
+    return _monitor_of_process(me, tuple(tasks.items()))
 
 
 @dataclass(frozen=True)
@@ -139,7 +134,6 @@ class PeerMonitor(TaskStatus):
         self._calls: list[str] = []
         self._position = Position(since=time.time())
         self._published = Position()
-        self._left = ""
         self._end: End | None = None
         self._end_is_known = threading.Event()
         self._batches_read: Callable[[], int] = int
@@ -274,14 +268,14 @@ class PeerMonitor(TaskStatus):
         self._obey(self._end)
 
     def _current_position(self) -> Position:
-        position, left = self._position, self._left
-        if not left and not self._thread.is_alive():
-            left = _THREAD_ENDED
+        position = self._position
+        if not position.left and not self._thread.is_alive():
+            position = replace(position, left=_THREAD_ENDED)
         if position.inside:
-            return replace(position, left=left, batches=int(self._batches_read()))
+            return replace(position, batches=int(self._batches_read()))
         doing = _DOES.get(self.phase, "user code")
         place = f"{doing}, inside {position.place}" if position.place else doing
-        return replace(position, left=left, place=place)
+        return replace(position, place=place)
 
     def _publish(self, position: Position) -> None:
         with contextlib.suppress(tf.errors.OpError):
@@ -326,19 +320,18 @@ class PeerMonitor(TaskStatus):
         when = _clock(time.time())
         error = getattr(sys, "last_value", None)
         if error is None:
-            self._left = "its script ended"
+            self._position = replace(self._position, left="its script ended", since=time.time())
             self._wait_for_others_to_leave()
-            end = End("left", self._me, f"{self._me} left at {when}: {self._left}")
+            end = End("left", self._me, f"{self._me} left at {when}: {self._position.left}")
         else:
             cause = str(error).strip().split("\n")[0][:300]
             text = f"{self._me} failed at {when}: {type(error).__name__}: {cause}"
             end = End("failed", self._me, text)
         self._decide(end)  # ends the threads, too
         if self._me == self._leader:
-            time.sleep(2 * _POLL if error is None else PATIENCE)  # the others read the store
+            time.sleep(_LOOK_EVERY if error is None else PATIENCE)  # the others read the store
 
     def _wait_for_others_to_leave(self) -> None:
-        self._position = replace(self._position, since=time.time())
         if self._leader_answers():
             self._publish(self._current_position())
         deadline = time.monotonic() + LEAVE_LIMIT
@@ -346,7 +339,7 @@ class PeerMonitor(TaskStatus):
             while not _positions_of([task])[task].left:
                 if self._end is not None or time.monotonic() > deadline:
                     return
-                time.sleep(_POLL)
+                time.sleep(_LOOK_EVERY)
 
 
 # One for this process, because its cluster has one store.

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.training.agreement.equality import from_each_worker
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.steps.scope import Logs
 from tfdist_ext.training.steps.step_timer import StepTimer
@@ -94,9 +95,8 @@ class WorkerTensorBoard(keras.callbacks.Callback):
         # The first step of a training compiles.
         later = slice(1, None) if self._first_epoch and count > 1 else slice(None)
         self._first_epoch = False
-        mine = np.zeros((len(self._workers), 2))
-        mine[self._reduction.worker] = own[later].mean(), step[later].mean()
-        self.own_ms, steps_ms = self._reduction.sum_over_workers(mine).T
+        mine = np.array([own[later].mean(), step[later].mean()])
+        self.own_ms, steps_ms = from_each_worker(self._reduction, mine).T
         if self._reduction.is_chief:
             for line in slow_workers(self._workers, self.own_ms, steps_ms.mean() * _SLOW):
                 print(f"\n{line}", flush=True)
