@@ -84,7 +84,7 @@ class Position:
     Attributes:
         number: the number of the barrier that the task is in, or was in last.
         place: the public calls and what the barrier is for, as "fit (epoch 1, end)"; between
-            two barriers also what the task does there.
+            two barriers what the task does there, and the calls.
         inside: whether the task is in the barrier, and not between two barriers.
         since: seconds since 1970; 0 if the task has not published a position.
         batches: batches read by the current execution, inside a barrier.
@@ -147,13 +147,11 @@ class PeerMonitor(TaskStatus):
         """Scope of a public call, which every worker must make."""
         self._thread = threading.current_thread()
         self._calls.append(name)
-        self._leave_barrier()
         try:
             with super().call(name):
                 yield
         finally:
             self._calls.pop()
-            self._leave_barrier()
 
     @contextlib.contextmanager
     def barrier(self, detail: str = "") -> Iterator[None]:
@@ -178,7 +176,7 @@ class PeerMonitor(TaskStatus):
             self._raise_if_ended(place)
             raise
         finally:
-            self._leave_barrier()
+            self._position = replace(self._position, inside=False, since=time.time())
 
     def reads_batches(self, count: Callable[[], int]) -> None:
         self._batches_read = count
@@ -186,11 +184,6 @@ class PeerMonitor(TaskStatus):
     def _place(self, detail: str = "") -> str:
         call = " inside ".join(reversed(self._calls))
         return f"{call} ({detail})" if call and detail else call
-
-    def _leave_barrier(self) -> None:
-        self._position = replace(
-            self._position, place=self._place(), inside=False, since=time.time()
-        )
 
     # The end of all barriers.
 
@@ -273,9 +266,8 @@ class PeerMonitor(TaskStatus):
             position = replace(position, left=_THREAD_ENDED)
         if position.inside:
             return replace(position, batches=int(self._batches_read()))
-        doing = _DOES.get(self.phase, "user code")
-        place = f"{doing}, inside {position.place}" if position.place else doing
-        return replace(position, place=place)
+        doing, call = _DOES.get(self.phase, "user code"), self._place()
+        return replace(position, place=f"{doing}, inside {call}" if call else doing)
 
     def _publish(self, position: Position) -> None:
         with contextlib.suppress(tf.errors.OpError):
