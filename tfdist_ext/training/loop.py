@@ -125,13 +125,22 @@ class MadeFor:
     def __init__(self, model: keras.Model):
         self._model = model
         self._settings = compile_settings(model)
-        self._values = [*map(raw_value, model.variables)]
+        self._variables = [(variable, raw_value(variable)) for variable in model.variables]
 
     def is_current(self) -> bool:
         """Whether the steps can still be used."""
         values = {*map(id, map(raw_value, self._model.variables))}
         is_same = compile_settings(self._model) == self._settings
-        return is_same and values == {*map(id, self._values)}
+        return is_same and values == {id(value) for _, value in self._variables}
+
+    def check_variables(self) -> None:
+        """Raises TrainingError if a callback has moved the variables to another strategy."""
+        if any(raw_value(variable) is not value for variable, value in self._variables):
+            raise TrainingError(
+                f"The variables of {self._model.name!r} moved to another strategy while its steps"
+                " ran. Call distribute(), and methods of models that share layers with this one on"
+                " another strategy, before or after the training."
+            )
 
 
 class Loop:
@@ -227,6 +236,7 @@ class Loop:
             return logs, done
 
     def _execute(self, data: Epoch, n: int, tuner: StepsPerExecutionTuner, where: str) -> Execution:
+        self.made_for.check_variables()
         peers = self.reduction.peers
         peers.enters("steps")
         started = time.perf_counter()

@@ -115,7 +115,7 @@ class TaskWatch:
         if self.state == FROZEN:
             return (
                 f"{self._name} has not answered for {self.silent:.0f} s: its process is stopped,"
-                " or its machine is paused or overloaded"
+                " or its machine is paused, overloaded or cannot be reached"
             )
         return ""
 

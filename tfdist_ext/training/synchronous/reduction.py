@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.strategies._tf_private import of_replica, per_replica
-from tfdist_ext.strategies.explanation import computing_tasks
+from tfdist_ext.strategies.explanation import computing_tasks, devices_listed
 from tfdist_ext.strategies.reductions import (
     METRIC,
     OTHER,
@@ -47,7 +47,7 @@ class SynchronousReduction(Reduction):
         self.between_workers = self.multi_worker and by_tensorflow  # its collectives
         self.workers = self.replicas // self.local_replicas
         self.worker = self.first_replica // self.local_replicas  # which of them this task is
-        self.devices = _devices(strategy)  # of this worker's replicas
+        self.devices = devices_listed(strategy, "worker_devices")  # of this worker's replicas
         # Such as "GPU", each once.
         self.device_types = sorted(
             {tf.DeviceSpec.from_string(name).device_type for name in self.devices}
@@ -273,10 +273,3 @@ class MetricStates:
 def _replica_id() -> tf.Tensor:
     # identity: some strategies give a number, and one that is no tensor is not per replica.
     return tf.identity(tf.distribute.get_replica_context().replica_id_in_sync_group)
-
-
-def _devices(strategy: tf.distribute.Strategy) -> list[str]:
-    try:
-        return list(strategy.extended.worker_devices)
-    except RuntimeError:  # the default strategy has none
-        return []
