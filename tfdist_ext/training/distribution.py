@@ -23,7 +23,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.messages import counted, shown
 from tfdist_ext.placement.specs import size_text
 from tfdist_ext.strategies.reductions import bucket_bytes_of
-from tfdist_ext.training._keras_private import overrides
+from tfdist_ext.training._keras_private import overrides, raw_value
 from tfdist_ext.training.agreement.equality import (
     SAME_ARGUMENTS,
     SAME_DATA,
@@ -107,9 +107,9 @@ class Distribution:
             self.engine = SynchronousEngine(strategy, one_trace)
         self.reduction = self.engine.reduction
         self._check_batch_normalization()
-        self._move()
         self._compared: tuple[object, ...] | None = None  # what `compile` had set
         self._unify()
+        self._move()
 
     def traces(self) -> list[str]:
         """Returns the lines of `tfd.explain` about traces and unsynchronized layers."""
@@ -130,13 +130,12 @@ class Distribution:
         finally:
             self._running.remove(method)
 
-    def check_is_idle(self, call: str) -> None:
+    def check_is_idle(self, call: str, instead: str = "") -> None:
         """Raises TrainingError if compiled steps run."""
         for method in self._running[-1:]:
             raise TrainingError(
                 f"{call}() was called while {method}() is running with steps already compiled."
-                f" Call {call}() before or after {method}(). A callback can assign settings of the"
-                " optimizer instead, for example model.optimizer.learning_rate = 0.001."
+                f" Call {call}() before or after {method}().{instead}"
             )
 
     @contextlib.contextmanager
@@ -379,24 +378,22 @@ class Distribution:
     def _unify(self) -> None:
         """Compare the workers' models, and give new variables the chief's values.
 
-        Models are compared when they have new variables, and after `compile`. Every worker must
-        call.
+        Models are compared when they have new variables, and after `compile`. A given model moves
+        when it is equal on all workers. Every worker must call.
         """
-        created = list({id(variable): variable for variable in self._created}.values())
-        self._created.clear()
-        if not self.reduction.multi_worker:
-            return
         compiled = compile_settings(self.model)
-        is_new = bool(created or deferred_builds(self.model)) or self._compared != compiled
-        if self.reduction.any_worker(is_new):
-            described = describe_model(self.model, created)
-            described["bucket_bytes of the strategy"] = bucket_bytes_of(self.strategy)
-            check_equal_across_workers(self.reduction, described, SAME_MODEL)
+        is_new = bool(self._created or deferred_builds(self.model)) or self._compared != compiled
+        if self.reduction.multi_worker and self.reduction.any_worker(is_new):
             # Weights that came along are each worker's own.
             others = state_of(self.model).values() if self._compared is None else ()
-            broadcast_variables(self.reduction, [*others, *created])
+            described = describe_model(self.model, [*map(raw_value, others), *self._created])
+            described["bucket_bytes of the strategy"] = bucket_bytes_of(self.strategy)
+            check_equal_across_workers(self.reduction, described, SAME_MODEL)
+            self._move()
+            broadcast_variables(self.reduction, [*others, *self._created])
             build_sharded_optimizers(self.model, self.reduction)
             self._compared = compiled
+        self._created.clear()
 
 
 def _warn_of_own_functions(model: keras.Model) -> None:

@@ -21,11 +21,12 @@ from typing import TypeAlias
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfdist_ext.data.pipelines import Structure, data_errors_as_raised
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.launch.exit_codes import PREEMPTED
-from tfdist_ext.training._keras_private import in_one_array, raw_value
+from tfdist_ext.training._keras_private import flat_layers, in_one_array, raw_value
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks
 from tfdist_ext.training.checkpoints.format import Progress
@@ -112,11 +113,18 @@ def end_training(
 
 
 def compile_settings(model: keras.Model) -> tuple[object, ...]:
-    """Returns the settings of `compile`. Steps are compiled again after one of them changes."""
-    eagerly = bool(model.run_eagerly)
+    """Returns the settings of `compile`, and statistics that compiled steps have as constants.
+
+    Steps are compiled again after one of them changes.
+    """
+    eagerly, statistics = bool(model.run_eagerly), []
+    for layer in flat_layers(model):
+        if isinstance(layer, keras.layers.Normalization) and layer.built:
+            constants = map(tf.get_static_value, (layer.mean, layer.variance))
+            statistics += [np.asarray(constant).tobytes() for constant in constants]
     if not model.compiled:
-        return (eagerly,)
-    return model.optimizer, model.loss, model.metrics, eagerly, model.jit_compile
+        return eagerly, statistics
+    return model.optimizer, model.loss, model.metrics, eagerly, model.jit_compile, statistics
 
 
 class MadeFor:

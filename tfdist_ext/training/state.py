@@ -325,6 +325,9 @@ def broadcast_state(reduction: Reduction, model: keras.Model) -> None:
     shared = {id(slot.variable) for slot in _slots_of(model)}
     variables = state_of(model).values()
     broadcast_variables(reduction, [each for each in variables if id(each) not in shared])
+    for layer in flat_layers(model):
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()  # its call uses constants
 
 
 @contextlib.contextmanager

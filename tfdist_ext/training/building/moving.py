@@ -8,6 +8,7 @@ optimizers, metrics, callbacks and the user keep their references.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -98,15 +99,16 @@ def move(model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.
             workers share an optimizer that has to move to another strategy.
     """
     shares_optimizers = owned_sums_of(strategy) is not None
-    weights = [variable for variable in _variables(model) if not _is_in(variable, strategy)]
+    weights = [variable for variable in _variables(model) if not is_in(variable, strategy)]
     optimizers = [each for each in optimizers_of(model).values() if parts_of(each) is None]
     slots = [
-        [variable for variable in optimizer.variables if not _is_in(variable, strategy)]
+        [variable for variable in optimizer.variables if not is_in(variable, strategy)]
         for optimizer in optimizers
     ]
     if not weights and not any(slots):
         return False
     _check_can_move(model, strategy)
+    _forget_train_functions(weights)
     keys = keys_of(optimizers, weights)
     for optimizer in optimizers:
         if shares_optimizers and optimizer.built:
@@ -161,7 +163,7 @@ def _variables_of_compile(model: keras.Model) -> list[keras.Variable]:
     ]
 
 
-def _is_in(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
+def is_in(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
     """Returns whether a variable was created in the strategy's scope, or is not created yet."""
     value = raw_value(variable)
     return value is None or strategy.extended.variable_created_in_scope(value)
@@ -169,7 +171,7 @@ def _is_in(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
 
 def _check_can_move(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
     shared = [each for each in optimizers_of(model).values() if parts_of(each) is not None]
-    if not all(_is_in(variable, strategy) for each in shared for variable in each.variables):
+    if not all(is_in(variable, strategy) for each in shared for variable in each.variables):
         raise TrainingError(
             "The workers share the optimizer of this model (shard_optimizer=True), so the model"
             " cannot move to another strategy. Save a checkpoint, and restore it in a new model."
@@ -190,6 +192,18 @@ def _check_can_move(model: keras.Model, strategy: tf.distribute.Strategy) -> Non
                     f" {type(strategy).__name__}. Create it with self.add_weight(), or pass the"
                     " function that builds the model: distribute(build, strategy)."
                 )
+
+
+def _forget_train_functions(weights: list[keras.Variable]) -> None:
+    """Keras compiles the steps of models again that train these weights: they write one copy.
+
+    A weight does not know the models that it is in.
+    """
+    moved = {*map(id, weights)}
+    for found in gc.get_objects():
+        if issubclass(type(found), keras.Model) and vars(found).get("train_function"):
+            if moved & {*map(id, found.weights)}:
+                found.train_function = None
 
 
 @contextlib.contextmanager
