@@ -213,7 +213,7 @@ def test_a_model_that_is_not_distributed_does_not_train_one_that_is(fitted: bool
             tfd.distribute(inner, strategy)
             with pytest.raises(tfd.TrainingError, match=r"inside of.*Distribute the outer model"):
                 outer.fit(X, Y, **FIT)
-        with tf.GradientTape() as tape:
+        with tf.GradientTape():  # only a step of training is refused
             outer(X, training=True)
         assert outer.evaluate(X, Y, verbose=0) > 0
         inner.trainable = False

@@ -305,14 +305,15 @@ class DistributedModel(keras.Model):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context = tf.distribute.get_replica_context()
-        # Keras runs the steps of an outer model in this context of TensorFlow's default strategy.
-        in_step_of_keras = type(context) is tf.distribute.ReplicaContext and records_gradients()
-        if in_step_of_keras and not all(is_in(each, context.strategy) for each in self.trainable_weights):
-            raise TrainingError(
-                f"{self.name!r} is a distributed model inside of a model that is not distributed,"
-                " whose training would change only the copies of the first replica. Distribute the"
-                " outer model: tfd.distribute(model, strategy)."
-            )
+        # Keras's own fit calls in this context of TensorFlow's default strategy.
+        if type(context) is tf.distribute.ReplicaContext and records_gradients():
+            trained = self.trainable_weights
+            if not all(is_in(variable, context.strategy) for variable in trained):
+                raise TrainingError(
+                    f"{self.name!r} is distributed, but it is inside of a model that is not."
+                    " Training the outer model would change only the copies of the first replica."
+                    " Distribute the outer model: tfd.distribute(model, strategy)."
+                )
         return super().__call__(*args, **kwargs)
 
     @functools.wraps(keras.Model.compile)

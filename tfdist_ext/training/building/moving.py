@@ -195,15 +195,15 @@ def _check_can_move(model: keras.Model, strategy: tf.distribute.Strategy) -> Non
 
 
 def _forget_train_functions(weights: list[keras.Variable]) -> None:
-    """Keras compiles the steps of models again that train these weights: they write one copy.
+    """Lets Keras trace the steps of other models again, which would write a single copy.
 
-    A weight does not know the models that it is in.
+    Variables and layers have no list of the models that they are in.
     """
     moved = {*map(id, weights)}
     for found in gc.get_objects():
-        if issubclass(type(found), keras.Model) and vars(found).get("train_function"):
-            if moved & {*map(id, found.weights)}:
-                found.train_function = None
+        is_fitted = issubclass(type(found), keras.Model) and vars(found).get("train_function")
+        if is_fitted and not moved.isdisjoint(map(id, found.weights)):
+            found.train_function = None
 
 
 @contextlib.contextmanager
