@@ -26,7 +26,7 @@ import tensorflow as tf
 from tfdist_ext.data.pipelines import Structure, data_errors_as_raised
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.launch.exit_codes import PREEMPTED
-from tfdist_ext.training._keras_private import flat_layers, in_one_array, raw_value
+from tfdist_ext.training._keras_private import in_one_array, layers_of, raw_value
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks
 from tfdist_ext.training.checkpoints.format import Progress
@@ -117,11 +117,10 @@ def compile_settings(model: keras.Model) -> tuple[object, ...]:
 
     Steps are compiled again after one of them changes.
     """
-    eagerly, statistics = bool(model.run_eagerly), []
-    for layer in flat_layers(model):
-        if isinstance(layer, keras.layers.Normalization) and layer.built:
-            constants = map(tf.get_static_value, (layer.mean, layer.variance))
-            statistics += [np.asarray(constant).tobytes() for constant in constants]
+    eagerly = bool(model.run_eagerly)
+    normalizing = [each for each in layers_of(model, keras.layers.Normalization) if each.built]
+    tensors = [tensor for layer in normalizing for tensor in (layer.mean, layer.variance)]
+    statistics = [np.asarray(tf.get_static_value(tensor)).tobytes() for tensor in tensors]
     if not model.compiled:
         return eagerly, statistics
     return model.optimizer, model.loss, model.metrics, eagerly, model.jit_compile, statistics
@@ -133,13 +132,12 @@ class MadeFor:
     def __init__(self, model: keras.Model):
         self._model = model
         self._settings = compile_settings(model)
-        self._variables = {id(variable): variable for variable in model.variables}
-        self._values = {key: raw_value(each) for key, each in self._variables.items()}
+        self._values = [(variable, raw_value(variable)) for variable in model.variables]
 
     def is_current(self) -> bool:
         """Whether the steps can still be used."""
         is_same = compile_settings(self._model) == self._settings
-        is_same &= {*map(id, self._model.variables)} == {*self._variables}
+        is_same &= {*map(id, self._model.variables)} == {id(each) for each, _ in self._values}
         return is_same and not self._have_moved()
 
     def check_variables(self) -> None:
@@ -152,7 +150,7 @@ class MadeFor:
             )
 
     def _have_moved(self) -> bool:
-        return any(raw_value(v) is not self._values[key] for key, v in self._variables.items())
+        return any(raw_value(variable) is not value for variable, value in self._values)
 
 
 class Loop:

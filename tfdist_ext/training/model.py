@@ -240,8 +240,7 @@ class DistributedModel(keras.Model):
             logs = state.evaluate(*state.cached_validation)
             return logs if return_dict else metrics_in_order(self, logs)
         state.check_call("evaluate", {"batch_size": batch_size, "steps": steps}, x=x)
-        data = x, y, sample_weight
-        epochs = state.read("test", *data, batch_size=batch_size, steps=steps)
+        epochs = state.read("test", x, y, sample_weight, batch_size=batch_size, steps=steps)
         hooks = state.callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
         logs = state.evaluate(epochs, hooks)
         return logs if return_dict else metrics_in_order(self, logs)
@@ -318,11 +317,7 @@ class DistributedModel(keras.Model):
 
     @functools.wraps(keras.Model.compile)
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        instead = (
-            " A callback can assign settings of the optimizer instead, for example"
-            " model.optimizer.learning_rate = 0.001."
-        )
-        self._tfdist_ext.check_is_idle("compile", instead)
+        self._tfdist_ext.check_is_idle("compile")
         super().compile(*args, **kwargs)
 
     def save(

@@ -26,6 +26,7 @@ from tfdist_ext.training._keras_private import (
     initialize_again,
     is_watched,
     keys_of,
+    layers_of,
     raw_value,
     set_raw_value,
     set_strategy,
@@ -138,8 +139,8 @@ def _variables(model: keras.Model) -> list[keras.Variable]:
     found = [*model.variables]
     for metric in metrics_of(model):
         found += metric.variables
-    for part in flat_layers(model):
-        if isinstance(part, keras.Model) and part.compiled:
+    for part in layers_of(model, keras.Model):
+        if part.compiled:
             found += _variables_of_compile(part)
     for optimizer in optimizers_of(model).values():  # it may train variables of another model
         if optimizer.built and parts_of(optimizer) is None:
@@ -153,14 +154,9 @@ def _variables_of_compile(model: keras.Model) -> list[keras.Variable]:
         arguments = compile_arguments(model)
     except (AttributeError, TypeError, TrainingError):  # the model has a compile() of its own
         return []
-    names = ("metrics", "weighted_metrics")
-    metrics = keras.tree.flatten([arguments.get(name) for name in names])
-    return [
-        variable
-        for metric in metrics
-        if isinstance(metric, keras.metrics.Metric)
-        for variable in metric.variables
-    ]
+    given = keras.tree.flatten([arguments.get("metrics"), arguments.get("weighted_metrics")])
+    metrics = [each for each in given if isinstance(each, keras.metrics.Metric)]
+    return [variable for metric in metrics for variable in metric.variables]
 
 
 def is_in(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
