@@ -146,9 +146,7 @@ normalizing, other = (
     )
     for _ in range(2)
 )
-normalizing.set_weights(
-    [np.full(6, 1.0), np.full(6, 4.0), np.zeros(())]
-)  # mean, variance and count
+normalizing.set_weights([np.full(6, 1.0), np.full(6, 4.0), np.zeros(())])  # mean, variance, count
 normalizing.save_weights(folder / "normalizing.weights.h5")
 other.load_weights(folder / "normalizing.weights.h5")
 result["normalized"] = np.ravel(other(np.full((1, 6), 5.0))).tolist()
