@@ -117,13 +117,11 @@ def compile_settings(model: keras.Model) -> tuple[object, ...]:
 
     Steps are compiled again after one of them changes.
     """
-    eagerly = bool(model.run_eagerly)
     normalizing = [each for each in layers_of(model, keras.layers.Normalization) if each.built]
     tensors = [tensor for layer in normalizing for tensor in (layer.mean, layer.variance)]
     statistics = [np.asarray(tf.get_static_value(tensor)).tobytes() for tensor in tensors]
-    if not model.compiled:
-        return eagerly, statistics
-    return model.optimizer, model.loss, model.metrics, eagerly, model.jit_compile, statistics
+    compiled = model.compiled and (model.optimizer, model.loss, model.metrics, model.jit_compile)
+    return compiled, bool(model.run_eagerly), statistics
 
 
 class MadeFor:

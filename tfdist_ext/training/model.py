@@ -236,13 +236,12 @@ class DistributedModel(keras.Model):
         All tasks return the same numbers. `batch_size` is the global batch size.
         """
         state = self._tfdist_ext
-        if _use_cached_eval_dataset and state.cached_validation is not None:
-            logs = state.evaluate(*state.cached_validation)
-            return logs if return_dict else metrics_in_order(self, logs)
-        state.check_call("evaluate", {"batch_size": batch_size, "steps": steps}, x=x)
-        epochs = state.read("test", x, y, sample_weight, batch_size=batch_size, steps=steps)
-        hooks = state.callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
-        logs = state.evaluate(epochs, hooks)
+        data = state.cached_validation if _use_cached_eval_dataset else None
+        if data is None:
+            state.check_call("evaluate", {"batch_size": batch_size, "steps": steps}, x=x)
+            epochs = state.read("test", x, y, sample_weight, batch_size=batch_size, steps=steps)
+            data = epochs, state.callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
+        logs = state.evaluate(*data)
         return logs if return_dict else metrics_in_order(self, logs)
 
     @on_every_worker

@@ -136,9 +136,8 @@ def move(model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.
 
 def _variables(model: keras.Model) -> list[keras.Variable]:
     """Returns all variables but those of optimizers: weights, seeds, metrics."""
-    found = [*model.variables]
-    for metric in metrics_of(model):
-        found += metric.variables
+    metrics = metrics_of(model)
+    found = [*model.variables, *(variable for metric in metrics for variable in metric.variables)]
     for part in layers_of(model, keras.Model):
         if part.compiled:
             found += _variables_of_compile(part)
