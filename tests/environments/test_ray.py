@@ -108,6 +108,19 @@ def test_the_example(ran: Ran) -> None:
     assert (ran.folder / "storage" / "arrays" / "model.keras").exists()
 
 
+@on_ray
+def test_ray_tune_tries_distributed_models(start: Starter, tmp_path: Path) -> None:
+    """Ray's own Keras callback reports the numbers of plain Keras, and saves a plain model."""
+    program = str(ROOT / "tests" / "programs" / "ray_tune.py")
+    wait_for_end(start(sys.executable, program, str(tmp_path), **ENV, PYTHONPATH=LEFT_OUT_OF_RAY))
+    plain, ours = json.loads((tmp_path / "result.json").read_text())
+    assert (plain["is_distributed"], ours["is_distributed"]) == (False, True)
+    for name in ("loss", "mae", "val_loss", "val_mae"):
+        assert len(ours[name]) == 3
+        assert ours[name] == pytest.approx(plain[name], rel=1e-5)
+    assert ours["loaded"] == pytest.approx(plain["val_loss"][-1], rel=1e-5)
+
+
 def last_report(run: Path) -> dict[str, float]:
     found = sorted(run.glob("checkpoint_*/.metadata.json"))
     assert found, sorted(run.iterdir())

@@ -140,6 +140,16 @@ for name in ("a.weights.h5", "a.keras"):
     small.set_weights([np.zeros(weight.shape) for weight in small.weights])
     small.load_weights(folder / name)
     result["loaded_on_the_chief"][name] = mlp.flat(small.keras_model)
+normalizing, other = (
+    tfd.distribute(
+        lambda: keras.Sequential([keras.Input((6,)), keras.layers.Normalization()]), strategy
+    )
+    for _ in range(2)
+)
+normalizing.set_weights([np.full(6, 1.0), np.full(6, 4.0), np.zeros(())])  # mean, variance, count
+normalizing.save_weights(folder / "normalizing.weights.h5")
+other.load_weights(folder / "normalizing.weights.h5")
+result["normalized"] = np.ravel(other(np.full((1, 6), 5.0))).tolist()
 try:
     small.load_weights(folder / "none.weights.h5")
 except tfd.TrainingError as error:

@@ -78,6 +78,18 @@ told("activation", distribute(lambda: layers(activation)))
 told("optimizer", distribute(optimizer=lambda: keras.optimizers.SGD(momentum=rank / 2)))
 
 
+def given():
+    own = builder(lambda: layers(activation))()
+    try:
+        tfd.distribute(own, strategy)
+    finally:
+        in_default = tf.distribute.get_strategy().extended.variable_created_in_scope
+        result["has_moved"] = not all(in_default(each.value) for each in own.variables)
+
+
+told("given", given)
+
+
 def with_dense(units, *, given=True, **options):
     """Layers whose first variables have other shapes on each worker."""
     inputs = [keras.Input((4,))] if given else []

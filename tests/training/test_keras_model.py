@@ -199,6 +199,34 @@ def test_it_is_a_layer_of_other_models() -> None:
         np.testing.assert_allclose(ours, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("fitted", [False, True])
+def test_a_model_that_is_not_distributed_does_not_train_one_that_is(fitted: bool) -> None:
+    """Not even by a step that was compiled before the inner model was distributed."""
+    models = []
+    for strategy in (None, mirrored()):
+        keras.utils.set_random_seed(1)
+        inner = stack(keras.layers.Dense(3, "tanh"))
+        outer = compiled(stack(inner, keras.layers.Dense(1)))
+        if fitted:
+            outer.fit(X, Y, **FIT)
+        if strategy is not None:
+            tfd.distribute(inner, strategy)
+            with pytest.raises(tfd.TrainingError, match=r"inside of.*Distribute the outer model"):
+                outer.fit(X, Y, **FIT)
+        with tf.GradientTape():  # only a step of training is refused
+            outer(X, training=True)
+        assert outer.evaluate(X, Y, verbose=0) > 0
+        inner.trainable = False
+        compiled(outer).fit(X, Y, **FIT)
+        inner.trainable = True
+        compiled(outer)
+        if strategy is not None:
+            tfd.distribute(outer, strategy)
+        outer.fit(X, Y, **FIT)
+        models.append(outer)
+    assert_same_weights(*models)
+
+
 class InCallbacks(keras.callbacks.Callback):
     """Trains, evaluates and predicts in the middle of a training."""
 
@@ -465,7 +493,8 @@ def test_a_model_that_moves_during_its_training_is_an_error() -> None:
     def with_shared_layers(model: Any) -> None:
         tfd.distribute(keras.Sequential([*model.layers]), mirrored(3))
 
-    for move, message in ((again, "distribute.. was called while"), (with_shared_layers, "moved")):
+    idle = r"distribute\(\) was called while.*before or after fit\(\)\.\nHelp:"
+    for move, message in ((again, idle), (with_shared_layers, "moved")):
         model = tfd.distribute(sequential, mirrored())
         with pytest.raises(tfd.TrainingError, match=message):
             model.fit(X, Y, epochs=2, callbacks=[MovesAway(move)], **FIT)

@@ -531,6 +531,11 @@ def flat_layers(model: keras.Model | keras.Layer, **options: bool) -> list[keras
     return list(NAMES.of(model, "_flatten_layers", "layers inside of layers")(**options))
 
 
+def layers_of(model: keras.Model, kind: Any) -> list[Any]:
+    """The layers of a class, also in inner models and wrappers; maybe the model itself."""
+    return [layer for layer in flat_layers(model) if isinstance(layer, kind)]
+
+
 def seed_generators(layer: keras.Layer) -> list[keras.random.SeedGenerator]:
     """The generators that a layer itself draws from. Private: layers have no public list."""
     return list(NAMES.of(layer, "_seed_generators", "random numbers of layers"))

@@ -20,12 +20,18 @@ NAMES = PrivateNames(
     {
         "distribute.mirrored_strategy.MirroredExtended": "variables of several workers",
         "eager.context.context": "the other workers",
+        "eager.record.could_possibly_record": "models inside of other models",
     },
 )
 
 
 def _context() -> Any:
     return NAMES("eager.context.context")()
+
+
+def records_gradients() -> bool:
+    """Whether a tf.GradientTape of this thread records. Private: no public function tells."""
+    return bool(NAMES("eager.record.could_possibly_record")())
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.messages import counted, shown
 from tfdist_ext.placement.specs import size_text
 from tfdist_ext.strategies.reductions import bucket_bytes_of
-from tfdist_ext.training._keras_private import overrides
+from tfdist_ext.training._keras_private import layers_of, overrides, raw_value
 from tfdist_ext.training.agreement.equality import (
     SAME_ARGUMENTS,
     SAME_DATA,
@@ -34,7 +34,6 @@ from tfdist_ext.training.agreement.equality import (
 from tfdist_ext.training.agreement.model_description import describe_model
 from tfdist_ext.training.building.build import (
     adopt,
-    batch_normalization_layers,
     build,
     build_sharded_optimizers,
     deferred_builds,
@@ -99,8 +98,7 @@ class Distribution:
         self._synchronize_batch_norm = synchronize_batch_norm
         self._running: list[str] = []  # methods that run compiled steps
         self._loops: dict[tuple[str, bool], Loop] = {}  # by kind, and whether steps are timed
-        self._predictor: Predictor | ParameterServerPredictor | None = None
-        self._predictor_made_for: MadeFor | None = None
+        self._predictor: tuple[Predictor | ParameterServerPredictor, MadeFor] | None = None
         self.engine: SynchronousEngine | ParameterServerEngine
         if isinstance(strategy, tf.distribute.ParameterServerStrategy):
             self.engine = ParameterServerEngine(strategy, lazy_updates=lazy_updates)
@@ -108,15 +106,15 @@ class Distribution:
             self.engine = SynchronousEngine(strategy, one_trace, lazy_updates=lazy_updates)
         self.reduction = self.engine.reduction
         self._check_batch_normalization()
-        self._move()
         self._compared: tuple[object, ...] | None = None  # what `compile` had set
         self._unify()
+        self._move()
 
     def traces(self) -> list[str]:
         """Returns the lines of `tfd.explain` about traces and unsynchronized layers."""
         found = {kind: loop.program.traces for (kind, _), loop in self._loops.items()}
         if self._predictor is not None:
-            found["predict"] = self._predictor.traces
+            found["predict"] = self._predictor[0].traces
         traces = [f"{kind}: {how}" for kind, how in found.items()]
         here, whole = sharded_bytes(self.model)
         shared = f"optimizer state: {size_text(here)} of {size_text(whole)} here" if whole else ""
@@ -136,8 +134,7 @@ class Distribution:
         for method in self._running[-1:]:
             raise TrainingError(
                 f"{call}() was called while {method}() is running with steps already compiled."
-                f" Call {call}() before or after {method}(). A callback can assign settings of the"
-                " optimizer instead, for example model.optimizer.learning_rate = 0.001."
+                f" Call {call}() before or after {method}()."
             )
 
     @contextlib.contextmanager
@@ -192,11 +189,9 @@ class Distribution:
         return found
 
     def predict(self, epochs: Epochs, hooks: keras.callbacks.CallbackList) -> Any:
-        made_for = self._predictor_made_for
-        if self._predictor is None or made_for is None or not made_for.is_current():
-            self._predictor = self.engine.make_predictor(self.model)
-            self._predictor_made_for = MadeFor(self.model)
-        return predict(self.model, self.reduction, self._predictor, epochs, hooks)
+        if self._predictor is None or not self._predictor[1].is_current():
+            self._predictor = self.engine.make_predictor(self.model), MadeFor(self.model)
+        return predict(self.model, self.reduction, self._predictor[0], epochs, hooks)
 
     def on_batch(self, kind: str, data: tuple[Any, ...], **options: Any) -> Logs:
         self.check_call(f"{kind}_on_batch", {})
@@ -350,11 +345,11 @@ class Distribution:
         """Moves what is not in the strategy yet. Compiled steps use the old variables."""
         if move(self.model, self.strategy, self._created):
             self._loops.clear()
-            self._predictor = self._predictor_made_for = None
+            self._predictor = None
 
     def _unsynchronized(self) -> str:
         """Returns a sentence about BatchNormalization that is not synchronized, or ""."""
-        layers = batch_normalization_layers(self.model)
+        layers = layers_of(self.model, keras.layers.BatchNormalization)
         names = [layer.name for layer in layers if layer.trainable and not layer.synchronized]
         if not names or self.strategy.num_replicas_in_sync == 1 or self.model.run_eagerly:
             return ""
@@ -366,7 +361,7 @@ class Distribution:
     def _check_batch_normalization(self) -> None:
         """Turn on `synchronized`, or warn once where it is off."""
         if self._synchronize_batch_norm:
-            for layer in batch_normalization_layers(self.model):
+            for layer in layers_of(self.model, keras.layers.BatchNormalization):
                 layer.synchronized = True
         elif self._synchronize_batch_norm is None and (layers := self._unsynchronized()):
             self._synchronize_batch_norm = False
@@ -380,24 +375,22 @@ class Distribution:
     def _unify(self) -> None:
         """Compare the workers' models, and give new variables the chief's values.
 
-        Models are compared when they have new variables, and after `compile`. Every worker must
-        call.
+        Models are compared when they have new variables, and after `compile`. A given model moves
+        when it is equal on all workers. Every worker must call.
         """
-        created = list({id(variable): variable for variable in self._created}.values())
-        self._created.clear()
-        if not self.reduction.multi_worker:
-            return
         compiled = compile_settings(self.model)
-        is_new = bool(created or deferred_builds(self.model)) or self._compared != compiled
-        if self.reduction.any_worker(is_new):
-            described = describe_model(self.model, created)
-            described["bucket_bytes of the strategy"] = bucket_bytes_of(self.strategy)
-            check_equal_across_workers(self.reduction, described, SAME_MODEL)
+        is_new = bool(self._created or deferred_builds(self.model)) or self._compared != compiled
+        if self.reduction.multi_worker and self.reduction.any_worker(is_new):
             # Weights that came along are each worker's own.
             others = state_of(self.model).values() if self._compared is None else ()
-            broadcast_variables(self.reduction, [*others, *created])
+            described = describe_model(self.model, [*map(raw_value, others), *self._created])
+            described["bucket_bytes of the strategy"] = bucket_bytes_of(self.strategy)
+            check_equal_across_workers(self.reduction, described, SAME_MODEL)
+            self._move()
+            broadcast_variables(self.reduction, [*others, *self._created])
             build_sharded_optimizers(self.model, self.reduction)
             self._compared = compiled
+        self._created.clear()
 
 
 def _warn_of_own_functions(model: keras.Model) -> None:

@@ -21,11 +21,12 @@ from typing import TypeAlias
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfdist_ext.data.pipelines import Structure, data_errors_as_raised
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.launch.exit_codes import PREEMPTED, signals_to
-from tfdist_ext.training._keras_private import in_one_array, raw_value
+from tfdist_ext.training._keras_private import in_one_array, layers_of, raw_value
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks
 from tfdist_ext.training.checkpoints.format import Progress
@@ -112,11 +113,15 @@ def end_training(
 
 
 def compile_settings(model: keras.Model) -> tuple[object, ...]:
-    """Returns the settings of `compile`. Steps are compiled again after one of them changes."""
-    eagerly = bool(model.run_eagerly)
-    if not model.compiled:
-        return (eagerly,)
-    return model.optimizer, model.loss, model.metrics, eagerly, model.jit_compile
+    """Returns the settings of `compile`, and statistics that compiled steps have as constants.
+
+    Steps are compiled again after one of them changes.
+    """
+    normalizing = [each for each in layers_of(model, keras.layers.Normalization) if each.built]
+    tensors = [tensor for layer in normalizing for tensor in (layer.mean, layer.variance)]
+    statistics = [np.asarray(tf.get_static_value(tensor)).tobytes() for tensor in tensors]
+    compiled = model.compiled and (model.optimizer, model.loss, model.metrics, model.jit_compile)
+    return compiled, bool(model.run_eagerly), statistics
 
 
 class MadeFor:
@@ -125,22 +130,25 @@ class MadeFor:
     def __init__(self, model: keras.Model):
         self._model = model
         self._settings = compile_settings(model)
-        self._variables = [(variable, raw_value(variable)) for variable in model.variables]
+        self._values = [(variable, raw_value(variable)) for variable in model.variables]
 
     def is_current(self) -> bool:
         """Whether the steps can still be used."""
-        values = {*map(id, map(raw_value, self._model.variables))}
         is_same = compile_settings(self._model) == self._settings
-        return is_same and values == {id(value) for _, value in self._variables}
+        is_same &= {*map(id, self._model.variables)} == {id(each) for each, _ in self._values}
+        return is_same and not self._have_moved()
 
     def check_variables(self) -> None:
         """Raises TrainingError if a callback has moved the variables to another strategy."""
-        if any(raw_value(variable) is not value for variable, value in self._variables):
+        if self._have_moved():
             raise TrainingError(
                 f"The variables of {self._model.name!r} moved to another strategy while its steps"
                 " ran. Call distribute(), and methods of models that share layers with this one on"
                 " another strategy, before or after the training."
             )
+
+    def _have_moved(self) -> bool:
+        return any(raw_value(variable) is not value for variable, value in self._values)
 
 
 class Loop:

@@ -30,10 +30,11 @@ from tfdist_ext.training._keras_private import (
     stateless_scope,
     train_validation_split,
 )
+from tfdist_ext.training._tf_private import records_gradients
 from tfdist_ext.training.agreement.barriers import peers_of
 from tfdist_ext.training.agreement.task_status import on_every_worker
 from tfdist_ext.training.building.build import input_signature
-from tfdist_ext.training.building.moving import moved_out
+from tfdist_ext.training.building.moving import is_in, moved_out
 from tfdist_ext.training.callbacks.in_cluster import Callbacks, check_supported
 from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
 from tfdist_ext.training.checkpoints.format import Progress
@@ -300,6 +301,19 @@ class DistributedModel(keras.Model):
         state = self._tfdist_ext
         epochs = state.read("predict", x, batch_size=rows_of_arrays(x))
         return state.predict(epochs, keras.callbacks.CallbackList())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        # Keras's own fit calls in this context of TensorFlow's default strategy.
+        if type(context) is tf.distribute.ReplicaContext and records_gradients():
+            trained = self.trainable_weights
+            if not all(is_in(variable, context.strategy) for variable in trained):
+                raise TrainingError(
+                    f"{self.name!r} is distributed, but it is inside of a model that is not."
+                    " Training the outer model would change only the copies of the first replica."
+                    " Distribute the outer model: tfd.distribute(model, strategy)."
+                )
+        return super().__call__(*args, **kwargs)
 
     @functools.wraps(keras.Model.compile)
     def compile(self, *args: Any, **kwargs: Any) -> None:

@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import pieces_of
-from tfdist_ext.training._keras_private import flat_layers, raw_value, set_raw_value
+from tfdist_ext.training._keras_private import flat_layers, layers_of, raw_value, set_raw_value
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.variables import (
     ShardedSlot,
@@ -325,6 +325,8 @@ def broadcast_state(reduction: Reduction, model: keras.Model) -> None:
     shared = {id(slot.variable) for slot in _slots_of(model)}
     variables = state_of(model).values()
     broadcast_variables(reduction, [each for each in variables if id(each) not in shared])
+    for layer in layers_of(model, keras.layers.Normalization):
+        layer.finalize_state()  # its call uses constants
 
 
 @contextlib.contextmanager

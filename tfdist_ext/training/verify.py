@@ -18,9 +18,8 @@ from tfdist_ext.data.pipelines import Structure, batch_size_of, rows_between
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TfDistError, TrainingError
 from tfdist_ext.messages import counted
-from tfdist_ext.training._keras_private import get_data_adapter
+from tfdist_ext.training._keras_private import get_data_adapter, layers_of
 from tfdist_ext.training.agreement.equality import describe_data
-from tfdist_ext.training.building.build import batch_normalization_layers
 from tfdist_ext.training.distribution import check_counts
 from tfdist_ext.training.model import distribute_on
 from tfdist_ext.training.state import (
@@ -208,7 +207,7 @@ class Trainings:
         model = build()
         if strategy is None and self._synchronize_batch_norm:
             # The other formula of a synchronized layer is more exact, on one device, too.
-            for layer in batch_normalization_layers(model):
+            for layer in layers_of(model, keras.layers.BatchNormalization):
                 layer.synchronized = True
         batches = self.batches
         if last_bit:

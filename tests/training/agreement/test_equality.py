@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "programs"))
 
 ERRORS = {
     "activation": ["activation of layer 2 ('dense')", "is relu on worker 0 and tanh on worker 1"],
+    "given": ["activation of layer 2 ('dense')", "is relu on worker 0 and tanh on worker 1"],
     "optimizer": ["momentum of optimizer", "is 0.0 on worker 0 and 0.5 on worker 1"],
     "deferred size": ["units of layer 1 ('dense') must be", "is 8 on worker 0 and 9 on worker 1"],
     "vocabulary": ["vocabulary of layer 2 ('string_lookup')", "is ['[UNK]', 'a', 'c', 'b']"],
@@ -43,6 +44,10 @@ def test_a_difference_is_an_error_on_every_worker(workers: list[dict[str, Any]],
         assert worker[what].startswith("error: ")
         for words in ERRORS[what]:
             assert words in worker[what]
+
+
+def test_a_given_model_that_differs_does_not_move(workers: list[dict[str, Any]]) -> None:
+    assert [worker["has_moved"] for worker in workers] == [False, False]
 
 
 @pytest.mark.parametrize("what", WARNINGS)

@@ -184,6 +184,7 @@ def test_a_callback_that_writes_by_itself_writes_on_the_chief(workers: Workers) 
 def test_weights_that_only_the_chief_has_are_loaded_on_all(workers: Workers) -> None:
     for name, values in workers.same("loaded_on_the_chief").items():
         assert set(values) == {0.25}, name
+    assert set(workers.same("normalized")) == {(5.0 - 1.0) / 4.0**0.5}
     chief, other = (result["no weights"] for result in workers.results)
     assert "none.weights.h5" in chief
     assert other.startswith("TrainingError: The chief could not load ")

@@ -72,6 +72,27 @@ def test_every_optimizer_of_a_model(tmp_path: Path) -> None:
     assert_same_state(model, other)
 
 
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_statistics_of_normalization(compiled_before: bool, tmp_path: Path) -> None:
+    """A call of the layer uses constants, which are made of its variables."""
+
+    def build() -> keras.Model:
+        layers = keras.Input((5,)), keras.layers.Normalization(), keras.layers.Dense(1)
+        model = keras.Sequential(layers)
+        model.compile("sgd", "mse")
+        return model
+
+    given = build()
+    given.layers[0].adapt(3 * X + 1)
+    model, other = tfd.distribute(given, mirrored()), tfd.distribute(build, mirrored())
+    model.save_checkpoint(tmp_path / "checkpoint")
+    if compiled_before:
+        other.predict(X, verbose=0)
+    other.restore_checkpoint(tmp_path / "checkpoint")
+    np.testing.assert_array_equal(other.predict(X, verbose=0), model.predict(X, verbose=0))
+    np.testing.assert_array_equal(other(X), model(X))
+
+
 class OfParts(keras.Model):
     """Trains by the optimizer of a model inside it; counts in tf.Variables."""
 

@@ -62,15 +62,14 @@ def adopt(
         if specs:
             strategy.placer.learn(specs)
     if isinstance(model_or_builder, keras.Model):
-        model = model_or_builder
-    else:
-        names_of_plan = fresh_names() if specs else contextlib.nullcontext()
-        with creation_scope(strategy, created), names_of_plan:
-            model = model_or_builder()
-        if not isinstance(model, keras.Model):
-            raise TrainingError(
-                f"the function given to distribute() must return a keras.Model, got {model!r}."
-            )
+        return model_or_builder
+    names_of_plan = fresh_names() if specs else contextlib.nullcontext()
+    with creation_scope(strategy, created), names_of_plan:
+        model = model_or_builder()
+    if not isinstance(model, keras.Model):
+        raise TrainingError(
+            f"the function given to distribute() must return a keras.Model, got {model!r}."
+        )
     return model
 
 
@@ -190,12 +189,9 @@ def _build_from_step(model: keras.Model, kind: str, batch: Structure) -> None:
             applied.setdefault(id(optimizer), (optimizer, list(trainable_variables)))
 
     def tried(batch: Structure) -> Structure:
-        targets = [
-            target
-            for target in _keras_private.step_targets()
-            if target.key in ("apply", "gradient")
-        ]
-        instead = _keras_private.substitutes({"apply": apply, "gradient": _zero_gradient})
+        functions: dict[str, Callable[..., Any]] = {"apply": apply, "gradient": _zero_gradient}
+        targets = [each for each in _keras_private.step_targets() if each.key in functions]
+        instead = _keras_private.substitutes(functions)
         # Losses that layers add are discarded with the scope.
         losses = keras.StatelessScope(collect_losses=True)
         with default_strategy_scope(), _keras_private.replacing(targets), instead, losses:
@@ -244,9 +240,7 @@ def reject_stateful_rnns(model: keras.Model, strategy: tf.distribute.Strategy) -
     asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
     if not asynchronous and strategy.num_replicas_in_sync == 1:
         return
-    layers = (
-        layer for layer in _keras_private.flat_layers(model) if isinstance(layer, keras.layers.RNN)
-    )
+    layers = _keras_private.layers_of(model, keras.layers.RNN)
     if stateful := [repr(layer.name) for layer in layers if layer.stateful]:
         raise TrainingError(
             f"{', '.join(stateful)} must not be stateful on {type(strategy).__name__}: a stateful"
@@ -254,9 +248,3 @@ def reject_stateful_rnns(model: keras.Model, strategy: tf.distribute.Strategy) -
             " or worker may get. Make the layers with stateful=False, or train on one replica:"
             ' create_strategy("one_device").'
         )
-
-
-def batch_normalization_layers(model: keras.Model) -> list[keras.layers.BatchNormalization]:
-    """Returns the BatchNormalization layers of a model, of its inner models and wrappers."""
-    layers = _keras_private.flat_layers(model)
-    return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]

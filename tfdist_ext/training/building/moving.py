@@ -8,6 +8,7 @@ optimizers, metrics, callbacks and the user keep their references.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from tfdist_ext.training._keras_private import (
     initialize_again,
     is_watched,
     keys_of,
+    layers_of,
     raw_value,
     set_raw_value,
     set_strategy,
@@ -98,15 +100,16 @@ def move(model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.
             workers share an optimizer that has to move to another strategy.
     """
     shares_optimizers = owned_sums_of(strategy) is not None
-    weights = [variable for variable in _variables(model) if not _is_in(variable, strategy)]
+    weights = [variable for variable in _variables(model) if not is_in(variable, strategy)]
     optimizers = [each for each in optimizers_of(model).values() if parts_of(each) is None]
     slots = [
-        [variable for variable in optimizer.variables if not _is_in(variable, strategy)]
+        [variable for variable in optimizer.variables if not is_in(variable, strategy)]
         for optimizer in optimizers
     ]
     if not weights and not any(slots):
         return False
     _check_can_move(model, strategy)
+    _forget_train_functions(weights)
     keys = keys_of(optimizers, weights)
     for optimizer in optimizers:
         if shares_optimizers and optimizer.built:
@@ -133,11 +136,10 @@ def move(model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.
 
 def _variables(model: keras.Model) -> list[keras.Variable]:
     """Returns all variables but those of optimizers: weights, seeds, metrics."""
-    found = [*model.variables]
-    for metric in metrics_of(model):
-        found += metric.variables
-    for part in flat_layers(model):
-        if isinstance(part, keras.Model) and part.compiled:
+    metrics = metrics_of(model)
+    found = [*model.variables, *(variable for metric in metrics for variable in metric.variables)]
+    for part in layers_of(model, keras.Model):
+        if part.compiled:
             found += _variables_of_compile(part)
     for optimizer in optimizers_of(model).values():  # it may train variables of another model
         if optimizer.built and parts_of(optimizer) is None:
@@ -151,17 +153,12 @@ def _variables_of_compile(model: keras.Model) -> list[keras.Variable]:
         arguments = compile_arguments(model)
     except (AttributeError, TypeError, TrainingError):  # the model has a compile() of its own
         return []
-    names = ("metrics", "weighted_metrics")
-    metrics = keras.tree.flatten([arguments.get(name) for name in names])
-    return [
-        variable
-        for metric in metrics
-        if isinstance(metric, keras.metrics.Metric)
-        for variable in metric.variables
-    ]
+    given = keras.tree.flatten([arguments.get("metrics"), arguments.get("weighted_metrics")])
+    metrics = [each for each in given if isinstance(each, keras.metrics.Metric)]
+    return [variable for metric in metrics for variable in metric.variables]
 
 
-def _is_in(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
+def is_in(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
     """Returns whether a variable was created in the strategy's scope, or is not created yet."""
     value = raw_value(variable)
     return value is None or strategy.extended.variable_created_in_scope(value)
@@ -169,7 +166,7 @@ def _is_in(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
 
 def _check_can_move(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
     shared = [each for each in optimizers_of(model).values() if parts_of(each) is not None]
-    if not all(_is_in(variable, strategy) for each in shared for variable in each.variables):
+    if not all(is_in(variable, strategy) for each in shared for variable in each.variables):
         raise TrainingError(
             "The workers share the optimizer of this model (shard_optimizer=True), so the model"
             " cannot move to another strategy. Save a checkpoint, and restore it in a new model."
@@ -190,6 +187,18 @@ def _check_can_move(model: keras.Model, strategy: tf.distribute.Strategy) -> Non
                     f" {type(strategy).__name__}. Create it with self.add_weight(), or pass the"
                     " function that builds the model: distribute(build, strategy)."
                 )
+
+
+def _forget_train_functions(weights: list[keras.Variable]) -> None:
+    """Lets Keras trace the steps of other models again, which would write a single copy.
+
+    Variables and layers have no list of the models that they are in.
+    """
+    moved = {*map(id, weights)}
+    for found in gc.get_objects():
+        is_fitted = issubclass(type(found), keras.Model) and vars(found).get("train_function")
+        if is_fitted and not moved.isdisjoint(map(id, found.weights)):
+            found.train_function = None
 
 
 @contextlib.contextmanager
