@@ -77,7 +77,7 @@ def test_attributes_of_objects() -> None:
         "_iterations": model.optimizer,
     }
     source = Path(_keras_private.__file__).read_text()
-    assert {*re.findall(r'NAMES\.of\(\w+, "(\w+)"', source)} == {*holders}
+    assert {*re.findall(r'NAMES\.of\([\w.]+, "(\w+)"', source)} == {*holders}
     for name, holder in holders.items():
         assert hasattr(holder, name), f"Keras {keras.__version__} moved {name} of {holder}"
     assert "_use_cached_eval_dataset" in inspect.signature(keras.Model.evaluate).parameters or (

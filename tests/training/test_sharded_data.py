@@ -193,7 +193,7 @@ def test_other_kinds_of_data_after_a_checkpoint(expected: Any, tmp_path: Path) -
     broken = {**arguments, "epochs": 2, "checkpoint_every": 1, "callbacks": [KillAfter(2)]}
     with pytest.raises(KilledError):
         distributed(mirrored(2)).fit(sharded(), **broken)
-    words = r"middle of an epoch, at batch 1 .* batch_size was None and is \d+, number of examp"
+    words = r"middle of an epoch, at batch 1 .* batch_size was missing and is \d+, number of examp"
     with pytest.raises(tfd.TrainingError, match=words):
         distributed(mirrored(2)).fit(*DATA, epochs=2, **arguments)
     # At the end of an epoch, other data may come: its epochs are counted on.
