@@ -209,6 +209,9 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
     described = describe_for("parameter_server", cluster)
     task = described.task
     assert task is not None
+    if task.type == "ps":
+        # TensorFlow's own allocator never returns memory. It reads this before its first tensor.
+        os.environ.setdefault("TF_ONEDNN_USE_SYSTEM_ALLOCATOR", "1")
     resolver = resolver_of(cluster)
     endpoint = run_preflight(described, wait)
     if endpoint is not None:
