@@ -17,7 +17,7 @@ TABLE = 512 * MIB
 
 
 def test_the_coordinator_holds_blocks_at_most(tmp_path: Path) -> None:
-    """The program of the benchmark, on a smaller table. Blocks of a checkpoint are of 64 MiB."""
+    """The program of the benchmark, on a smaller table. Blocks of a checkpoint are of 16 MiB."""
     program = ROOT / "benchmarks" / "programs" / "placement_memory.py"
     command = [sys.executable, str(program), "tfdist_ext", str(TABLE // 256)]
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}

@@ -1,11 +1,13 @@
-"""Initial values of variables in pieces: each piece makes its own rows.
+"""Initial values of variables: each piece makes its own rows, and needs no other memory.
 
 TensorFlow's stateless random generator counts: each group of values takes the next counters. From
-the right counter on, the values are those of the whole tensor, to the bit (`counter_at`).
+the right counter on, the values are those of the whole tensor, to the bit (`counter_at`). In a
+graph, each operation on the drawn values writes into the memory of the operation before.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +48,8 @@ class InitialValue:
         spec: path (the name of a variable that is not from Keras), shape, dtype, and whether the
             variable is trainable.
         of_keras: whether the variable is created by Keras.
-        given: the initial value; already computed if its shape was not known otherwise.
+        given: the initial value; already computed if its shape was not known otherwise, and made
+            without further memory if its initializer is known.
     """
 
     def __init__(self, kwargs: dict[str, Any], *, where: str):
@@ -67,16 +70,15 @@ class InitialValue:
             shape, dtype = self._look(kwargs, where)
         trainable = kwargs.get("trainable") is not False
         self.spec = VariableSpec(path, shape, dtype, trainable=trainable)
-        self._rows: Any = None
+        self._rows: Rows | None = None
+        if shape and _is_known(self._initializer, dtype):
+            self.given = functools.partial(self.rows, 0, shape[0])
 
     def rows(self, start: int, stop: int) -> Any:
         """These rows. Call it on the device of their piece."""
         initializer, spec = self._initializer, self.spec
-        constant = getattr(initializer, "value", 0)
-        if type(initializer) in _CONSTANT and np.ndim(constant) == 0:
-            return initializer((stop - start, *spec.shape[1:]), dtype=spec.dtype)
         if self._rows is None and initializer is not None:
-            self._rows = rows_drawn_by(initializer, spec.shape, spec.dtype)
+            self._rows = rows_made_by(initializer, spec.shape, spec.dtype)
         if self._rows is not None:
             return self._rows(start, stop)
         if callable(self.given):  # the whole value, on the device of the first piece
@@ -97,35 +99,67 @@ class InitialValue:
         return tuple(shape.as_list()), tf.as_dtype(dtype).name
 
 
-def rows_drawn_by(
+def with_known_rows(kwargs: dict[str, Any]) -> Any:
+    """The initial value of a variable creator's arguments, made without further memory if known."""
+    value = kwargs["initial_value"]
+    return value if variable_behind(value) is None else InitialValue(kwargs, where="").given
+
+
+def _is_known(initializer: Any, dtype: str) -> bool:
+    """Whether each row of an initializer's value can be made alone."""
+    if type(initializer) in _CONSTANT:
+        return np.ndim(getattr(initializer, "value", 0)) == 0
+    return type(initializer) in _DRAWING and dtype in ("float32", "float64")
+
+
+def rows_made_by(
     initializer: Callable[..., Any], shape: tuple[int, ...], dtype: str
 ) -> Rows | None:
-    """A function that makes rows of the initializer's value; None unless the value is one draw.
+    """A function that makes rows of the initializer's value; None unless each can be made alone.
 
-    The seed is used once, as if the initializer had drawn the whole value.
+    A seed is used once, as if the initializer had drawn the whole value.
     """
-    if type(initializer) not in _DRAWING or dtype not in ("float32", "float64"):
+    if not _is_known(initializer, dtype):
         return None
+    if type(initializer) in _CONSTANT:
+        value = tf.cast(initializer([], dtype=dtype), dtype)
+        return lambda start, stop: tf.fill([stop - start, *shape[1:]], value)
     op, first, second = _distribution(initializer, shape)
     convert = tf.cast if op == _UNIFORM else tf.constant  # cast: by way of float32, as in Keras
-    first, second = convert(first, dtype), convert(second, dtype)
-    scale, shift = (second - first, first) if op == _UNIFORM else (second, first)
-    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=next_seed(initializer))
-    draw, width = getattr(tf.raw_ops, op), math.prod(shape[1:])
+    with tf.device(None):  # a server takes no argument of a graph from another server
+        first, second = convert(first, dtype), convert(second, dtype)
+        scale, shift = (second - first, first) if op == _UNIFORM else (second, first)
+        key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=next_seed(initializer))
+    width = math.prod(shape[1:])
 
     def rows(start: int, stop: int) -> tf.Tensor:
         begin = start * width
         before = begin % group_size(tf.as_dtype(dtype))
-        values = draw(
-            shape=tf.constant([before + (stop - start) * width], tf.int64),
+        with tf.device(None):
+            at = counter_at(counter, begin - before, op, tf.as_dtype(dtype))
+            size = tf.constant([stop - start, *shape[1:]], tf.int64)
+        return _drawing(op, dtype, before)(size, key, at, scale, shift)
+
+    return rows
+
+
+@functools.cache
+def _drawing(op: str, dtype: str, before: int) -> Callable[..., tf.Tensor]:
+    """A graph that draws, and leaves out the first values."""
+
+    def draw(
+        shape: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, scale: tf.Tensor, shift: tf.Tensor
+    ) -> tf.Tensor:
+        values = getattr(tf.raw_ops, op)(
+            shape=[before + tf.reduce_prod(shape)],
             key=key,
-            counter=counter_at(counter, begin - before, op, tf.as_dtype(dtype)),
+            counter=counter,
             alg=_PHILOX,
             dtype=dtype,
         )
-        return tf.reshape(values[before:], [stop - start, *shape[1:]]) * scale + shift
+        return tf.reshape(values[before:] if before else values, shape) * scale + shift
 
-    return rows
+    return tf.function(draw, autograph=False)
 
 
 def _distribution(initializer: Any, shape: tuple[int, ...]) -> tuple[str, float, float]:
