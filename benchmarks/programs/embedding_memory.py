@@ -27,7 +27,8 @@ def build():
 
     ids = keras.Input([TABLES], dtype="int64")
     rows = [
-        keras.layers.Embedding(int(ROWS), WIDTH, name=f"table_{n}")(ids[:, n]) for n in range(TABLES)
+        keras.layers.Embedding(int(ROWS), WIDTH, name=f"table_{n}")(ids[:, n])
+        for n in range(TABLES)
     ]
     model = keras.Model(ids, keras.layers.Dense(1)(keras.layers.Concatenate()(rows)))
     model.compile(OPTIMIZER, "mse")
@@ -66,9 +67,9 @@ def main() -> None:
         cpus = {} if processes else {"logical_cpus": 2}
         strategy = tfd.create_strategy(STRATEGY, placement=placement, **cpus)
         import keras  # noqa: F401
-    where = {"ps": len(processes)} if processes else {"devices": ["CPU:0"]}
-    planned = tfd.plan_placement(build, **where).bytes_by_task
-    print(f"planned MiB {json.dumps([round(each / 2**20) for each in planned])}", flush=True)
+    plan = tfd.plan_placement(build, ps=len(processes) or 1)
+    for what, sizes in ("planned", plan.bytes_by_task), ("memory", plan.memory_by_task):
+        print(f"{what} MiB: {json.dumps([round(size / 2**20) for size in sizes])}", flush=True)
     if int(LIMIT):
         size = (int(mebibytes("VmData")) + int(LIMIT)) * 2**20
         resource.setrlimit(resource.RLIMIT_DATA, (size, size))
