@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -92,7 +93,9 @@ def memory_of_tables(arguments: argparse.Namespace) -> int:
     kinds = ("placed", "central_storage") if arguments.host else ("parameter_server",)
     print("| strategy, optimizer, run | variables and slots | `tfdist plan` | task | chief |")
     for kind, optimizer in itertools.product(kinds, arguments.optimizers):
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as parent:
+            folder = f"{parent}/checkpoints"
+            os.mkdir(folder)
             for epochs, run in enumerate(("build, steps, checkpoint", "build, resume, steps"), 1):
                 command = [sys.executable, program, kind, rows, optimizer, folder, str(epochs)]
                 command += [limit, json.dumps({"lazy_updates": True} if arguments.lazy else {})]
