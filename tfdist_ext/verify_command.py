@@ -43,6 +43,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=3, metavar="N", help=steps)
     synchronize = "normalize over the global batch: tfd.distribute(synchronize_batch_norm=True)"
     add("--synchronize-batch-norm", action="store_true", default=None, help=synchronize)
+    lazy = "update rows of tables as with tfd.distribute(lazy_updates=True)"
+    add("--lazy-updates", action="store_true", help=lazy)
     add("--tolerance", type=float, default=1e-5, help="largest relative difference (default 1e-5)")
 
 
@@ -79,5 +81,6 @@ def _verify(options: argparse.Namespace) -> Verification:
         steps=options.steps,
         tolerance=options.tolerance,
         synchronize_batch_norm=options.synchronize_batch_norm,
+        lazy_updates=options.lazy_updates,
         batch_size=options.batch_size,
     )

@@ -21,6 +21,6 @@ def build():
     return model
 
 
-model = tfd.distribute(build, tfd.create_strategy("parameter_server"))
+model = tfd.distribute(build, tfd.create_strategy("parameter_server"), lazy_updates=work.LAZY)
 x, y = work.data()
 work.report_speed(lambda n: model.fit(x, y, batch_size=work.BATCH, epochs=n, verbose=0))

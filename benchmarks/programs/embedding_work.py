@@ -1,7 +1,8 @@
 """The model of the embedding benchmark: one row of a table per example, and a Dense.
 
 Each program runs as all tasks of a parameter server cluster. Arguments: rows of the table, steps of
-an epoch, epochs, and the optimizer for tfdist_ext's own (default "sgd").
+an epoch, epochs, and for tfdist_ext's own the optimizer (default "sgd"), and "lazy" for lazy
+updates.
 """
 
 import json
@@ -18,6 +19,7 @@ from own_memory import mebibytes
 
 __all__ = [
     "BATCH",
+    "LAZY",
     "OPTIMIZER",
     "ROWS",
     "STEPS",
@@ -32,6 +34,7 @@ BATCH = 256
 WIDTH = 32
 ROWS, STEPS, EPOCHS = (int(argument) for argument in sys.argv[1:4])
 OPTIMIZER = sys.argv[4] if len(sys.argv) > 4 else "sgd"
+LAZY = sys.argv[5:] == ["lazy"]
 
 
 def serve() -> None:

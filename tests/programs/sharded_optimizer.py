@@ -17,8 +17,9 @@ import keras  # noqa: E402  (importing these first would start TensorFlow too ea
 import numpy as np  # noqa: E402
 import sharded_optimizer_models as models  # noqa: E402
 
+from tfdist_ext.training.model import distribute_on  # noqa: E402
 from tfdist_ext.training.state import whole_slots  # noqa: E402
-from tfdist_ext.training.variables import sharded_slots  # noqa: E402
+from tfdist_ext.training.variables import default_strategy, sharded_slots  # noqa: E402
 
 rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 result = {"explain": str(tfd.explain(strategy)), "optimizers": {}}
@@ -40,9 +41,11 @@ def weights_of(model):
 
 
 def trained(build, **options):
-    """A new model from the same weights, trained in plain Keras and on all workers."""
+    """A new model from the same weights, trained on one device and on all workers."""
     keras.utils.set_random_seed(1)
     plain = build()
+    if options.get("lazy_updates"):
+        plain = distribute_on(plain, default_strategy(), **options)
     plain.fit(*models.data(), **models.FIT)
     keras.utils.set_random_seed(1)
     ours = tfd.distribute(build, strategy, **options)
@@ -51,7 +54,8 @@ def trained(build, **options):
 
 
 for name, make in models.OPTIMIZERS.items():
-    plain, ours = trained(lambda make=make: models.build(make()))
+    options = {"lazy_updates": name.startswith("lazy")}
+    plain, ours = trained(lambda make=make: models.build(make()), **options)
     slots = sharded_slots(ours.keras_model.optimizer)
     result["optimizers"][name] = {
         "weights": difference(weights_of(ours), weights_of(plain)),

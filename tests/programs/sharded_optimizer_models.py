@@ -41,6 +41,8 @@ OPTIMIZERS = {
         0.01, gradient_accumulation_steps=3, global_clipnorm=0.1
     ),
     "loss scaling": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01, clipnorm=0.2)),
+    "lazy AdamW": lambda: optimizers.AdamW(0.01, weight_decay=0.1),
+    "lazy RMSprop": lambda: optimizers.RMSprop(0.01, centered=True, momentum=0.5),
     "schedule": lambda: optimizers.Adam(optimizers.schedules.ExponentialDecay(0.02, 2, 0.7)),
 }
 if hasattr(optimizers, "MultiOptimizer"):  # Keras 3.15

@@ -114,6 +114,13 @@ def few_layers():
     return keras.Model(ids, keras.layers.Dense(3)(limited(keras.layers.Flatten()(rows))))
 
 
+def table():
+    """Its gradient is in slices, unlike that of a table with a regularizer."""
+    ids = keras.Input((3,), dtype="int32")
+    rows = keras.layers.Embedding(30, 4)(ids)
+    return keras.Model(ids, keras.layers.Dense(3)(keras.layers.Flatten()(rows)))
+
+
 def limited(h):
     norm = keras.constraints.MaxNorm(0.8)
     return keras.layers.Dense(6, activation="tanh", kernel_constraint=norm)(h)
@@ -141,15 +148,21 @@ class ResetsMetrics(keras.callbacks.Callback):
             self.model.reset_metrics()
 
 
-def compared(builder, *callbacks):
-    """Largest differences to plain Keras: of weights, of the optimizer's variables, of history."""
+def compared(builder, *callbacks, lazy_updates=False):
+    """Largest differences to plain Keras: of weights, of the optimizer's variables, of history.
+
+    Lazy updates are compared with those of one device.
+    """
     fit = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0, "callbacks": callbacks}
     keras.utils.set_random_seed(1)
-    plain = builder()
-    plain.run_eagerly = True  # few small steps take less time than making a graph of one
+    if lazy_updates:
+        plain = tfd.distribute(builder, tfd.create_strategy("default"), lazy_updates=True)
+    else:
+        plain = builder()
+        plain.run_eagerly = True  # few small steps take less time than making a graph of one
     expected = plain.fit(x, y, **fit).history
     keras.utils.set_random_seed(1)
-    model = tfd.distribute(builder, strategy)
+    model = tfd.distribute(builder, strategy, lazy_updates=lazy_updates)
     history = model.fit(x, y, **fit).history
     ours = model.keras_model
     slots = [[v.numpy() for v in one.optimizer.variables] for one in (plain, ours)]
@@ -169,6 +182,11 @@ for name, make_optimizer in OPTIMIZERS.items():
     model, result["optimizers"][name] = compared(build(make_optimizer, layers), *callbacks)
     if layers is many_layers:
         saved = model
+for name, make_optimizer, lazy in (
+    ("rows, adagrad", lambda: opt.Adagrad(0.1), False),
+    ("rows, lazy adamw", lambda: opt.AdamW(0.01, weight_decay=0.1), True),
+):
+    _, result["optimizers"][name] = compared(build(make_optimizer, table), lazy_updates=lazy)
 _, result["own step"] = compared(build(lambda: opt.SGD(0.1), OwnStep))
 _, result["weight assigned in call"] = compared(build(lambda: opt.Adam(0.01), spectral))
 

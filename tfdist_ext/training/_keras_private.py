@@ -423,14 +423,19 @@ def initialize_again(variable: keras.Variable, initializer: Callable[..., Any]) 
         variable.trainable = trainable
 
 
+def key_of(variable: Any) -> str:
+    """The key by which optimizers know a variable. Private: a name of its tf.Variable."""
+    return NAMES.of(keras.optimizers.Optimizer, "_var_key", "the slots of a variable")(
+        None, variable
+    )
+
+
 def keys_of(
     optimizers: Sequence[keras.optimizers.Optimizer], variables: Sequence[keras.Variable]
 ) -> list[str]:
-    """The keys by which optimizers know variables. Private: names of tf.Variables."""
-    for optimizer in optimizers[:1]:
-        key_of = NAMES.of(optimizer, "_var_key", "the slots of a variable")
-        return [key_of(variable) for variable in variables if raw_value(variable) is not None]
-    return []
+    """The keys by which optimizers know variables; none without an optimizer."""
+    known = [each for each in variables if raw_value(each) is not None] if optimizers else []
+    return list(map(key_of, known))
 
 
 def set_strategy(

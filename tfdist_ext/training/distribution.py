@@ -85,6 +85,7 @@ class Distribution:
         strategy: tf.distribute.Strategy,
         synchronize_batch_norm: bool | None,
         one_trace: OneTrace,
+        lazy_updates: bool,
     ):
         """Arguments and errors are those of `distribute`."""
         self._created: list[tf.Variable] = []  # they do not have the chief's values yet
@@ -102,9 +103,9 @@ class Distribution:
         self._predictor_made_for: MadeFor | None = None
         self.engine: SynchronousEngine | ParameterServerEngine
         if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-            self.engine = ParameterServerEngine(strategy)
+            self.engine = ParameterServerEngine(strategy, lazy_updates=lazy_updates)
         else:
-            self.engine = SynchronousEngine(strategy, one_trace)
+            self.engine = SynchronousEngine(strategy, one_trace, lazy_updates=lazy_updates)
         self.reduction = self.engine.reduction
         self._check_batch_normalization()
         self._move()

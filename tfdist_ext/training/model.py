@@ -236,12 +236,11 @@ class DistributedModel(keras.Model):
         """
         state = self._tfdist_ext
         if _use_cached_eval_dataset and state.cached_validation is not None:
-            logs = state.evaluate(*state.cached_validation)
-            return logs if return_dict else metrics_in_order(self, logs)
-        state.check_call("evaluate", {"batch_size": batch_size, "steps": steps}, x=x)
-        data = x, y, sample_weight
-        epochs = state.read("test", *data, batch_size=batch_size, steps=steps)
-        hooks = state.callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
+            epochs, hooks = state.cached_validation
+        else:
+            state.check_call("evaluate", {"batch_size": batch_size, "steps": steps}, x=x)
+            epochs = state.read("test", x, y, sample_weight, batch_size=batch_size, steps=steps)
+            hooks = state.callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
         logs = state.evaluate(epochs, hooks)
         return logs if return_dict else metrics_in_order(self, logs)
 
@@ -481,6 +480,7 @@ def distribute(
     strategy: tf.distribute.Strategy | None = None,
     *,
     synchronize_batch_norm: bool | None = None,
+    lazy_updates: bool = False,
     one_trace: OneTrace = "auto",
 ) -> DistributedModel:
     """Distributes a Keras model over the replicas of a strategy.
@@ -497,6 +497,12 @@ def distribute(
             model keeps the setting. If False or None, each replica normalizes with the statistics
             of its own rows, unless a layer is already synchronized. None also warns if several
             replicas train such a layer.
+        lazy_updates: if True, an optimizer updates only the rows of an embedding table that the
+            global batch has used, and their slots. Rows of a batch that occur several times are
+            summed first. Weight decay and the decay of moments apply to a row when it is used, so
+            the training differs from Keras's, and large tables train faster. If False, this happens
+            only where it changes no number, as with Adagrad. Source: LazyAdam of TensorFlow 1,
+            PyTorch's SparseAdam.
         one_trace: if True, TensorFlow traces each step once for all replicas of a task, which makes
             the first step shorter. If a step cannot be traced once, a warning and
             `tfd.explain(model)` give the reason. If False, TensorFlow traces each step once per
@@ -508,7 +514,8 @@ def distribute(
 
     Raises:
         TrainingError: the first argument is not a model and does not return one, the model cannot
-            move to the strategy, or `strategy` is not a strategy.
+            move to the strategy, or `strategy` is not a strategy. The first step raises it if
+            `lazy_updates` is True and the optimizer does not update each row alone.
         StrategyError: the strategy uses one machine, but the environment describes a cluster with
             several tasks.
     """
@@ -523,10 +530,26 @@ def distribute(
         inside = tf.distribute.has_strategy()
         strategy = tf.distribute.get_strategy() if inside else create_strategy()
     check_spans_cluster(strategy)
+    return distribute_on(
+        model_or_builder, strategy, synchronize_batch_norm, one_trace, lazy_updates=lazy_updates
+    )
+
+
+def distribute_on(
+    model_or_builder: keras.Model | Callable[[], keras.Model],
+    strategy: tf.distribute.Strategy,
+    synchronize_batch_norm: bool | None = None,
+    one_trace: OneTrace = "auto",
+    *,
+    lazy_updates: bool = False,
+) -> DistributedModel:
+    """`distribute` on a strategy that may use one machine of a cluster."""
     if isinstance(model_or_builder, DistributedModel):
         model_or_builder._tfdist_ext.check_is_idle("distribute")
     with peers_of(strategy).call("distribute"):
-        state = Distribution(model_or_builder, strategy, synchronize_batch_norm, one_trace)
+        state = Distribution(
+            model_or_builder, strategy, synchronize_batch_norm, one_trace, lazy_updates
+        )
     _insert_into_class(state.model)
     # Not by setattr: Keras would look for variables and layers in it.
     vars(state.model)["_tfdist_ext"] = state

@@ -36,6 +36,7 @@ from tfdist_ext.strategies._tf_private import with_scalar_conversions
 from tfdist_ext.training._keras_private import (
     distribution_strategy_of,
     flat_layers,
+    key_of,
     raw_value,
     step_variables,
 )
@@ -122,6 +123,64 @@ def sharded_slots(optimizer: keras.optimizers.Optimizer) -> list[ShardedSlot]:
 def set_sharded_slots(optimizer: keras.optimizers.Optimizer, slots: list[ShardedSlot]) -> None:
     """Sets what `sharded_slots` returns."""
     vars(optimizer)[_SLOTS] = slots
+
+
+class PartOfVariable:
+    """A part of a variable, as an optimizer sees a variable.
+
+    Args:
+        variable: an optimizer finds slots and settings by its key and its names.
+
+    Attributes:
+        value: of the part; None if it was not read.
+    """
+
+    def __init__(self, variable: Any):
+        self.dtype = variable.dtype
+        self.name, self.path = variable.name, getattr(variable, "path", variable.name)
+        of_keras = isinstance(variable, keras.Variable)
+        self._unique_id = key_of(raw_value(variable) if of_keras else variable)
+        self.value: tf.Tensor | None = None
+
+    @property
+    def shape(self) -> Any:
+        return self.read_value().shape
+
+    def read_value(self) -> tf.Tensor:
+        assert self.value is not None, "a part has a value only during an update"
+        return self.value
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        return tf.convert_to_tensor(self.read_value(), dtype)
+
+    def assign(self, value: Any) -> None:
+        self.value = tf.ensure_shape(tf.cast(value, self.dtype), self.read_value().shape)
+
+    def assign_add(self, value: Any) -> None:
+        self.assign(self.read_value() + value)
+
+    def assign_sub(self, value: Any) -> None:
+        self.assign(self.read_value() - value)
+
+    def scatter_update(self, slices: tf.IndexedSlices) -> None:
+        indices = slices.indices[:, tf.newaxis]
+        self.assign(tf.tensor_scatter_nd_update(self.read_value(), indices, slices.values))
+
+    def scatter_add(self, slices: tf.IndexedSlices) -> None:
+        indices = slices.indices[:, tf.newaxis]
+        self.assign(tf.tensor_scatter_nd_add(self.read_value(), indices, slices.values))
+
+    def scatter_sub(self, slices: tf.IndexedSlices) -> None:
+        self.scatter_add(tf.IndexedSlices(-slices.values, slices.indices))
+
+
+def _of_value(name: str) -> Callable[..., tf.Tensor]:
+    return lambda part, *args: getattr(part.read_value(), name)(*args)
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+    setattr(PartOfVariable, f"__{_name}__", _of_value(f"__{_name}__"))
+    setattr(PartOfVariable, f"__r{_name}__", _of_value(f"__r{_name}__"))
 
 
 class UpdatesInPlace:

@@ -46,6 +46,14 @@ def as_piece(number: int) -> Iterator[None]:
         piece_number.reset(token)
 
 
+def piece_being_updated(value: Any) -> Any:
+    """The piece of a variable that an update is for; the variable itself if it is for all."""
+    number = piece_number.get()
+    if number is None or not isinstance(value, server_variable_class()):
+        return value
+    return list(value)[number]
+
+
 @functools.cache
 def server_variable_class() -> Any:
     """A variable in pieces on parameter servers, with one gradient for a custom training loop.

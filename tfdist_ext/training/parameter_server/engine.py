@@ -35,6 +35,7 @@ from tfdist_ext.training.parameter_server.calls import (
 )
 from tfdist_ext.training.parameter_server.scope import WorkerScope, step_on_worker
 from tfdist_ext.training.parameter_server.worker_data import Answer, ShardIterators, WorkerBatches
+from tfdist_ext.training.steps.row_updates import RowRules
 from tfdist_ext.training.steps.scope import Logs, StepOutputs, metrics_and_others
 from tfdist_ext.training.variables import default_strategy_scope, optimizers_of
 from tfdist_ext.user_frames import warn
@@ -49,12 +50,18 @@ class ParameterServerEngine:
     Each global batch is one step, on one worker. A step uses the weights as they are when its
     worker reads them.
 
+    Args:
+        lazy_updates: as `distribute` takes it.
+
     Attributes:
         reduction: of the coordinator alone.
     """
 
-    def __init__(self, strategy: tf.distribute.ParameterServerStrategy):
+    def __init__(
+        self, strategy: tf.distribute.ParameterServerStrategy, *, lazy_updates: bool = False
+    ):
         self._strategy = strategy
+        self._lazy_updates = lazy_updates
         servers = getattr(strategy, "servers", None)  # of create_strategy's
         peers = single_task("chief:0", busy_workers, servers)
         self.reduction = CoordinatorReduction(strategy, peers)
@@ -108,7 +115,7 @@ class ParameterServerEngine:
                     " variables of the parameter servers."
                 )
                 setattr(model, name, False)
-        return ParameterServerProgram(model, self._calls, kind)
+        return ParameterServerProgram(model, self._calls, kind, RowRules(self._lazy_updates))
 
 
 class ParameterServerProgram:
@@ -120,9 +127,10 @@ class ParameterServerProgram:
 
     traces = "each worker traces it"
 
-    def __init__(self, model: keras.Model, calls: Calls, kind: str):
+    def __init__(self, model: keras.Model, calls: Calls, kind: str, row_rules: RowRules):
         self._model = model
         self._calls = calls
+        self._row_rules = row_rules
         self._step = step_of(model, kind)
         self._outputs = StepOutputs(model, kind)
         self._metrics, others = metrics_and_others(model)
@@ -294,7 +302,7 @@ class ParameterServerProgram:
         if self._counter is not None:
             values.append((self._counter, tf.cast(step, self._counter.dtype)))
         scope = WorkerScope(values, self._watched, self._counter)
-        with step_on_worker(scope, self._model):
+        with step_on_worker(scope, self._model, self._row_rules):
             outputs = self._outputs.others(self._step(batch), scope, [states], warns=True)
         scope.write_watched()
         self._counted = scope.counted

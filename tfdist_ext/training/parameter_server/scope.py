@@ -21,6 +21,7 @@ from tfdist_ext.training._keras_private import (
     step_targets,
     substitutes,
 )
+from tfdist_ext.training.steps.row_updates import RowRules, RowUpdates
 from tfdist_ext.training.steps.scope import (
     StepScope,
     metric_in_inner_graph,
@@ -102,16 +103,23 @@ class WorkerScope(StepScope):
 
 
 @contextlib.contextmanager
-def step_on_worker(scope: WorkerScope, model: keras.Model) -> Iterator[None]:
+def step_on_worker(
+    scope: WorkerScope, model: keras.Model, row_rules: RowRules | None = None
+) -> Iterator[None]:
     """The scope of a step that reads rows and updates variables on their servers."""
+    updates: list[RowUpdates] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(scope)
         stack.enter_context(replacing([*step_targets(), *result_methods(model)]))
         stack.enter_context(substitutes({"take": _take, "result": record_result}))
         for optimizer in optimizers_of(model).values():
-            updates = UpdatesInPlace(optimizer)
-            stack.enter_context(distribution_strategy_of(with_inner_optimizers(optimizer), updates))
+            every = with_inner_optimizers(optimizer)
+            rules = row_rules or RowRules()
+            updates.append(RowUpdates(UpdatesInPlace(optimizer), every, rules))
+            stack.enter_context(distribution_strategy_of(every, updates[-1]))
         yield
+        for each in updates:
+            each.check_decays()
 
 
 def _take(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import keras
@@ -33,6 +33,7 @@ from tfdist_ext.strategies.reductions import (
 )
 from tfdist_ext.strategies.traced_replica import replica_number, sum_up
 from tfdist_ext.training._keras_private import not_called, raw_value, substitutes
+from tfdist_ext.training.steps.row_updates import RowRules
 from tfdist_ext.training.steps.rows import (
     EqualTensors,
     Gradient,
@@ -206,6 +207,7 @@ class StepContext:
         batch_size: rows of a complete global batch; None if not known.
         sums_in_apply: gradients are summed where an optimizer gets them, not where a tape computes
             them. The step must not change them between the two.
+        row_rules: how optimizers update tables.
 
     Attributes:
         rows_read: rows that the part's tensors have: one row where the part has none of its own.
@@ -227,6 +229,7 @@ class StepContext:
     cut_evenly: bool = True
     batch_size: int | None = None
     sums_in_apply: bool = False
+    row_rules: RowRules = field(default_factory=RowRules)
 
     def __post_init__(self) -> None:
         self._batch_fraction = tf.cast(self.rows, tf.float64) / tf.cast(

@@ -44,6 +44,7 @@ from tfdist_ext.training.steps.context import (
 from tfdist_ext.training.steps.mixing import mixed_rows
 from tfdist_ext.training.steps.parts import OptimizerParts, sums_of_parts
 from tfdist_ext.training.steps.random_numbers import RANDOM, REFUSED_IN_UPDATES, rows_at
+from tfdist_ext.training.steps.row_updates import RowUpdates
 from tfdist_ext.training.steps.rows import Gradient, symbolic_tensors, tensor_key
 from tfdist_ext.training.steps.scope import (
     ReplicaScope,
@@ -59,6 +60,7 @@ from tfdist_ext.training.variables import (
     UpdatesInPlace,
     broadcast_from_owner,
     check_built,
+    default_strategy,
     default_strategy_scope,
     is_updated_once,
     local_copy,
@@ -273,8 +275,11 @@ def _apply(
     number = replica_id()
     copies = LocalCopies(lambda variable: local_copy(variable, strategy, number), optimizers)
     drawing = substitutes(REFUSED_IN_UPDATES if context.replicas > 1 else {})
-    with running_step(None), drawing, default_strategy_scope(optimizers), copies:
-        return apply(grads)
+    updates = RowUpdates(default_strategy(), optimizers, context.row_rules)
+    with running_step(None), drawing, default_strategy_scope(optimizers, updates), copies:
+        result = apply(grads)
+        updates.check_decays()
+        return result
 
 
 def _apply_to_parts(
@@ -313,7 +318,8 @@ def _apply_to_parts(
     sums = functools.partial(sums_of_parts, parts=[parts[number] for number in dense])
     for number, total in zip(dense, context.sums.synchronize(sums, values), strict=True):
         mine[number] = total
-    with running_step(None), substitutes(REFUSED_IN_UPDATES), shared.updating(strategy):
+    updating = shared.updating(strategy, context.row_rules)
+    with running_step(None), substitutes(REFUSED_IN_UPDATES), updating:
         return apply(mine, parts)
 
 
@@ -338,9 +344,10 @@ def _update_once(
         sums = [strategy.experimental_local_results(each)[0] for each in values]
         rest = iter(sums)
         copies = LocalCopies(lambda variable: owner_copy(variable, strategy), optimizers)
-        scope = default_strategy_scope(optimizers, UpdatesInPlace(optimizer))
-        with running_step(None), scope, copies:
+        updates = RowUpdates(UpdatesInPlace(optimizer), optimizers, context.row_rules)
+        with running_step(None), default_strategy_scope(optimizers, updates), copies:
             apply([None if each is None else next(rest) for each in grads])
+            updates.check_decays()
         broadcast_from_owner([*touched, *copies.used], strategy)
         return timestamp_after(sums)
 

@@ -34,9 +34,11 @@ from tfdist_ext.training._keras_private import (
     replacing,
     substitutes,
 )
+from tfdist_ext.training.steps.row_updates import RowRules, RowUpdates
 from tfdist_ext.training.variables import (
     PARTS,
     LocalCopies,
+    PartOfVariable,
     ShardedSlot,
     default_strategy_scope,
     local_copy,
@@ -46,24 +48,19 @@ from tfdist_ext.training.variables import (
 from tfdist_ext.user_frames import warn
 
 
-class OwnPart:
+class OwnPart(PartOfVariable):
     """The rows of a weight that this worker owns, as an optimizer sees a variable.
 
     Attributes:
         variable: the weight.
         owners: the elements of each owner.
-        value: of the part, during an update.
     """
 
     def __init__(self, variable: keras.Variable, shards: Sequence[VariableShard], worker: int):
+        super().__init__(variable)  # the key is that of weight decay, too
         row_size = math.prod(tuple(variable.shape)[1:])
-        self.variable = variable
+        self.variable, self.constraint = variable, variable.constraint
         self.owners: Owners = [(task, a * row_size, b * row_size) for task, a, b in shards]
-        self.value: tf.Tensor | None = None
-        self.dtype, self.constraint = variable.dtype, variable.constraint
-        self.name, self.path = variable.name, variable.path
-        # Keras finds the slots of a variable, and its weight decay, by this.
-        self._unique_id = raw_value(variable)._unique_id
         self._rows = [(a, b) for task, a, b in shards if task == worker]
         self._elements = [(a, b) for task, a, b in self.owners if task == worker]
         owned = sum(b - a for a, b in self._rows)
@@ -89,38 +86,6 @@ class OwnPart:
             before += b - a
         shape = tf.constant(self.shape)
         return tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), shape)
-
-    def read_value(self) -> tf.Tensor:
-        assert self.value is not None, "a part has a value only during an update"
-        return self.value
-
-    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
-        return tf.convert_to_tensor(self.read_value(), dtype)
-
-    def assign(self, value: Any) -> None:
-        self.value = tf.ensure_shape(tf.cast(value, self.dtype), self.shape)
-
-    def assign_add(self, value: Any) -> None:
-        self.assign(self.read_value() + value)
-
-    def assign_sub(self, value: Any) -> None:
-        self.assign(self.read_value() - value)
-
-    def scatter_sub(self, value: tf.IndexedSlices) -> None:
-        indices = value.indices[:, tf.newaxis]
-        self.assign(tf.tensor_scatter_nd_sub(self.read_value(), indices, value.values))
-
-    def scatter_add(self, value: tf.IndexedSlices) -> None:
-        self.scatter_sub(tf.IndexedSlices(-value.values, value.indices))
-
-
-def _of_value(name: str) -> Callable[..., tf.Tensor]:
-    return lambda part, *args: getattr(part.read_value(), name)(*args)
-
-
-for _name in ("add", "sub", "mul", "truediv", "pow"):
-    setattr(OwnPart, f"__{_name}__", _of_value(f"__{_name}__"))
-    setattr(OwnPart, f"__r{_name}__", _of_value(f"__r{_name}__"))
 
 
 class _UpdatesOfParts:
@@ -201,15 +166,17 @@ class OptimizerParts:
         return next((part for part in self.parts if part.variable is variable), variable)
 
     @contextlib.contextmanager
-    def updating(self, strategy: tf.distribute.Strategy) -> Iterator[None]:
+    def updating(self, strategy: tf.distribute.Strategy, rules: RowRules) -> Iterator[None]:
         """Scope in which the optimizer updates parts. At its end all workers get the weights."""
         optimizers, sums = with_inner_optimizers(self.optimizer), _sums_of(strategy)
         copies = LocalCopies(lambda variable: local_copy(variable, strategy, 0), optimizers)
         functions = {"clip": _clip, "check_finite": _check_finite}
         over_workers = {key: functools.partial(each, sums) for key, each in functions.items()}
-        scope = default_strategy_scope(optimizers, _UpdatesOfParts())
+        updates = RowUpdates(_UpdatesOfParts(), optimizers, rules)
+        scope = default_strategy_scope(optimizers, updates)
         with self._loaded(strategy), scope, copies, substitutes(over_workers):
             yield
+            updates.check_decays()
             values = [part.read_value() for part in self.parts]
         owners = [part.owners for part in self.parts]
         for part, value in zip(self.parts, sums.gather(values, owners), strict=True):
@@ -218,7 +185,7 @@ class OptimizerParts:
 
     def finalize(self) -> None:
         """Replaces the weights by averaged ones, in a replica's context."""
-        with self.updating(tf.distribute.get_strategy()):
+        with self.updating(tf.distribute.get_strategy(), RowRules()):
             self.optimizer.finalize_variable_values(self.parts)
 
     @contextlib.contextmanager

@@ -179,14 +179,15 @@ class ReplicaScope(StepScope):
             ids -= mine
 
     def rows(self, variable: keras.Variable, ids: tf.Tensor) -> tf.Tensor | None:
-        """Rows of a table that replicas share, gathered where the table is.
+        """Rows of a table, gathered where the table is.
+
+        TensorFlow copies a table to read all of it, if an optimizer writes to its rows.
 
         Returns:
-            None if each replica has a copy, if the step has given the table another value, and in
-            inner graphs.
+            None if the step has given the table another value, in inner graphs, and on TPUs.
         """
         has_other_value = id(variable) in self.state_mapping
-        if has_other_value or self._in_inner_graph() or not self.copies.is_shared(variable):
+        if has_other_value or self._in_inner_graph() or self.copies.on_tpu:
             return None
         return tf.nn.embedding_lookup(self.copies.copy_of(variable), ids)
 
@@ -369,7 +370,7 @@ class OwnCopies:
         self._strategy = strategy
         self.local_replicas = local_replicas
         # TensorFlow does not give out the copies on TPUs one by one.
-        self._on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
+        self.on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
         self._written: dict[int, keras.Variable | tf.Variable] = {}  # by id of the container
 
     def __contains__(self, variable: keras.Variable) -> bool:
@@ -391,20 +392,18 @@ class OwnCopies:
 
     def copy_of(self, variable: keras.Variable | tf.Variable) -> tf.Variable:
         """The running replica's copy of a variable, or the one copy that replicas share."""
-        if self._on_tpu:
+        if self.on_tpu:
             return raw_value(variable)
         return local_copy(variable, self._strategy, replica_id())
 
     def is_shared(self, variable: keras.Variable | tf.Variable) -> bool:
         """Whether the replicas of this worker share one copy."""
-        copies = (
-            self.local_replicas if self._on_tpu else len(local_copies(variable, self._strategy))
-        )
+        copies = self.local_replicas if self.on_tpu else len(local_copies(variable, self._strategy))
         return copies < self.local_replicas
 
     def is_collected(self, variable: keras.Variable) -> bool:
         """Whether what the replicas write is collected, and written once after the step."""
-        return self._on_tpu or is_updated_once([variable], self._strategy, self.local_replicas)
+        return self.on_tpu or is_updated_once([variable], self._strategy, self.local_replicas)
 
     def written(self) -> list[keras.Variable | tf.Variable]:
         """The floating variables that were written."""

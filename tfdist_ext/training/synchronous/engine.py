@@ -21,6 +21,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies._tf_private import per_replica
 from tfdist_ext.training._keras_private import raw_value
 from tfdist_ext.training.inputs import BatchIterator, Epoch, Execution, GlobalBatches, Parts
+from tfdist_ext.training.steps.row_updates import RowRules
 from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.synchronous.model_step import ModelStep, OneTrace, Seeds
 from tfdist_ext.training.synchronous.reduction import States, SynchronousReduction
@@ -266,16 +267,23 @@ class SynchronousEngine:
     """Steps on all replicas of a synchronous strategy, each task running its own part.
 
     Args:
-        one_trace: as `distribute` takes it.
+        one_trace, lazy_updates: as `distribute` takes them.
 
     Attributes:
         reduction: over the workers that have to agree.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, one_trace: OneTrace = "auto"):
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        one_trace: OneTrace = "auto",
+        *,
+        lazy_updates: bool = False,
+    ):
         self._strategy = strategy
         self.reduction = on = SynchronousReduction(strategy)
         self._one_trace: OneTrace = one_trace
+        self._lazy_updates = lazy_updates
         # On a TPU steps cannot write what was made outside; they run in the calling thread. So does
         # the one replica of the default strategy, which has no devices.
         devices = [] if isinstance(strategy, tf.distribute.TPUStrategy) else on.devices
@@ -324,4 +332,5 @@ class SynchronousEngine:
         return Predictor(self._step(model, "predict"))
 
     def _step(self, model: keras.Model, kind: str, timer: StepTimer | None = None) -> ModelStep:
-        return ModelStep(model, self.reduction, kind, self._seeds, timer, self._one_trace)
+        rules = RowRules(self._lazy_updates)
+        return ModelStep(model, self.reduction, kind, self._seeds, timer, self._one_trace, rules)

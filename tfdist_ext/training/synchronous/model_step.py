@@ -37,6 +37,7 @@ from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.state import broadcast_state
 from tfdist_ext.training.steps import exact
 from tfdist_ext.training.steps.context import ReplicaSums, StepContext, running_step
+from tfdist_ext.training.steps.row_updates import RowRules
 from tfdist_ext.training.steps.scope import (
     OwnCopies,
     ReplicaScope,
@@ -71,6 +72,7 @@ class ModelStep:
     Args:
         seeds: the random generators of the replicas.
         one_trace: as `distribute` takes it.
+        row_rules: how optimizers update tables.
 
     Attributes:
         timer: records the times of steps; None where nobody asks for them.
@@ -88,6 +90,7 @@ class ModelStep:
         seeds: Seeds,
         timer: StepTimer | None,
         one_trace: OneTrace,
+        row_rules: RowRules,
     ):
         self.model = model
         self.reduction = reduction
@@ -102,6 +105,7 @@ class ModelStep:
         self._step = step_of(model, kind)
         self._seeds = seeds
         self._one_trace = one_trace
+        self._row_rules = row_rules
         self._replaced = [*step_targets(), *exact.own_applies(model), *result_methods(model)]
         self._replicas = 1 if self._eagerly else reduction.replicas
         self._local_replicas = 1 if self._eagerly else reduction.local_replicas
@@ -316,6 +320,7 @@ class ModelStep:
             cut_evenly=rows_of_all is None,
             batch_size=self.batch_size,
             sums_in_apply=self._sums_in_apply,
+            row_rules=self._row_rules,
         )
         context.substitutes = exact.substitutes_of(context)
         return context
