@@ -1,12 +1,13 @@
-"""Compares the speed of an embedding on parameter servers with the alternatives.
+"""Compares the speed of embedding tables with the alternatives.
 
     .venv/bin/python benchmarks/embedding_speed.py [--rounds 3] [--markdown docs/performance.md]
     .venv/bin/python benchmarks/embedding_speed.py --memory [--gib 3] [--optimizers sgd adagrad]
 
-The model is Embedding(rows, 32) and Dense(1), with batches of 256, and SGD unless the name says
-otherwise. It trains on a chief, two workers and two parameter servers, all on this machine. Each
-round runs each method once, so that a slow minute of the machine affects all of them. The table
-shows medians over the rounds, and the largest peak memory of a server.
+The first model is Embedding(rows, 32) and Dense(1), with batches of 256, and SGD unless the name
+says otherwise. It trains on a chief, two workers and two parameter servers, all on this machine.
+The second model has 26 tables of 100,000 rows of 16. It trains with Adam on two logical CPUs and on
+two workers. Each round runs each method once, so that a slow minute of the machine affects all of
+them. The tables show medians over the rounds, and the largest peak memory of a server.
 
 With --memory, two tables of --gib in all train for 200 steps on two servers, write a checkpoint,
 and resume in new processes. The chief may not allocate more than --limit MiB after its start. The
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -36,19 +38,31 @@ OURS = "tfdist_ext fit"
 
 # name -> (interpreter, program, rows of the table, steps of an epoch, epochs, optimizer of ours):
 # 3 to 20 seconds each
-CONTESTANTS: dict[str, tuple[str | int, ...]] = {
+ON_SERVERS: dict[str, tuple[str | int, ...]] = {
     OURS: (sys.executable, "embedding_fit.py", MILLION, 1000, 5),
     "hand-written ClusterCoordinator loop": (
         sys.executable, "embedding_hand_loop.py", MILLION, 1000, 5,
     ),
     "tf_keras fit": (LEGACY_PYTHON, "embedding_tf_keras.py", MILLION, 100, 2),
     f"{OURS}, 10k rows": (sys.executable, "embedding_fit.py", 10_000, 1000, 5),
-    f"{OURS}, 100k rows": (sys.executable, "embedding_fit.py", 100_000, 1000, 5),
     f"{OURS}, 4M rows": (sys.executable, "embedding_fit.py", 4 * MILLION, 1000, 5),
-    f"{OURS}, Adagrad": (sys.executable, "embedding_fit.py", MILLION, 50, 2, "adagrad"),
-    f"{OURS}, Adam": (sys.executable, "embedding_fit.py", MILLION, 50, 2, "adam"),
-    f"{OURS}, Adam, 4M rows": (sys.executable, "embedding_fit.py", 4 * MILLION, 20, 2, "adam"),
+    **{
+        f"{OURS}, {name}, {size} rows": (
+            sys.executable, "embedding_fit.py", rows, 1000, 5, *words,
+        )
+        for name, words in {"Adagrad": ("adagrad",), "lazy Adam": ("adam", "lazy")}.items()
+        for size, rows in {"10k": 10_000, "1M": MILLION, "4M": 4 * MILLION}.items()
+    },
+    f"{OURS}, Adam, 1M rows": (sys.executable, "embedding_fit.py", MILLION, 50, 2, "adam"),
 }  # fmt: skip
+# name -> (interpreter, method of tables_fit.py, steps)
+OF_TABLES = {
+    f"{OURS}, lazy Adam": (sys.executable, "lazy", 200),
+    f"{OURS}, Adam": (sys.executable, "fit", 20),
+    "hand-written in-graph loop, Adam": (sys.executable, "hand-written loop", 20),
+    "tf_keras fit, Adam": (LEGACY_PYTHON, "tf_keras", 20),
+}
+SETTINGS = {"mirrored": "MirroredStrategy, 2 logical CPUs", "multi_worker_mirrored": "2 workers"}
 
 
 def main() -> int:
@@ -65,19 +79,30 @@ def main() -> int:
     if arguments.memory:
         return memory_of_tables(arguments)
     prepare_legacy()
-    speeds: dict[str, list[float]] = {}
+    speeds: dict[tuple[str, str], list[float]] = {}
     memory: dict[str, int] = {}
+    servers = "1M rows of 32, 2 workers, 2 ps"
     for turn in range(arguments.rounds):
-        for name, (python, program, *words) in CONTESTANTS.items():
+        for name, (python, program, *words) in ON_SERVERS.items():
             command = [str(python), str(PROGRAMS / str(program)), *map(str, words)]
             speed, peak = measure(command)
-            speeds.setdefault(name, []).append(speed)
+            speeds.setdefault((servers, name), []).append(speed)
             memory[name] = max(peak, memory.get(name, 0))
             print(f"round {turn + 1}: {name}: {speed:.1f} steps/s, {peak} MiB", flush=True)
-    medians = {name: statistics.median(each) for name, each in speeds.items()}
-    title = "1M rows of 32, 2 workers, 2 ps"
-    shown = {name: f"{peak:,}" for name, peak in memory.items()}
-    lines = table(title, medians, OURS, MiB_of_a_server=shown)
+        for strategy, title in SETTINGS.items():
+            for name, (python, method, steps) in OF_TABLES.items():
+                program = str(PROGRAMS / "tables_fit.py")
+                command = [python, program, method, strategy, "adam", str(steps)]
+                speed = measure_tables(command, strategy)
+                speeds.setdefault((f"26 tables, {title}", name), []).append(speed)
+                print(f"round {turn + 1}: {title}: {name}: {speed:.1f} steps/s", flush=True)
+    lines = []
+    for title in dict.fromkeys(title for title, _ in speeds):
+        medians = {
+            name: statistics.median(each) for (of, name), each in speeds.items() if of == title
+        }
+        columns = {"MiB_of_a_server": {name: f"{peak:,}" for name, peak in memory.items()}}
+        lines += table(title, medians, next(iter(medians)), **(columns if title == servers else {}))
     text = "\n".join(lines + closing_line(arguments.rounds))
     print(f"\n{text}")
     if arguments.markdown:
@@ -92,7 +117,9 @@ def memory_of_tables(arguments: argparse.Namespace) -> int:
     kinds = ("placed", "central_storage") if arguments.host else ("parameter_server",)
     print("| strategy, optimizer, run | variables and slots | `tfdist plan` | task | chief |")
     for kind, optimizer in itertools.product(kinds, arguments.optimizers):
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as parent:
+            folder = f"{parent}/checkpoints"
+            os.mkdir(folder)
             for epochs, run in enumerate(("build, steps, checkpoint", "build, resume, steps"), 1):
                 command = [sys.executable, program, kind, rows, optimizer, folder, str(epochs)]
                 command += [limit, json.dumps({"lazy_updates": True} if arguments.lazy else {})]
@@ -102,13 +129,9 @@ def memory_of_tables(arguments: argparse.Namespace) -> int:
                 peaks = [json.loads(text) for what, text in lines if what == "peak"]
                 chief = [peak.pop("chief") for peak in peaks]
                 tasks = [size for peak in peaks for size in peak.values()] or chief
-                cells = [*sizes, max(tasks), max(chief)]
-                print(
-                    "|",
-                    " | ".join([f"{kind}, {optimizer}, {run}", *map(str, cells)]),
-                    "|",
-                    flush=True,
-                )
+                cells = map(str, [*sizes, max(tasks), max(chief)])
+                line = " | ".join([f"{kind}, {optimizer}, {run}", *cells])
+                print(f"| {line} |", flush=True)
     return 0
 
 
@@ -133,6 +156,18 @@ def measure(command: list[str]) -> tuple[float, int]:
         raise SystemExit(f"{' '.join(command)} failed: status {status}\n{log[-3000:]}")
     peaks = re.findall(r"^peak MiB (\d+)$", outputs["ps-0"] + outputs["ps-1"], re.MULTILINE)
     return float(re.findall(r"steps/s ([\d.]+)", log)[-1]), max(map(int, peaks))
+
+
+def measure_tables(command: list[str], strategy: str) -> float:
+    """Steps a second of 26 tables, in one process or in two workers."""
+    if strategy == "mirrored":
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    else:
+        status, outputs = outputs_of_tasks(command, workers=2)
+        log = outputs["worker-0"]
+        if status != 0:
+            raise SystemExit(f"{' '.join(command)} failed: status {status}\n{log[-3000:]}")
+    return float(re.findall(r"steps/s ([\d.]+)", log)[-1])
 
 
 if __name__ == "__main__":

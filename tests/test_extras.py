@@ -37,7 +37,8 @@ def build():
 
 model = tfd.distribute(build, tfd.create_strategy("mirrored", logical_cpus=2))
 data = tfd.data.from_arrays((x, x[:, :1]), global_batch_size=8)
-model.fit(data, verbose=0, checkpoint_dir="checkpoints")
+boards = [tfd.WorkerTensorBoard("logs")]
+model.fit(data, verbose=0, checkpoint_dir="checkpoints", callbacks=boards)
 assert all(getattr(tfd, name) for name in tfd.__all__)
 assert all(getattr(tfd.data, name) for name in tfd.data.__all__)
 cli.main(["env"])

@@ -21,6 +21,13 @@ import tfdist_ext as tfd
 WIDTH, BATCH, STEPS, TABLES = 32, 256, 200, 2
 STRATEGY, ROWS, OPTIMIZER, FOLDER, EPOCHS, LIMIT, MORE = sys.argv[1:8]
 
+CLUSTER = tfd.ClusterConfig.from_env()
+
+
+def file_of(server: int) -> Path:
+    """The file with the process of a parameter server."""
+    return Path(f"{FOLDER}.ps-{server}")
+
 
 def build():
     import keras
@@ -35,39 +42,28 @@ def build():
     return model
 
 
-def servers() -> dict[str, int]:
-    """The process of each parameter server of this cluster, which is on this machine."""
-    found: dict[str, int] = {}
-    cluster = json.loads(os.environ.get("TF_CONFIG", "{}")).get("cluster")
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            text = path.read_text().partition("TF_CONFIG=")[2].partition("\0")[0]
-            config = json.loads(text or "{}")
-        except OSError:
-            continue
-        if cluster and config.get("cluster") == cluster and config["task"]["type"] == "ps":
-            found[f"ps {config['task']['index']}"] = int(path.parent.name)
-    return dict(sorted(found.items()))
-
-
 @contextmanager
 def phase(name: str, processes: dict[str, int]) -> Iterator[None]:
-    processes = {"chief": os.getpid(), **processes}
     for process in processes.values():
         reset_peak(process)
     yield
+    report(name, processes)
+
+
+def report(name: str, processes: dict[str, int]) -> None:
     peaks = {task: round(mebibytes("VmHWM", process)) for task, process in processes.items()}
     print(f"peak MiB of {name}: {json.dumps(peaks)}", flush=True)
 
 
 def main() -> None:
-    processes = servers()
-    with phase("start", processes):
-        placement = {"table.*": "device CPU:0"} if STRATEGY == "placed" else None
-        cpus = {} if processes else {"logical_cpus": 2}
-        strategy = tfd.create_strategy(STRATEGY, placement=placement, **cpus)
-        import keras  # noqa: F401
-    plan = tfd.plan_placement(build, ps=len(processes) or 1)
+    placement = {"table.*": "device CPU:0"} if STRATEGY == "placed" else None
+    cpus = {} if CLUSTER else {"logical_cpus": 2}
+    strategy = tfd.create_strategy(STRATEGY, placement=placement, **cpus)
+    servers = len(CLUSTER.jobs["ps"]) if CLUSTER else 0
+    processes = {"chief": os.getpid()}
+    processes |= {f"ps {number}": int(file_of(number).read_text()) for number in range(servers)}
+    report("start", processes)
+    plan = tfd.plan_placement(build, ps=servers or 1)
     for what, sizes in ("planned", plan.bytes_by_task), ("memory", plan.memory_by_task):
         print(f"{what} MiB: {json.dumps([round(size / 2**20) for size in sizes])}", flush=True)
     if int(LIMIT):
@@ -85,4 +81,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if CLUSTER and CLUSTER.task.type == "ps":
+        file_of(CLUSTER.task.index).write_text(str(os.getpid()))
     tfd.run(main)

@@ -57,7 +57,7 @@ class Row(NamedTuple):
         data, callbacks = self.data(), [*self.callbacks(), timer]
         arrays = tuple(data[name] for name in ("x", "y", "sample_weight") if name in data)
         fit = {"batch_size": BATCH, "epochs": data.get("epochs", 1), "callbacks": callbacks}
-        return Trainings(timer, arrays, 2, fit, synchronize_batch_norm=True)
+        return Trainings(timer, arrays, 2, synchronize_batch_norm=True, **fit)
 
 
 def rows() -> dict[str, Row]:

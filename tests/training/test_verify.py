@@ -304,7 +304,7 @@ def test_arguments_that_cannot_be_compared() -> None:
         verify(equal_model, rows().take(0).batch(2))
     with pytest.raises(tfd.TrainingError, match="batch_size must be a whole number from 1, got 0"):
         verify(equal_model, batch_size=0)
-    with pytest.raises(tfd.TrainingError, match=r"validation_split.*Pass validation_data"):
+    with pytest.raises(ValueError, match="validation_split"):
         verify(equal_model, validation_split=0.25)
     with pytest.raises(tfd.TrainingError, match=r"at least 2 replicas, got 1: .*--devices 2"):
         tfd.verify(equal_model, (X, Y), tfd.strategies.StrategyTemplate(1))

@@ -14,7 +14,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 DONE = 0
 FAILED = 1  # as all others up to 127: the next start would fail again
@@ -63,6 +64,19 @@ def command_line() -> str | None:
     return shlex.join(sys.orig_argv)
 
 
+@contextlib.contextmanager
+def signals_to(handler: Callable[[int, Any], object], numbers: Iterable[int]) -> Iterator[bool]:
+    """Scope with a handler of signals, in the main thread alone; yields whether it is set."""
+    in_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in numbers if in_main}
+    try:
+        yield bool(before)
+    finally:
+        for number, previous in before.items():
+            # None: a handler that was not set from Python cannot be given back.
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+
+
 class StopSignals:
     """SIGINT, SIGTERM, SIGHUP and the preemption signal, sent to this process.
 
@@ -84,19 +98,11 @@ class StopSignals:
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
         """Scope in which the signals are handled; outside of the main thread it changes nothing."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
         wanted = {signal.SIGINT, signal.SIGTERM, self.preemption}
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored: nohup
             wanted.add(signal.SIGHUP)
-        before = {number: signal.signal(number, self._handle) for number in wanted}
-        try:
+        with signals_to(self._handle, wanted):
             yield
-        finally:
-            for number, handler in before.items():
-                # None: a handler that was not set from Python cannot be given back.
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     @property
     def status(self) -> int:

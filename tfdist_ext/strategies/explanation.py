@@ -126,7 +126,7 @@ def explain(strategy: Any) -> Explanation:
         replicas = "each worker trains by itself (asynchronous)"
         places = f"variables on {len(jobs.get('ps', ()))} ps, computing on {workers}"
     else:
-        devices = devices_listed(strategy, "worker_devices")
+        devices = _short_names(devices_listed(strategy, "worker_devices"))
         elsewhere = f", {len(devices)} of them on this task" if len(devices) != together else ""
         replicas = f"{together} in sync{elsewhere}" if devices else str(together)
         places = _places(strategy, devices)
@@ -183,16 +183,19 @@ def _task(strategy: tf.distribute.Strategy, cluster: ClusterDescription | None) 
 def _places(strategy: tf.distribute.Strategy, computing: list[str]) -> str:
     if not computing:
         return "wherever TensorFlow places an operation"
-    keeping = devices_listed(strategy, "parameter_devices")
+    keeping = _short_names(devices_listed(strategy, "parameter_devices"))
     if keeping and (set(keeping) - set(computing) or len(keeping) < len(computing)):
         computing = [*computing, f"variables on {', '.join(keeping)}"]
     return ", ".join(computing)
 
 
 def devices_listed(strategy: tf.distribute.Strategy, kind: str) -> list[str]:
-    """Short names of a strategy's devices; none for the default strategy, which lists none."""
+    """The names of a strategy's devices; none for the default strategy, which lists none."""
     try:
-        devices = getattr(strategy.extended, kind)
+        return list(getattr(strategy.extended, kind))
     except (AttributeError, NotImplementedError, RuntimeError):
         return []
+
+
+def _short_names(devices: list[str]) -> list[str]:
     return [name.removeprefix(_LOCAL) for name in devices]

@@ -68,19 +68,16 @@ def has_coordination_service() -> bool:
     return _context().coordination_service is not None
 
 
-def insert_value(key: str, value: str) -> bool:
-    """Insert into the store of the coordination service; False where the key exists.
+def insert_value(key: str, value: str) -> None:
+    """Inserts into the store of the coordination service; a value that is there stays.
 
     Private as `has_coordination_service` is. Takes half a millisecond.
 
     Raises:
         tf.errors.OpError: the task that keeps the store does not answer.
     """
-    try:
+    with contextlib.suppress(tf.errors.AlreadyExistsError):
         _context().set_config_key_value(key, value)
-    except tf.errors.AlreadyExistsError:
-        return False
-    return True
 
 
 def replace_value(key: str, value: str) -> None:
@@ -89,30 +86,15 @@ def replace_value(key: str, value: str) -> None:
     insert_value(key, value)
 
 
-def get_value(key: str, *, seconds: float) -> str | None:
-    """Waits for a value of the store; None after `seconds`. Private and raises as above.
+def get_value(key: str, *, seconds: float) -> str:
+    """Waits for a value of the store; other threads of Python run meanwhile.
 
-    Other threads of Python run meanwhile.
+    Private as above.
+
+    Raises:
+        tf.errors.OpError: there is no value after `seconds`, or the store does not answer.
     """
-    try:
-        return str(_context().get_config_key_value(key, max(1, int(seconds * 1000))))
-    except (tf.errors.DeadlineExceededError, tf.errors.NotFoundError):
-        return None
-
-
-def peer_status(task: str, *, seconds: float = 1.0) -> str:
-    """ "there", "gone" (nothing listens at its address, or another process) or "silent".
-
-    Private because nothing public asks TensorFlow's server of another task whether it is there.
-    """
-    name = f"/job:{task.replace(':', '/replica:0/task:')}"  # of "worker:1"
-    try:
-        _context().check_collective_ops_peer_health(name, int(seconds * 1000))
-    except (tf.errors.UnavailableError, tf.errors.FailedPreconditionError):
-        return "gone"
-    except tf.errors.OpError:
-        return "silent"
-    return "there"
+    return str(_context().get_config_key_value(key, max(1, int(seconds * 1000))))
 
 
 def abort_collectives(message: str) -> None:

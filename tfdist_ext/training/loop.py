@@ -24,7 +24,7 @@ import numpy as np
 
 from tfdist_ext.data.pipelines import Structure, data_errors_as_raised
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.launch.exit_codes import PREEMPTED
+from tfdist_ext.launch.exit_codes import PREEMPTED, signals_to
 from tfdist_ext.training._keras_private import in_one_array, raw_value
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks
@@ -125,26 +125,22 @@ class MadeFor:
     def __init__(self, model: keras.Model):
         self._model = model
         self._settings = compile_settings(model)
-        self._variables = {id(variable): variable for variable in model.variables}
-        self._values = {key: raw_value(each) for key, each in self._variables.items()}
+        self._variables = [(variable, raw_value(variable)) for variable in model.variables]
 
     def is_current(self) -> bool:
         """Whether the steps can still be used."""
+        values = {*map(id, map(raw_value, self._model.variables))}
         is_same = compile_settings(self._model) == self._settings
-        is_same &= {*map(id, self._model.variables)} == {*self._variables}
-        return is_same and not self._have_moved()
+        return is_same and values == {id(value) for _, value in self._variables}
 
     def check_variables(self) -> None:
         """Raises TrainingError if a callback has moved the variables to another strategy."""
-        if self._have_moved():
+        if any(raw_value(variable) is not value for variable, value in self._variables):
             raise TrainingError(
                 f"The variables of {self._model.name!r} moved to another strategy while its steps"
                 " ran. Call distribute(), and methods of models that share layers with this one on"
                 " another strategy, before or after the training."
             )
-
-    def _have_moved(self) -> bool:
-        return any(raw_value(v) is not self._values[key] for key, v in self._variables.items())
 
 
 class Loop:
@@ -362,12 +358,6 @@ def preserve_sigint() -> Iterator[Callable[[], None]]:
         if pressed.is_set():
             raise KeyboardInterrupt
 
-    in_main = threading.current_thread() is threading.main_thread()
-    replaces = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if replaces:
-        signal.signal(signal.SIGINT, raise_interrupt)
-    try:
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with signals_to(raise_interrupt, [signal.SIGINT] if is_default else []):
         yield check
-    finally:
-        if replaces:
-            signal.signal(signal.SIGINT, signal.default_int_handler)

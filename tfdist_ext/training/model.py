@@ -236,12 +236,11 @@ class DistributedModel(keras.Model):
         """
         state = self._tfdist_ext
         if _use_cached_eval_dataset and state.cached_validation is not None:
-            logs = state.evaluate(*state.cached_validation)
-            return logs if return_dict else metrics_in_order(self, logs)
-        state.check_call("evaluate", {"batch_size": batch_size, "steps": steps}, x=x)
-        data = x, y, sample_weight
-        epochs = state.read("test", *data, batch_size=batch_size, steps=steps)
-        hooks = state.callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
+            epochs, hooks = state.cached_validation
+        else:
+            state.check_call("evaluate", {"batch_size": batch_size, "steps": steps}, x=x)
+            epochs = state.read("test", x, y, sample_weight, batch_size=batch_size, steps=steps)
+            hooks = state.callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
         logs = state.evaluate(epochs, hooks)
         return logs if return_dict else metrics_in_order(self, logs)
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,8 @@ from tfdist_ext.data.pipelines import Structure, batch_size_of, rows_between
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TfDistError, TrainingError
 from tfdist_ext.messages import counted
-from tfdist_ext.strategies.owned_sums import owned_sums_of
 from tfdist_ext.training._keras_private import get_data_adapter
+from tfdist_ext.training.agreement.equality import describe_data
 from tfdist_ext.training.building.build import batch_normalization_layers
 from tfdist_ext.training.distribution import check_counts
 from tfdist_ext.training.model import distribute_on
@@ -31,7 +31,6 @@ from tfdist_ext.training.state import (
     whole_slots,
     whole_value,
 )
-from tfdist_ext.training.synchronous.reduction import SynchronousReduction
 from tfdist_ext.training.variables import default_strategy
 from tfdist_ext.training.verification import (
     TOLERANCE,
@@ -86,7 +85,8 @@ def verify(
 
     Raises:
         TrainingError: the strategy trains asynchronously or has one replica, `builder` is not a
-            function, the data contains no batch, or `validation_split` is passed.
+            function, or the data contains no batch.
+        ValueError: Keras rejects an argument of `fit`, such as `validation_split` for a dataset.
     """
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise TrainingError(
@@ -98,52 +98,14 @@ def verify(
             "verify needs at least 2 replicas, got 1: an equal result would prove nothing about"
             ' several. Pass create_strategy("mirrored", logical_cpus=2) (--devices 2).'
         )
-    return compare_with_one_device(
-        builder, data, strategy, steps, tolerance, synchronize_batch_norm, lazy_updates, **fit
-    )
-
-
-def compare_with_one_device(
-    builder: Callable[[], keras.Model],
-    data: Any,
-    strategy: tf.distribute.Strategy,
-    steps: int = 3,
-    tolerance: float = TOLERANCE,
-    synchronize_batch_norm: bool | None = None,
-    lazy_updates: bool = False,
-    **fit: Any,
-) -> Verification:
-    """Returns the result of `verify`, also for a strategy with one replica, as tests have it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("default", UserWarning)  # no warning of a training is an error
-        trainings = Trainings(builder, data, steps, fit, synchronize_batch_norm, lazy_updates)
-        other = "lazy updates" if lazy_updates else "plain Keras"
-        title = (
-            f"{type(strategy).__name__} with {counted(strategy.num_replicas_in_sync, 'replica')},"
-            f" compared with {other} on one device. Rows in the global batches:"
-            f" {str(trainings.rows)[1:-1]}."
-        )
-        try:
-            differences = trainings.differences(strategy)
-        except TfDistError as error:
-            return Verification(title, {}, {}, tolerance, error=str(error))
-        if trainings.order_changes:
-            differences["data first batch"] = float("inf")
-        result = Verification(title, differences, {}, tolerance)
-        if result.unequal:
-            result = replace(result, rounding=trainings.differences(last_bit=True))
-        return result
+    trainings = Trainings(builder, data, steps, synchronize_batch_norm, lazy_updates, **fit)
+    return trainings.compare(strategy, tolerance)
 
 
 class Trainings:
     """Trainings of one model on the same data, each from new variables and the same seeds.
 
-    Args:
-        builder: creates the compiled model.
-        data: arrays (x, y) or (x, y, sample_weight), a dataset, or a function that returns one.
-        steps: global batches to train on.
-        fit: arguments of `fit`.
-        synchronize_batch_norm, lazy_updates: as of `tfd.distribute`.
+    Takes the arguments of `verify`.
 
     Attributes:
         batches: the global batches of one epoch; the last one is smaller.
@@ -155,10 +117,10 @@ class Trainings:
         self,
         builder: Callable[[], keras.Model],
         data: Any,
-        steps: int,
-        fit: Mapping[str, Any],
+        steps: int = 3,
         synchronize_batch_norm: bool | None = None,
         lazy_updates: bool = False,
+        **fit: Any,
     ):
         if isinstance(builder, keras.Model) or not callable(builder):
             raise TrainingError(
@@ -169,11 +131,6 @@ class Trainings:
         self._lazy_updates = lazy_updates
         self._fit = {"verbose": 0, "shuffle": False, **fit}
         check_counts(batch_size=self._fit.get("batch_size"), steps=steps)
-        if self._fit.get("validation_split"):
-            raise TrainingError(
-                "verify does not take validation_split, because it trains on a few batches. Pass"
-                " validation_data."
-            )
         made = data() if callable(data) else data
         self.batches = self._read(made, steps)
         if not self.batches:
@@ -182,11 +139,33 @@ class Trainings:
         # A dataset is not compared with itself: a seeded shuffle has a new order in each iteration.
         if callable(data) and (again := data()) is not made:
             first = self._read(again, 1)
-            self.order_changes = not first or _bytes_of(self.batches[0]) != _bytes_of(first[0])
+            texts = [describe_data(batch, "") for batch in (self.batches[0], *first)]
+            self.order_changes = texts[:1] != texts[1:]
         self.rows = [int(batch_size_of(batch)) for batch in self.batches]
         if self.rows[-1] == self.rows[0]:  # parts of different sizes show more
             self.rows[-1] -= self.rows[0] // 2
             self.batches[-1] = rows_between(self.batches[-1], 0, self.rows[-1])
+
+    def compare(self, strategy: tf.distribute.Strategy, tolerance: float) -> Verification:
+        """Returns the result of `verify`, also for a strategy with one replica."""
+        other = "lazy updates" if self._lazy_updates else "plain Keras"
+        title = (
+            f"{type(strategy).__name__} with {counted(strategy.num_replicas_in_sync, 'replica')},"
+            f" compared with {other} on one device. Rows in the global batches:"
+            f" {str(self.rows)[1:-1]}."
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("default", UserWarning)  # no warning of a training is an error
+            try:
+                differences = self.differences(strategy)
+            except TfDistError as error:
+                return Verification(title, {}, {}, tolerance, error=str(error))
+            if self.order_changes:
+                differences["data first batch"] = float("inf")
+            result = Verification(title, differences, {}, tolerance)
+            if result.unequal:
+                result = replace(result, rounding=self.differences(last_bit=True))
+            return result
 
     @functools.cached_property
     def plain(self) -> Results:
@@ -241,8 +220,8 @@ class Trainings:
         callbacks = copy.deepcopy(self._fit.get("callbacks"))  # some cannot be used twice
         logs = model.fit(_dataset_of(batches), **{**self._fit, "callbacks": callbacks}).history
         whole: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if strategy is not None and owned_sums_of(strategy) is not None:
-            whole = whole_slots(SynchronousReduction(strategy), model, everywhere=True)
+        if strategy is not None:
+            whole = whole_slots(model._tfdist_ext.reduction, model, everywhere=True)
         with whole:
             of_variables = _values_of(model)
         return {
@@ -262,21 +241,16 @@ class Trainings:
 
     def _predictions(self, model: Any, *, is_plain: bool) -> Results:
         """Returns the predictions for all batches; none if plain Keras cannot predict, either."""
+        if not is_plain and "prediction 0" not in self.plain:
+            return {}
         inputs = [keras.utils.unpack_x_y_sample_weight(batch)[0] for batch in self.batches]
         try:
             outputs = model.predict(_dataset_of([(x,) for x in inputs]), verbose=0)
-        except TfDistError:
-            raise
         except Exception:  # the model has only a train_step
-            if is_plain or not any(name.startswith("prediction ") for name in self.plain):
+            if is_plain:
                 return {}
             raise
         return {f"prediction {n}": part for n, part in enumerate(keras.tree.flatten(outputs))}
-
-
-def _bytes_of(batch: Structure) -> list[bytes]:
-    parts = tf.nest.flatten(batch, expand_composites=True)
-    return [tf.io.serialize_tensor(part).numpy() for part in parts if part is not None]
 
 
 def _dataset_of(batches: Sequence[Structure]) -> tf.data.Dataset:

@@ -63,7 +63,7 @@ def test_the_states_of_a_task() -> None:
             assert states(task, 5) == [GONE] * 4 + [FROZEN]
             assert task.failure == (
                 f"chief:0 ({address}) has not answered for 1 s: its process is stopped, or its"
-                " machine is paused or overloaded."
+                " machine is paused, overloaded or cannot be reached"
             )
             never_seen = TaskWatch("chief:0", address, frozen_after=0.2)
             assert states(never_seen, 7) == [EXPECTED] * 7
@@ -98,7 +98,7 @@ def test_the_watcher_ends_its_process_and_reports_why() -> None:
     assert process.returncode == -signal.SIGTERM
     assert errors.splitlines()[-1] == (
         f"chief:0: ps:1 ({address}) has not answered for 1 s: its process is stopped, or its"
-        " machine is paused or overloaded. The job ends."
+        " machine is paused, overloaded or cannot be reached. The job ends."
     )
 
 

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 
+from tfdist_ext.placement.live import initial_values
 from tfdist_ext.placement.live.initial_values import rows_made_by
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
@@ -26,8 +27,12 @@ pytestmark = pytest.mark.usefixtures("four_cpus")
     ids=["uniform", "normal", "truncated", "he_uniform", "glorot_normal"],
 )
 def test_rows_alone_are_those_of_the_whole_to_the_bit(
-    make: Callable[[], keras.initializers.Initializer], dtype: str
+    make: Callable[[], keras.initializers.Initializer],
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(initial_values, "_BLOCK", 100)  # several blocks, traced again
+    initial_values._drawing.cache_clear()
     initializer, again = make(), make()
     for shape in ((1001, 13), (7, 3, 5), (64,)):
         whole = np.asarray(again(shape, dtype=dtype))

@@ -124,9 +124,7 @@ def test_parts_that_keras_does_not_list(tmp_path: Path) -> None:
     assert {"model/mean", "model/more.0", "models.1.optimizer.SGD/iteration"} <= {*state}
     other = tfd.distribute(build, strategy_of("default"))
     (file,) = tfd.finished_checkpoints(tmp_path)
-    with pytest.raises(
-        tfd.TrainingError, match=r"models\.1\.optimizer\S+ is .* missing in the mod"
-    ):
+    with pytest.raises(tfd.TrainingError, match=r"models\.1\.optimizer\S+ was .* and is missing"):
         other.restore_checkpoint(file)  # no step has built the optimizer
     fit(other, checkpoint_dir=tmp_path, epochs=2)
     assert_same_weights(plain, other)
@@ -151,9 +149,9 @@ def test_a_model_that_is_not_compiled_takes_the_weights_alone(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (dense(4), r"model/dense#1/kernel is float32 \(4, 1\) .* and missing in the model"),
-        (dense(5, 1), r"kernel is float32 \(5, 4\) in the checkpoint and float32 \(5, 5"),
-        (dense(4, 1, optimizer="adam"), r"optimizer.Adam/\S+ is missing in the checkpoint"),
+        (dense(4), r"model/dense#1/kernel was float32 \(4, 1\) and is missing"),
+        (dense(5, 1), r"kernel was float32 \(5, 4\) and is float32 \(5, 5"),
+        (dense(4, 1, optimizer="adam"), r"optimizer.Adam/\S+ was missing and is"),
     ],
     ids=["fewer", "other shapes", "other optimizer"],
 )

@@ -106,13 +106,18 @@ class TaskWatch:
 
     @property
     def failure(self) -> str:
-        """A sentence on a frozen task; "" in another state."""
-        if self.state != FROZEN:
-            return ""
-        return (
-            f"{self._name} has not answered for {self.silent:.0f} s: its process is stopped, or"
-            " its machine is paused or overloaded."
-        )
+        """What has happened to a task that is gone or frozen; "" in another state."""
+        if self.state == GONE:
+            return (
+                f"{self._name} is gone: nothing listens there (it ended, crashed or was killed, or"
+                " its machine is down: see its log)"
+            )
+        if self.state == FROZEN:
+            return (
+                f"{self._name} has not answered for {self.silent:.0f} s: its process is stopped,"
+                " or its machine is paused, overloaded or cannot be reached"
+            )
+        return ""
 
 
 class Watcher:
@@ -153,7 +158,7 @@ def run_watcher(me: str, parent: int, tasks: Mapping[str, str], frozen_after: fl
             answers = task.look()
             # After a missed answer the next question follows at once: this one has waited already.
             time.sleep(0.0 if task.silent else frozen_after / 10 if answers else 1.0)
-        log_line(f"{me}: {task.failure} The job ends.")
+        log_line(f"{me}: {task.failure}. The job ends.")
         for number in (signal.SIGTERM, signal.SIGKILL):
             if os.getppid() == parent:
                 os.kill(parent, number)
@@ -261,7 +266,7 @@ def result_of_coordinator(cluster: ClusterDescription, endpoint: Endpoint) -> st
     coordinator = TaskWatch(*driver, COORDINATOR_SILENT)
     log_line(f"{me}: serving at {address}; the coordinator is {coordinator}")
     deadline = time.monotonic() + _START
-    while coordinator.state != GONE and not coordinator.failure:
+    while not coordinator.failure:
         if coordinator.state == EXPECTED and time.monotonic() >= deadline:
             break
         result = str(endpoint.next_word(_LOOK_EVERY).get("result", ""))
@@ -277,8 +282,8 @@ def result_of_coordinator(cluster: ClusterDescription, endpoint: Endpoint) -> st
         if endpoint.had_session and coordinator.state == EXPECTED:
             coordinator.state = ALIVE
         coordinator.look()
-    if coordinator.failure:
-        log_line(f"{me}: {coordinator.failure} It is the coordinator, so the job ends.")
+    if coordinator.state == FROZEN:
+        log_line(f"{me}: {coordinator.failure}. It is the coordinator, so the job ends.")
         exit_within(_END)
     else:
         log_line(f"{me}: the coordinator, {coordinator}, is gone without a message: it crashed")

@@ -29,6 +29,8 @@ _TRUNCATED = "StatelessTruncatedNormalV2"
 # operations use one counter for a group of values.
 _RESERVED = 64
 
+_BLOCK = 2**20  # a quarter of the values of a block
+
 # All values are the same, so each piece can be made alone. A subclass may look at the shape.
 _CONSTANT = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
 # These initializers return what they draw. A subclass may do more.
@@ -159,7 +161,23 @@ def _drawing(op: str, dtype: str, before: int) -> Callable[..., tf.Tensor]:
         )
         return tf.reshape(values[before:] if before else values, shape) * scale + shift
 
-    return tf.function(draw, autograph=False)
+    def draw_blocks(shape: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, *more: Any) -> tf.Tensor:
+        # Leaving out values copies the others, so it is done in blocks of whole groups of values.
+        width = tf.reduce_prod(shape[1:])
+        most = 4 * tf.maximum(_BLOCK // width, 1)
+
+        def add(start: tf.Tensor, made: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            stop = tf.minimum(start + most, shape[0])
+            at = counter_at(counter, start * width, op, tf.as_dtype(dtype))
+            block = draw(tf.concat([[stop - start], shape[1:]], 0), key, at, *more)
+            rows = tf.cast(tf.range(start, stop), tf.int32)
+            return stop, tf.raw_ops.InplaceUpdate(x=made, i=rows, v=block)
+
+        made = tf.raw_ops.Empty(shape=tf.cast(shape, tf.int32), dtype=dtype)
+        start = tf.constant(0, tf.int64)
+        return tf.while_loop(lambda start, _: start < shape[0], add, (start, made))[1]
+
+    return tf.function(draw_blocks if before else draw, autograph=False)
 
 
 def _distribution(initializer: Any, shape: tuple[int, ...]) -> tuple[str, float, float]:

@@ -21,7 +21,8 @@ import tensorflow as tf
 
 from tfdist_ext.testing.conformance.replica_checks import ReplicaChecks
 from tfdist_ext.testing.conformance.variable_checks import VariableChecks
-from tfdist_ext.training.verify import compare_with_one_device
+from tfdist_ext.training.verification import TOLERANCE
+from tfdist_ext.training.verify import Trainings
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = [
@@ -63,6 +64,8 @@ def assert_trains_like_one_device(
     builder: Callable[[], keras.Model],
     data: Any,
     strategy: tf.distribute.Strategy,
+    *,
+    tolerance: float = TOLERANCE,
     **options: Any,
 ) -> None:
     """Asserts that a model trains on a strategy as it does on one device, with `tfd.verify`.
@@ -71,13 +74,13 @@ def assert_trains_like_one_device(
         builder: the argument of `tfd.verify`.
         data: the argument of `tfd.verify`.
         strategy: the argument of `tfd.verify`. It may have one replica.
-        options: other arguments of `tfd.verify`, such as steps, tolerance, batch_size (global) and
-            epochs. The defaults are those of `tfd.verify`.
+        tolerance: the argument of `tfd.verify`.
+        options: other arguments of `tfd.verify`, such as steps, batch_size (global) and epochs.
 
     Raises:
         AssertionError: the results differ. The message is the table of `tfd.verify`.
     """
-    result = compare_with_one_device(builder, data, strategy, **options)
+    result = Trainings(builder, data, **options).compare(strategy, tolerance)
     if not result.equal:
         raise AssertionError(str(result))
 
@@ -152,8 +155,7 @@ class StrategyConformance(VariableChecks, ReplicaChecks):
         data, strategy = ([NUMBERS, IDS], LABELS, WEIGHTS), self.under_test()
         fit: dict[str, Any] = {"batch_size": BATCH, "epochs": 2, "steps": -(-ROWS // BATCH)}
         fit |= {"validation_data": data, "validation_batch_size": BATCH}
-        fit["tolerance"] = self.tolerance
-        found = compare_with_one_device(build, data, strategy, **fit)
+        found = Trainings(build, data, **fit).compare(strategy, self.tolerance)
         # The tolerance is the only limit: rounding does not explain a larger difference.
         found = replace(found, rounding={})
         if not found.equal:

@@ -6,8 +6,8 @@ worker finds out within seconds that a barrier cannot be passed, and makes the c
 a sentence that names the task. A slow worker is no error: the workers that wait report it.
 
 - Every worker publishes its position.
-- The first worker (the leader) looks at the addresses and the positions of all others, and decides
-  that a barrier cannot be passed. The others look at the address of the leader.
+- The first worker (the leader) watches the addresses and the positions of all others, and decides
+  that a barrier cannot be passed. The others watch the address of the leader.
 - A worker that fails, or that has stalled outside of a barrier, decides this for itself.
 
 Workers talk through the key-value store of TensorFlow's coordination service, in the leader's
@@ -34,13 +34,14 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.cluster.liveness import WaitReports, log_line, show_stacks
+from tfdist_ext.cluster.liveness.preflight import tasks_of
+from tfdist_ext.cluster.liveness.watching import ALIVE, TaskWatch
 from tfdist_ext.errors import PeerError, address_of
 from tfdist_ext.training._tf_private import (
     abort_collectives,
     get_value,
     has_coordination_service,
     insert_value,
-    peer_status,
     replace_value,
 )
 from tfdist_ext.training.agreement.task_status import (
@@ -53,18 +54,9 @@ from tfdist_ext.training.agreement.task_status import (
 PATIENCE = 2.0  # seconds between two looks at the positions
 LEAVE_LIMIT = 30.0  # seconds to wait for a task after the end of its script, or of its thread
 _LOOK_EVERY = 0.25  # seconds
-_POLL = 0.1  # seconds
 _CAUSE = 6.0  # seconds to learn why a collective has failed
-# Looks in a row that must find the same, as an answer may be lost. A look at a silent task takes a
-# second more. TensorFlow gives a task up after 10 seconds.
-_LOOKS = {"gone": 3, "silent": 9}
+_FROZEN = 9.0  # seconds without an answer; TensorFlow gives a task up after 10 seconds
 _PREFIX = "tfdist_ext/"
-_STATUS = {
-    "gone": "is gone: nothing listens at its address {} (it ended, crashed or was killed, or its"
-    " machine is down: see its log), or it restarted without the other tasks",
-    "silent": "does not answer at its address {}: it is stopped (SIGSTOP), or its machine is down"
-    " or cannot be reached",
-}
 _THREAD_ENDED = "its training thread has ended"
 _DOES = {"callbacks": "callbacks", "checkpoint": "writing a checkpoint"}
 SAME_CALLS = (
@@ -78,16 +70,11 @@ def peers_of(strategy: tf.distribute.Strategy) -> TaskStatus:
     resolver = strategy.cluster_resolver
     if resolver is None or isinstance(strategy, tf.distribute.ParameterServerStrategy):
         return single_task()
-    jobs = resolver.cluster_spec().as_dict()
-    tasks = tuple(
-        (f"{job}:{index}", address)
-        for job in ("chief", "worker")
-        for index, address in enumerate(jobs.get(job, ()))
-    )
+    tasks = tasks_of(resolver.cluster_spec().as_dict())
     me = f"{resolver.task_type}:{resolver.task_id}"
-    if len(tasks) < 2 or me not in dict(tasks) or not has_coordination_service():
+    if len(tasks) < 2 or me not in tasks or not has_coordination_service():
         return single_task()
-    return _monitor_of_process(me, tasks)
+    return _monitor_of_process(me, tuple(tasks.items()))
 
 
 @dataclass(frozen=True)
@@ -97,7 +84,7 @@ class Position:
     Attributes:
         number: the number of the barrier that the task is in, or was in last.
         place: the public calls and what the barrier is for, as "fit (epoch 1, end)"; between
-            two barriers also what the task does there.
+            two barriers what the task does there, and the calls.
         inside: whether the task is in the barrier, and not between two barriers.
         since: seconds since 1970; 0 if the task has not published a position.
         batches: batches read by the current execution, inside a barrier.
@@ -117,7 +104,7 @@ class End:
     """Why no further barrier can be passed.
 
     Attributes:
-        kind: "left", "failed", "gone", "silent", "differs" or "stalled".
+        kind: "left", "failed", "lost", "differs" or "stalled".
         task: the cause; "" if it is not one task.
         text: the sentence for all tasks.
     """
@@ -138,13 +125,15 @@ class PeerMonitor(TaskStatus):
     def __init__(self, me: str, tasks: tuple[tuple[str, str], ...]):
         super().__init__(watch_timeout())
         self._me = me
-        self._leader = tasks[0][0]
+        self._leader, self._store = tasks[0]
         self._others = [task for task, _ in tasks if task != me]
-        self._watched = dict(tasks[1:] if me == self._leader else tasks[:1])
+        self._watched = {
+            task: TaskWatch(task, address, _FROZEN)
+            for task, address in (tasks[1:] if me == self._leader else tasks[:1])
+        }
         self._calls: list[str] = []
         self._position = Position(since=time.time())
         self._published = Position()
-        self._left = ""
         self._end: End | None = None
         self._end_is_known = threading.Event()
         self._batches_read: Callable[[], int] = int
@@ -158,13 +147,11 @@ class PeerMonitor(TaskStatus):
         """Scope of a public call, which every worker must make."""
         self._thread = threading.current_thread()
         self._calls.append(name)
-        self._leave_barrier()
         try:
             with super().call(name):
                 yield
         finally:
             self._calls.pop()
-            self._leave_barrier()
 
     @contextlib.contextmanager
     def barrier(self, detail: str = "") -> Iterator[None]:
@@ -189,7 +176,7 @@ class PeerMonitor(TaskStatus):
             self._raise_if_ended(place)
             raise
         finally:
-            self._leave_barrier()
+            self._position = replace(self._position, inside=False, since=time.time())
 
     def reads_batches(self, count: Callable[[], int]) -> None:
         self._batches_read = count
@@ -197,11 +184,6 @@ class PeerMonitor(TaskStatus):
     def _place(self, detail: str = "") -> str:
         call = " inside ".join(reversed(self._calls))
         return f"{call} ({detail})" if call and detail else call
-
-    def _leave_barrier(self) -> None:
-        self._position = replace(
-            self._position, place=self._place(), inside=False, since=time.time()
-        )
 
     # The end of all barriers.
 
@@ -233,7 +215,7 @@ class PeerMonitor(TaskStatus):
 
     def _leader_answers(self) -> bool:
         """Whether the store can be written to: its leader is not frozen."""
-        return self._me == self._leader or peer_status(self._leader) == "there"
+        return self._me == self._leader or TaskWatch(self._leader, self._store, _FROZEN).look()
 
     def _listen(self) -> None:
         """Thread that receives the end from another worker at once."""
@@ -248,9 +230,10 @@ class PeerMonitor(TaskStatus):
     def _watch(self) -> None:
         """Thread that publishes the position of this task, and looks at other tasks."""
         looks, reports = 0, WaitReports()
-        lost: dict[End, int] = {}  # -> looks in a row that found it
         before: dict[str, Position] = {}
         unchanged = 0.0
+        for watched in self._watched.values():
+            watched.state = ALIVE  # all servers have started with the strategy
         while self._end is None:
             time.sleep(_LOOK_EVERY)
             position = self._current_position()
@@ -259,15 +242,15 @@ class PeerMonitor(TaskStatus):
             # Looks are counted, because a process that was stopped has not waited.
             looks += 1
             waited, stalled = looks * _LOOK_EVERY, self.tick(_LOOK_EVERY)
-            lost = {end: lost.get(end, 0) + 1 for end in self._lost()}
-            for end, count in lost.items():
-                if count >= _LOOKS[end.kind]:
-                    self._decide(end)
-            if position != self._published and self._leader not in [end.task for end in lost]:
+            all_answer = all([watched.look() for watched in self._watched.values()])
+            for task, watched in self._watched.items():
+                if watched.failure:
+                    self._decide(End("lost", task, watched.failure))
+            if all_answer and position != self._published:
                 self._publish(position)
             if stalled and not position.inside:
                 self._decide(End("stalled", self._me, f"{self._me} has stalled: {stalled}"))
-            if self._me == self._leader and waited % PATIENCE == 0 and not lost:
+            if self._me == self._leader and waited % PATIENCE == 0 and all_answer:
                 positions = {self._me: position} | _positions_of(self._others)
                 unchanged = unchanged + PATIENCE if positions == before else 0.0
                 before = positions
@@ -278,25 +261,18 @@ class PeerMonitor(TaskStatus):
         self._obey(self._end)
 
     def _current_position(self) -> Position:
-        position, left = self._position, self._left
-        if not left and not self._thread.is_alive():
-            left = _THREAD_ENDED
+        position = self._position
+        if not position.left and not self._thread.is_alive():
+            position = replace(position, left=_THREAD_ENDED)
         if position.inside:
-            return replace(position, left=left, batches=int(self._batches_read()))
-        doing = _DOES.get(self.phase, "user code")
-        place = f"{doing}, inside {position.place}" if position.place else doing
-        return replace(position, left=left, place=place)
+            return replace(position, batches=int(self._batches_read()))
+        doing, call = _DOES.get(self.phase, "user code"), self._place()
+        return replace(position, place=f"{doing}, inside {call}" if call else doing)
 
     def _publish(self, position: Position) -> None:
         with contextlib.suppress(tf.errors.OpError):
             replace_value(f"{_PREFIX}position/{self._me}", json.dumps(asdict(position)))
             self._published = position
-
-    def _lost(self) -> Iterator[End]:
-        """Yields the watched tasks that do not answer now."""
-        for task, address in self._watched.items():
-            if (status := peer_status(task)) != "there":
-                yield End(status, task, f"{task} {_STATUS[status].format(address)}")
 
     def _report_wait(self, position: Position, waited: float) -> None:
         late = [
@@ -336,19 +312,18 @@ class PeerMonitor(TaskStatus):
         when = _clock(time.time())
         error = getattr(sys, "last_value", None)
         if error is None:
-            self._left = "its script ended"
+            self._position = replace(self._position, left="its script ended", since=time.time())
             self._wait_for_others_to_leave()
-            end = End("left", self._me, f"{self._me} left at {when}: {self._left}")
+            end = End("left", self._me, f"{self._me} left at {when}: {self._position.left}")
         else:
             cause = str(error).strip().split("\n")[0][:300]
             text = f"{self._me} failed at {when}: {type(error).__name__}: {cause}"
             end = End("failed", self._me, text)
         self._decide(end)  # ends the threads, too
         if self._me == self._leader:
-            time.sleep(2 * _POLL if error is None else PATIENCE)  # the others read the store
+            time.sleep(_LOOK_EVERY if error is None else PATIENCE)  # the others read the store
 
     def _wait_for_others_to_leave(self) -> None:
-        self._position = replace(self._position, since=time.time())
         if self._leader_answers():
             self._publish(self._current_position())
         deadline = time.monotonic() + LEAVE_LIMIT
@@ -356,7 +331,7 @@ class PeerMonitor(TaskStatus):
             while not _positions_of([task])[task].left:
                 if self._end is not None or time.monotonic() > deadline:
                     return
-                time.sleep(_POLL)
+                time.sleep(_LOOK_EVERY)
 
 
 # One for this process, because its cluster has one store.
@@ -397,7 +372,7 @@ def obstacle(positions: Mapping[str, Position], unchanged: float, stalled: str) 
 def _stored(key: str, seconds: float = 0.1) -> dict[str, Any]:
     """A JSON value of the store, waited for; empty if it does not come."""
     with contextlib.suppress(tf.errors.OpError):
-        return json.loads(get_value(f"{_PREFIX}{key}", seconds=seconds) or "{}")
+        return json.loads(get_value(f"{_PREFIX}{key}", seconds=seconds))
     return {}
 
 

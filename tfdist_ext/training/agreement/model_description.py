@@ -34,10 +34,9 @@ def describe_model(model: keras.Model, created: Sequence[tf.Variable]) -> dict[s
     Args:
         created: new variables, which need not belong to the model.
     """
-    layers = flat_layers(model)
-    values: dict[str, Any] = {"the number of layers": len(layers)}
+    values: dict[str, Any] = {}
     values["new variables"] = [f"{new.dtype.name} {new.shape}" for new in created]
-    for number, layer in enumerate(layers):
+    for number, layer in enumerate(flat_layers(model)):
         name = f"layer {number} ({_NUMBER.sub('', layer.name)!r})"
         values.update(_object_values(name, layer))
         values[f"dtype of {name}"] = layer.dtype_policy.name
@@ -48,23 +47,26 @@ def describe_model(model: keras.Model, created: Sequence[tf.Variable]) -> dict[s
             kind = [*variable.shape, variable.dtype, bool(variable.trainable)]
             values[f"variable {number} ({variable.name!r})"] = kind
     if model.compiled:
-        values.update(compile_values(model, ("optimizer", *LOSS_AND_METRICS)))
+        values.update(compile_texts(model, ("optimizer", *LOSS_AND_METRICS)))
         values["steps_per_execution of compile()"] = model.steps_per_execution
         for setting in ("run_eagerly", "jit_compile"):
             values[f"{setting} of compile()"] = bool(getattr(model, setting))
     return values
 
 
-def compile_values(model: keras.Model, arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yields some arguments of `compile`."""
+def compile_texts(model: keras.Model, arguments: Sequence[str]) -> dict[str, str]:
+    """Returns name -> text of some arguments of `compile`."""
     try:
         settings = compile_arguments(model)
     except (AttributeError, TypeError):  # the model has a compile() of its own
         settings = {"optimizer": getattr(model, "optimizer", None)}
+    values: dict[str, Any] = {}
     for key in arguments:
         for path, leaf in keras.tree.flatten_with_path(settings.get(key)):
             name = " ".join([key, *map(str, path)])
-            yield from _object_values(name, leaf) if hasattr(leaf, "get_config") else [(name, leaf)]
+            is_object = hasattr(leaf, "get_config")
+            values |= _object_values(name, leaf) if is_object else {name: leaf}
+    return {name: as_text(value) for name, value in values.items()}
 
 
 def _adapted_values(name: str, layer: keras.Layer) -> Iterator[tuple[str, Any]]:

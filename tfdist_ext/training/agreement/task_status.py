@@ -36,6 +36,7 @@ from tfdist_ext.launch.exit_codes import (
     PREEMPTION_SIGNAL,
     RESTART,
     USUAL_STALL_TIMEOUT,
+    signals_to,
     stall_timeout,
 )
 
@@ -124,22 +125,17 @@ class TaskStatus:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
 
-        replaced = {}
-        if threading.current_thread() is threading.main_thread():
-            for number, handlers in replaceable.items():
-                if signal.getsignal(number) in handlers:
-                    replaced[number] = signal.signal(number, note)
+        found = [n for n, handlers in replaceable.items() if signal.getsignal(n) in handlers]
         ended = False
-        try:
-            yield
-        except PeerError:  # another task may have ended at the signal
-            if not (replaced and self.stop_requested):
-                raise
-        finally:
-            for number, handler in replaced.items():
-                signal.signal(number, handler)
-            if replaced:
-                ended, self.stop_requested = self.stop_requested, False
+        with signals_to(note, found) as handles:
+            try:
+                yield
+            except PeerError:  # another task may have ended at the signal
+                if not (handles and self.stop_requested):
+                    raise
+            finally:
+                if handles:
+                    ended, self.stop_requested = self.stop_requested, False
         if ended:
             raise SystemExit(PREEMPTED)
 

@@ -23,7 +23,6 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.messages import shown
 from tfdist_ext.strategies.owned_sums import owned_sums_of
 from tfdist_ext.training import _keras_private
-from tfdist_ext.training.callbacks.worker_tensorboard import check_tensorboard
 from tfdist_ext.user_frames import warn
 
 Callback: TypeAlias = keras.callbacks.Callback
@@ -57,15 +56,9 @@ def callbacks_of_this_task(callbacks: Callbacks, *, is_chief: bool) -> list[Call
 
     Callbacks that change the training (EarlyStopping, schedules) run on every task. They decide the
     same, because logs are the same on every task.
-
-    Raises:
-        TrainingError: a callback writes for TensorBoard, which is not installed.
     """
     given = keras.tree.flatten(callbacks or [])
     if is_chief:
-        for callback in given:
-            if isinstance(callback, keras.callbacks.TensorBoard):
-                check_tensorboard(callback)
         return given
     kept = [callback for callback in given if not isinstance(callback, _WRITING_CALLBACKS)]
     for callback in kept:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import keras
@@ -10,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.training.agreement.equality import from_each_worker
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.steps.scope import Logs
 from tfdist_ext.training.steps.step_timer import StepTimer
@@ -42,14 +42,13 @@ class WorkerTensorBoard(keras.callbacks.Callback):
             the same array.
 
     Raises:
-        TrainingError: TensorBoard is not installed, or `update_freq` is less than 1. In `fit`: the
-            model is not from `tfd.distribute`, there are two of these callbacks, or the strategy
-            uses parameter servers.
+        TrainingError: `update_freq` is less than 1. In `fit`: the model is not from
+            `tfd.distribute`, there are two of these callbacks, or the strategy uses parameter
+            servers.
     """
 
     def __init__(self, log_dir: str | Path, *, update_freq: int = 1):
         super().__init__()
-        check_tensorboard(self)
         if update_freq < 1:
             raise TrainingError(f"update_freq must be 1 step or more, got {update_freq!r}.")
         self._log_dir = Path(log_dir)
@@ -89,16 +88,15 @@ class WorkerTensorBoard(keras.callbacks.Callback):
             for first in range(0, count, self._update_freq):
                 some = slice(first, first + self._update_freq)
                 at = self._step + min(some.stop, count)
-                tf.summary.scalar("own_ms", own[some].mean(), at)
-                tf.summary.scalar("step_ms", step[some].mean(), at)
+                write_scalar("own_ms", own[some].mean(), at)
+                write_scalar("step_ms", step[some].mean(), at)
             self._step += count
         self._writer.flush()
         # The first step of a training compiles.
         later = slice(1, None) if self._first_epoch and count > 1 else slice(None)
         self._first_epoch = False
-        mine = np.zeros((len(self._workers), 2))
-        mine[self._reduction.worker] = own[later].mean(), step[later].mean()
-        self.own_ms, steps_ms = self._reduction.sum_over_workers(mine).T
+        mine = np.array([own[later].mean(), step[later].mean()])
+        self.own_ms, steps_ms = from_each_worker(self._reduction, mine).T
         if self._reduction.is_chief:
             for line in slow_workers(self._workers, self.own_ms, steps_ms.mean() * _SLOW):
                 print(f"\n{line}", flush=True)
@@ -120,10 +118,8 @@ def slow_workers(names: list[str], own_ms: np.ndarray, most_ms: float) -> list[s
     return lines
 
 
-def check_tensorboard(callback: keras.callbacks.Callback) -> None:
-    """Raises the error that TensorFlow would raise after an epoch, without naming the callback."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise TrainingError(
-            f"{type(callback).__name__} needs the package tensorboard, which is not installed."
-            " Install tensorboard."
-        )
+def write_scalar(tag: str, value: float, step: int) -> None:
+    """Writes a number for TensorBoard. `tf.summary.scalar` needs the package tensorboard."""
+    plugin = tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars")
+    metadata = tf.compat.v1.SummaryMetadata(plugin_data=plugin)
+    tf.summary.write(tag, tf.constant(value, tf.float32), step, metadata=metadata)

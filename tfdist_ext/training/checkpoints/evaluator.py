@@ -6,7 +6,7 @@ import functools
 import os
 import posixpath
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.launch.exit_codes import RESTART
 from tfdist_ext.strategies.cluster_tasks import RoleEnded
 from tfdist_ext.training.callbacks.in_cluster import Callbacks
+from tfdist_ext.training.callbacks.worker_tensorboard import write_scalar
 from tfdist_ext.training.checkpoints.folder import checkpoints_in, epochs_when_done
 from tfdist_ext.training.checkpoints.format import (
     DamagedCheckpointError,
@@ -86,7 +87,10 @@ def evaluate_checkpoints(
     for progress in _restored(model, folder, epochs, me, cluster):
         logs = evaluate(steps=steps)
         with writer.as_default():
-            _write_scalars(logs, progress)
+            for name, value in logs.items():
+                write_scalar(f"evaluation_{name}_vs_iterations", value, progress.step)
+                if not progress.batches:  # Keras counts epochs from 0
+                    write_scalar(f"epoch_{name}", value, progress.epoch - 1)
         writer.flush()
         if verbose:
             values = " - ".join(f"{name}: {value:.4f}" for name, value in logs.items())
@@ -124,14 +128,3 @@ def _restored(
             if leader is not None:
                 leader.look()
                 leader.report_wait(me, cluster.source)
-
-
-def _write_scalars(logs: Mapping[str, float], progress: Progress) -> None:
-    # Not tf.summary.scalar, which asks for the package tensorboard.
-    kind = tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars")
-    scalar = tf.compat.v1.SummaryMetadata(plugin_data=kind)
-    for name, number in logs.items():
-        value = tf.constant(number, tf.float32)
-        tf.summary.write(f"evaluation_{name}_vs_iterations", value, progress.step, metadata=scalar)
-        if not progress.batches:  # Keras counts epochs from 0
-            tf.summary.write(f"epoch_{name}", value, progress.epoch - 1, metadata=scalar)

@@ -64,8 +64,7 @@ class Progress:
         first_epoch: the epoch in which the reading position of the data was 0.
         seed: the seed of the order of examples; 0 without shuffling.
         batches: the number of completed global batches of the next epoch.
-        data_settings: the batch size and other settings of the data, by name.
-        compiled: the loss and the metrics, as texts by name.
+        settings: the batch size, other settings of the data, the loss and the metrics, by name.
         data: the state of a ShardedDataset; None with other data.
         stopped: whether a callback stopped the training.
     """
@@ -75,8 +74,7 @@ class Progress:
     first_epoch: int = 0
     seed: int = 0
     batches: int = 0
-    data_settings: dict[str, Any] = field(default_factory=dict)
-    compiled: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] | None = None
     stopped: bool = False
 
@@ -84,6 +82,15 @@ class Progress:
         if self.batches:
             return f"batch {self.batches} of epoch {self.epoch + 1} (step {self.step})"
         return f"epoch {self.epoch} (step {self.step})"
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns a sentence for each value that differs from the one in a checkpoint."""
+    return [
+        f"{name} was {saved.get(name, 'missing')} and is {now.get(name, 'missing')}"
+        for name in {**saved, **now}
+        if saved.get(name) != now.get(name)
+    ]
 
 
 class SavedArray(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,7 @@ from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.launch.exit_codes import PREEMPTED, command_line, is_launched, is_started_again
 from tfdist_ext.training._keras_private import step_variables
-from tfdist_ext.training.agreement.model_description import (
-    LOSS_AND_METRICS,
-    as_text,
-    compile_values,
-)
+from tfdist_ext.training.agreement.model_description import LOSS_AND_METRICS, compile_texts
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.callbacks.in_cluster import (
     CallbackState,
@@ -34,7 +30,7 @@ from tfdist_ext.training.callbacks.in_cluster import (
     restore_callbacks,
 )
 from tfdist_ext.training.checkpoints.folder import CheckpointFolder, FolderTakenError
-from tfdist_ext.training.checkpoints.format import Progress
+from tfdist_ext.training.checkpoints.format import Progress, differences
 from tfdist_ext.training.checkpoints.saving import arrays_of, at_step, restore_checkpoint
 from tfdist_ext.training.inputs import Epochs, Execution
 from tfdist_ext.training.state import run_on_chief, snapshot, whole_slots
@@ -110,46 +106,45 @@ class CheckpointManager:
             The epoch to begin with.
 
         Raises:
-            TrainingError: `checkpoint_every` is not possible, or other data than before.
+            TrainingError: `checkpoint_every` is not possible; another loss; other data inside an
+                epoch.
         """
         self._check_every(data)
         folder, model = self._folder, self._model
         self._callbacks = callbacks
-        compiled = {name: as_text(v) for name, v in compile_values(model, LOSS_AND_METRICS)}
         settings: dict[str, Any] = {} if self._data is not None else data.sizes
         settings["shuffle"] = self._progress.seed != 0
-        settings = {"data_settings": settings, "compiled": compiled}
+        settings |= compile_texts(model, LOSS_AND_METRICS)
         self._progress = replace(
-            self._progress, epoch=initial_epoch, first_epoch=initial_epoch, **settings
+            self._progress, epoch=initial_epoch, first_epoch=initial_epoch, settings=settings
         )
         if not self._reduction.any_worker(folder.newest is not None):
             return initial_epoch
         path = folder.newest or folder.path
         rates = _learning_rates(model)
         progress, state = restore_checkpoint(model, self._reduction, path)
-        now = self._progress
-        if different := _differences(progress.compiled, now.compiled):
+        changes = differences(progress.settings, settings)
+        if of_loss := [each for each in changes if each.split()[0] in LOSS_AND_METRICS]:
             raise TrainingError(
                 f"{path} belongs to a training with another loss or other metrics:"
-                f" {', '.join(different)}. Compile the model as before, or use another"
+                f" {', '.join(of_loss)}. Compile the model as before, or use another"
                 " checkpoint_dir. To train these weights with another loss, call"
                 " restore_checkpoint(path) before fit(checkpoint_dir=...) with a new folder."
             )
-        changes = _differences(progress.data_settings, now.data_settings)
         if progress.batches and (changes or not self._resumes_inside):
             raise TrainingError(
                 f"The checkpoint is in the middle of an epoch, at {progress}, where this job cannot"
                 f" resume: {', '.join(changes) or 'this data begins with an epoch'}. Use the same"
                 " data and arguments to the end of the epoch, or another checkpoint_dir."
             )
-        progress = replace(progress, seed=now.seed, **settings)
+        progress = replace(progress, seed=self._progress.seed, settings=settings)
         self._progress = self._unannounced = progress
         self._restore = _restoring(model, state, callbacks)
         continue_log_files(state, callbacks)
         is_done = progress.stopped or progress.epoch >= self._epochs
         if self._reduction.is_chief:
             complete = f"training in {folder.path} is complete after {progress}; nothing to do"
-            restored = _differences(rates, _learning_rates(model))
+            restored = differences(rates, _learning_rates(model))
             changes += [f"{each}, as in the checkpoint" for each in restored]
             resumes = "; ".join([f"resuming after {progress}, from {path}", *changes])
             log_line(complete if is_done else resumes)
@@ -332,14 +327,6 @@ def _restoring(
 def _learning_rates(model: keras.Model) -> dict[str, str]:
     rates = {name: step_variables(each)[1] for name, each in optimizers_of(model).items()}
     return {f"{n}.learning_rate": f"{float(r):.6g}" for n, r in rates.items() if r is not None}
-
-
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{name} was {before.get(name)} and is {now.get(name)}"
-        for name in {**before, **now}
-        if before.get(name) != now.get(name)
-    ]
 
 
 def _is_finite(logs: Logs) -> bool:

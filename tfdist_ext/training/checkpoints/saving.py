@@ -23,6 +23,7 @@ from tfdist_ext.training.checkpoints.format import (
     Arrays,
     CheckpointFile,
     Progress,
+    differences,
     encode_checkpoint,
     open_checkpoint,
     write_atomically,
@@ -151,16 +152,12 @@ def _variables_to_restore(
         }
         for named in (state, file.arrays)
     )
-    if differing := [name for name in found | saved if found.get(name) != saved.get(name)]:
-        shown = "; ".join(
-            f"{name} is {saved.get(name, 'missing')} in the checkpoint and"
-            f" {found.get(name, 'missing')} in the model"
-            for name in differing[:_SHOWN]
-        )
+    if differing := differences(saved, found):
         raise TrainingError(
-            f"{path} is a checkpoint of another model or optimizer: {shown}. Use"
-            " the code that wrote it, or another checkpoint or folder. Build an optimizer of your"
-            " own step before you restore it: optimizer.build(variables)."
+            f"{path} is a checkpoint of another model or optimizer:"
+            f" {'; '.join(differing[:_SHOWN])}. Use the code that wrote it, or another checkpoint"
+            " or folder. Build an optimizer of your own step before you restore it:"
+            " optimizer.build(variables)."
         )
     return {
         name: variable

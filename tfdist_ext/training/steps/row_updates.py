@@ -135,7 +135,7 @@ class RowUpdates:
                 f" ({size_text(size)}), and {trial.slots} times as many of the optimizer, because"
                 f" {type(self._optimizer).__name__} also changes rows that a batch does not use."
                 " tfd.distribute(..., lazy_updates=True) updates the rows of a batch only; see"
-                f" {address_of('docs/parameter_servers.md#large-tables')}"
+                f" {address_of('docs/parameter_servers.md#optimizers-and-memory')}"
             )
         return "whole"
 

@@ -10,9 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies._tf_private import of_replica, per_replica
-from tfdist_ext.strategies.explanation import computing_tasks
+from tfdist_ext.strategies.explanation import computing_tasks, devices_listed
 from tfdist_ext.strategies.reductions import (
     METRIC,
     OTHER,
@@ -48,7 +47,7 @@ class SynchronousReduction(Reduction):
         self.between_workers = self.multi_worker and by_tensorflow  # its collectives
         self.workers = self.replicas // self.local_replicas
         self.worker = self.first_replica // self.local_replicas  # which of them this task is
-        self.devices = _devices(strategy)  # of this worker's replicas
+        self.devices = devices_listed(strategy, "worker_devices")  # of this worker's replicas
         # Such as "GPU", each once.
         self.device_types = sorted(
             {tf.DeviceSpec.from_string(name).device_type for name in self.devices}
@@ -185,8 +184,6 @@ def _contribution(
     value = tf.cast(tf.reshape(value, [-1]), tf.float64)
     if aggregation == "mean":
         return value / replicas
-    if aggregation not in ("sum", "only_first_replica", "none", None):
-        raise TrainingError(f"A metric's variable has the unknown aggregation {aggregation!r}.")
     return value if first or aggregation == "sum" else tf.zeros_like(value)
 
 
@@ -276,10 +273,3 @@ class MetricStates:
 def _replica_id() -> tf.Tensor:
     # identity: some strategies give a number, and one that is no tensor is not per replica.
     return tf.identity(tf.distribute.get_replica_context().replica_id_in_sync_group)
-
-
-def _devices(strategy: tf.distribute.Strategy) -> list[str]:
-    try:
-        return list(strategy.extended.worker_devices)
-    except RuntimeError:  # the default strategy has none
-        return []
