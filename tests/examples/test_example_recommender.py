@@ -34,8 +34,8 @@ def test_only_tables_tell_which_ids_lead_to_clicks() -> None:
     assert 0.6 < float(auc.result()) < 0.64
 
 
-def test_a_killed_worker_and_a_killed_server_cost_no_step(tmp_path: Path) -> None:
-    options = ["--rows", "2000", "--steps", "100", "--epochs", "3", "--folder", "run"]
+def test_a_killed_server_and_a_killed_worker_cost_no_step(tmp_path: Path) -> None:
+    options = ["--rows", "2000", "--steps", "120", "--epochs", "2", "--folder", "run"]
     command = [sys.executable, "-m", "tfdist_ext.cli", "run", "--workers", "2", "--ps", "2"]
     command += ["--max-restarts", "3", "--", sys.executable, str(EXAMPLE), *options]
     job = Program(command, output=tmp_path / "log", env=dict(os.environ), cwd=tmp_path)
@@ -43,27 +43,28 @@ def test_a_killed_worker_and_a_killed_server_cost_no_step(tmp_path: Path) -> Non
     def log() -> str:
         return (tmp_path / "log").read_text(encoding="utf-8", errors="replace")
 
-    def kill(task: str, epoch: int) -> None:
+    def kill(task: str, start: int) -> None:
+        """Kills a task in epoch 2, which has started this number of times."""
         deadline = time.monotonic() + 60
-        while f"Epoch {epoch}/3" not in log():
+        while log().count("Epoch 2/2") < start:
             assert time.monotonic() < deadline, log()[-3000:]
             time.sleep(0.1)
-        os.kill(int(re.findall(rf"{task} (\d+)", log())[0]), signal.SIGKILL)
+        os.kill(int(re.findall(rf"{task} (\d+)", log())[-1]), signal.SIGKILL)
 
     try:
+        kill("ps:0", 1)
         kill("worker:1", 2)
-        kill("ps:0", 3)
         assert job.wait(100) == 0, log()[-3000:]
     finally:
         job.kill()
     for line in (
-        "worker:1 failed (exit status 137); the other workers do its work; restart 1 of 3",
-        "resuming after epoch 2",
-        "steps: 300",
+        "ps:0 failed first",
+        "resuming after epoch 1 (step 120)",
+        "worker:1 failed (exit status 137); the other workers do its work; restart 2 of 3",
+        "steps: 240",
     ):
         assert line in log(), log()[-3000:]
     aucs = [float(auc) for auc in re.findall(r"val_auc: ([\d.]+)", log())]
-    assert len(aucs) == 3
-    assert aucs == sorted(aucs)
-    assert aucs[-1] > 0.68
-    print(aucs)
+    assert len(aucs) == 2
+    assert aucs[1] > aucs[0] > 0.65
+    assert aucs[1] > 0.69
