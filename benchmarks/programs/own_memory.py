@@ -1,15 +1,15 @@
-"""The memory of this process, from Linux."""
+"""The memory of a process, from Linux."""
 
 from pathlib import Path
 
 __all__ = ["mebibytes", "reset_peak"]
 
 
-def mebibytes(field: str) -> float:
+def mebibytes(field: str, process: int | str = "self") -> float:
     """VmRSS is now, VmHWM the most since the last reset."""
-    status = Path("/proc/self/status").read_text()
+    status = Path(f"/proc/{process}/status").read_text()
     return int(status.split(f"{field}:")[1].split()[0]) / 1024
 
 
-def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
+def reset_peak(process: int | str = "self") -> None:
+    Path(f"/proc/{process}/clear_refs").write_text("5")

@@ -13,17 +13,24 @@ CRITEO_ROWS = (
 WIDTH = 64
 
 
-def build() -> keras.Model:
-    """Returns a model with a table for each category and an MLP for 13 numbers."""
+def build(most_rows: int = max(CRITEO_ROWS)) -> keras.Model:
+    """Returns a model with a table for each category and an MLP for 13 numbers.
+
+    Args:
+        most_rows: tables have at most this number of rows. The ids must be smaller.
+    """
     numbers = keras.Input([13], name="numbers")
-    inputs, parts = [numbers], [keras.layers.Dense(WIDTH, activation="relu")(numbers)]
-    for number, rows in enumerate(CRITEO_ROWS):
-        ids = keras.Input([], dtype="int32", name=f"category_{number}")
-        inputs.append(ids)
-        parts.append(keras.layers.Embedding(rows, WIDTH, name=f"table_{number}")(ids))
+    ids = keras.Input([len(CRITEO_ROWS)], dtype="int32", name="ids")
+    parts = [keras.layers.Dense(WIDTH, activation="relu")(numbers)]
+    for category, values in enumerate(CRITEO_ROWS):
+        table = keras.layers.Embedding(min(values, most_rows), WIDTH, name=f"table_{category}")
+        parts.append(table(ids[:, category]))
     hidden = keras.layers.Concatenate()(parts)
     for width in (512, 256):
         hidden = keras.layers.Dense(width, activation="relu")(hidden)
-    model = keras.Model(inputs, keras.layers.Dense(1)(hidden), name="recommender")
-    model.compile(loss=keras.losses.BinaryCrossentropy(from_logits=True))
+    outputs = keras.layers.Dense(1)(hidden)
+    model = keras.Model({"numbers": numbers, "ids": ids}, outputs, name="recommender")
+    loss = keras.losses.BinaryCrossentropy(from_logits=True)
+    auc = keras.metrics.AUC(from_logits=True, name="auc")
+    model.compile(keras.optimizers.Adagrad(0.05), loss, metrics=[auc])
     return model

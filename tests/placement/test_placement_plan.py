@@ -34,7 +34,7 @@ def test_the_table() -> None:
     text = str(plan(specs, 3, rules={"a": "task 0", "conv1_.*": "sharded(1)"}, budget="20GB"))
     for line in (
         "322 variables, 28.23 GiB with optimizer slots, on 3 ps tasks",
-        "ps 0  9.41 GiB    1.000",
+        "ps 0  9.41 GiB  11.57 GiB    1.000",
         "imbalance 1.000 (fullest over mean bytes)",
         "budget 18.63 GiB each",
         "b                           (20000000, 250)     18.63 GiB  2 pieces: ps 1, ps 2",

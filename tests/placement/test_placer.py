@@ -21,7 +21,7 @@ from tfdist_ext.placement import (
     VariableSpec,
     plan,
 )
-from tfdist_ext.placement.placer import DevicePlacer, ServerPlacer
+from tfdist_ext.placement.placer import DevicePlacer, ServerPlacer, plan_in_order
 
 SPECS = [
     VariableSpec("users", (1000, 16)),  # 64,000 bytes
@@ -77,6 +77,32 @@ def test_a_learned_model() -> None:
     # A rule for no variable of the model is a mistake, which only the whole model shows.
     with pytest.raises(PlacementError, match=r"'haed/bias' .* matches no variable.* 'head/bias'"):
         ServerPlacer({"haed/bias": "task 1"}, 2).learn(SPECS)
+
+
+def test_large_variables_are_cut_without_a_placement() -> None:
+    row = 2**20
+    large = VariableSpec("users", (64, row // 4), slots=2)  # exactly 64 MiB without slots
+    specs = [
+        VariableSpec("bias", (4,)),
+        large,
+        VariableSpec("items", (63, row // 4)),
+        VariableSpec("flat", (1, 64 * row)),  # one row cannot be cut
+        VariableSpec("two_rows", (2, 32 * row)),  # never more pieces than rows
+    ]
+    placer = ServerPlacer(None, 3)
+    assert tasks_of(placer, specs) == [(0,), (0, 1, 2), (1,), (2,), (0, 1)]
+    assert [shard.stop - shard.start for shard in large.shards((0, 1, 2))] == [22, 21, 21]
+    planned = plan_in_order(specs, 3)
+    assert [planned.tasks_of(each.path) for each in specs] == tasks_of(ServerPlacer(None, 3), specs)
+    # Slots are beside their variable, and count in the plan.
+    assert planned.bytes_by_task[0] == 16 + 3 * 22 * row + 128 * row
+    assert tasks_of(ServerPlacer(None, 1), specs) == [(0,)] * 5
+    with pytest.raises(PlacementError, match=r"use at least 6 ps tasks"):
+        plan_in_order(specs, 3, budget="150MiB")
+    # A rule decides about its variables, and the others are as without a placement.
+    assert tasks_of(ServerPlacer({"users": "task 1"}, 3), specs)[1] == (1,)
+    assert "from 64.00 MiB on it is cut into a piece for each ps" in str(placer)
+    assert "cut" not in str(ServerPlacer(None, 1))
 
 
 def test_a_plan(tmp_path: Path) -> None:

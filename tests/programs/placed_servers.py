@@ -10,7 +10,7 @@ import own_servers
 import tensorflow as tf
 
 import tfdist_ext as tfd
-from tfdist_ext.placement import OnTask, Rule, Sharded
+from tfdist_ext.placement import OnTask, Rule, Sharded, placer
 from tfdist_ext.training import _keras_private
 
 cluster, servers = own_servers.serve(ps=3)
@@ -103,6 +103,20 @@ plan = strategy.placement_plan
 result["live"] = places(model.keras_model)
 result["expected"] = expected(plan, model.keras_model)
 result["learned like plan_placement"] = plan == tfd.plan_placement(build, ps=3, rules=rules)
+
+placer._LARGE = 40_000  # bytes: as if these variables were large
+by_default = tfd.create_strategy("parameter_server", cluster=resolver)
+in_order = tfd.plan_placement(build, ps=3)
+keras.utils.clear_session()  # the names of layers begin as in the plan
+model = tfd.distribute(build, by_default)
+result["same initial values"] |= {
+    f"cut {v.path}": bool(np.array_equal(_keras_private.raw_value(v).numpy(), first))
+    for v, first in zip(model.weights, before, strict=True)
+}
+model.fit(x, y, batch_size=16, verbose=0)
+result["live by default"] = places(model)
+result["expected by default"] = expected(in_order, model)
+result["explained"] = str(tfd.explain(by_default))
 
 free = tfd.create_strategy("parameter_server", cluster=resolver)
 with free.scope(), free.scope():

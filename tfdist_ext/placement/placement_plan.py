@@ -30,6 +30,9 @@ from tfdist_ext.placement.specs import (
 )
 from tfdist_ext.user_frames import filter_traceback
 
+# The peak of a server, measured by benchmarks/embedding_speed.py --memory: the process, and what
+# blocks of checkpoints and updates of rows add to the variables.
+_PROCESS_BYTES, _PEAK_OVER_BYTES = 768 * 2**20, 1.15
 _OTHERS = "#d9d9d9"  # the color of variables that have none of their own
 _FORMAT = "tfdist_ext placement plan, version 1"
 _NAMED = 5  # differences of each kind that an error names
@@ -109,6 +112,11 @@ class PlacementPlan:
     def imbalance(self) -> float:
         """The bytes on the fullest task, divided by the mean of all tasks."""
         return _max_over_mean(self.bytes_by_task)
+
+    @property
+    def memory_by_task(self) -> tuple[int, ...]:
+        """The memory that each parameter server needs, with its process, if updates are of rows."""
+        return tuple(_PROCESS_BYTES + int(_PEAK_OVER_BYTES * size) for size in self.bytes_by_task)
 
     def names(self) -> tuple[str, ...]:
         """Returns the names of the tasks ("ps 0") or of the devices."""
@@ -282,11 +290,15 @@ def _lines_of_tasks(plan: PlacementPlan) -> list[list[str]]:
         if len(place.tasks) > 1 and place.held is Held.PIECES:
             shards.update(place.tasks)
     cut, loads = any(shards.values()), any(plan.load_by_task)
-    lines = [["", "bytes", "of mean", "variables", *["shards"] * cut, *["load"] * loads]]
+    servers = plan.devices is None
+    titles = [*["memory"] * servers, "of mean", "variables", *["shards"] * cut, *["load"] * loads]
+    lines = [["", "bytes", *titles]]
     for task, name in enumerate(plan.names()):
         held = plan.bytes_by_task[task]
         of_mean = f"{held / mean:.3f}" if mean else "-"
-        line = [name, size_text(held), of_mean, str(variables[task]), *[str(shards[task])] * cut]
+        memory = [size_text(plan.memory_by_task[task])] * servers
+        line = [name, size_text(held), *memory, of_mean, str(variables[task])]
+        line += [str(shards[task])] * cut
         lines.append(line + [f"{plan.load_by_task[task]:.4g}"] * loads)
     return lines
 

@@ -1,7 +1,7 @@
 """Placers: where each variable goes at the moment of its creation.
 
 A model that is known before it is created is planned as a whole. The other variables are placed
-one by one.
+one by one. `plan_in_order` says beforehand where they go.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import counted, shown
 from tfdist_ext.placement.placement_plan import PlacementPlan
-from tfdist_ext.placement.planning import plan
+from tfdist_ext.placement.planning import checked, plan, within_budget
 from tfdist_ext.placement.rules import (
     Balanced,
     Mirrored,
@@ -30,15 +30,18 @@ from tfdist_ext.placement.rules import (
     rules_of,
     short_name,
 )
-from tfdist_ext.placement.specs import VariableShard, VariableSpec, parse_size
+from tfdist_ext.placement.specs import Place, VariableShard, VariableSpec, parse_size, size_text
 
+_LARGE = 64 * 2**20  # bytes of a variable that is cut, without slots
 _HOST = "CPU:0"  # variables may be there even if it is not a device of the strategy
 
 
 class ServerPlacer:
     """Places variables on parameter servers, and counts the bytes on each server.
 
-    A variable that is not planned is placed by its rule, or on the server with the fewest bytes.
+    A variable that is not planned is placed by its rule. Without a rule, a variable of at least 64
+    MiB is cut into a piece for each server, and a smaller one goes to the server with the fewest
+    bytes.
 
     Attributes:
         plan: the given plan, or the plan of the last model that was planned as a whole.
@@ -50,7 +53,7 @@ class ServerPlacer:
         """
         Args:
             placement: a PlacementPlan, or the path of one as JSON; rules, or a table of pattern ->
-                placement; "balanced": the planner without rules; None: the fewest bytes.
+                placement; "balanced": the planner without rules; None: neither plan nor rules.
             tasks: number of parameter servers.
 
         Raises:
@@ -84,6 +87,16 @@ class ServerPlacer:
             )
         for rule in self._rules:
             self._targets.check(rule)
+
+    def __str__(self) -> str:
+        if self._given is not None:
+            return "by the given plan"
+        if self.plans_models:
+            return "by rules, then by the planner" if self._rules else "by the planner"
+        text = "a variable is whole, on the ps with the fewest bytes"
+        if self._targets.count > 1:
+            text += f"; from {size_text(_LARGE)} on it is cut into a piece for each ps"
+        return text
 
     def learn(self, specs: Sequence[VariableSpec]) -> None:
         """Plan a model that is about to be created; its variables then go where the plan says.
@@ -138,13 +151,34 @@ class ServerPlacer:
         task = self._targets.index_of(spec, placement)
         if task is not None:
             return spec.shards((task,))
+        if isinstance(placement, Balanced) and spec.weight_bytes >= _LARGE:
+            placement = Sharded()
         count = self._targets.count
         pieces = placement.pieces_on(count, spec.rows) if isinstance(placement, Sharded) else 1
         held, tasks = list(self.bytes_by_task), []
         for size in spec.piece_bytes(pieces):
-            tasks.append(held.index(min(held)))
+            free = [task for task in range(count) if task not in tasks] or range(count)
+            tasks.append(min(free, key=held.__getitem__))
             held[tasks[-1]] += size
-        return spec.shards(tasks)
+        return spec.shards(sorted(tasks) if pieces == count else tasks)
+
+
+def plan_in_order(
+    specs: Sequence[VariableSpec], tasks: int, *, budget: int | str | None = None
+) -> PlacementPlan:
+    """The plan of what happens without a placement, if variables are created in this order.
+
+    Slots are created after all variables, each beside its variable.
+
+    Raises:
+        PlacementError: an invalid argument, or variables that do not fit into the budget.
+    """
+    variables = checked(specs)
+    placer = ServerPlacer(None, Targets.of(tasks, None).count)
+    shards = [placer.place(replace(spec, slots=0)) for spec in variables]
+    places = tuple(Place(tuple(shard.task for shard in pieces)) for pieces in shards)
+    most = None if budget is None else parse_size(budget)
+    return within_budget(PlacementPlan(variables, places, tasks, None, most), {})
 
 
 class DevicePlacer:

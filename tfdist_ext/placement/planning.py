@@ -76,14 +76,14 @@ def plan(
         PlacementError: an argument or a rule is invalid, or the variables do not fit. The message
             contains the smallest sufficient budget.
     """
-    variables = _checked(specs)
+    variables = checked(specs)
     targets = Targets.of(tasks, devices)
     most = None if budget is None else parse_size(budget)
     chosen = rules_of([spec.path for spec in variables], rules)
     placements = [
         chosen[spec.path].placement if spec.path in chosen else default(spec) for spec in variables
     ]
-    return _within_budget(_planned(variables, placements, targets, most), chosen)
+    return within_budget(_planned(variables, placements, targets, most), chosen)
 
 
 @filter_traceback
@@ -108,7 +108,7 @@ def plan_owners(
     Raises:
         PlacementError: an invalid argument, or variables that do not fit.
     """
-    variables = _checked(specs)
+    variables = checked(specs)
     check_int(workers, "workers", 1, error=PlacementError)
     trained = [replace(spec, slots=0, load=None) for spec in variables if spec.trainable]
     owners = plan(trained, workers, default=lambda s: Balanced() if is_cut(s) else Sharded(1))
@@ -120,7 +120,7 @@ def plan_owners(
     places = tuple(place_of.get(spec.path, copies) for spec in variables)
     names = tuple(map(worker_name, range(workers)))
     most = None if budget is None else parse_size(budget)
-    return _within_budget(PlacementPlan(variables, places, workers, names, most))
+    return within_budget(PlacementPlan(variables, places, workers, names, most))
 
 
 def _planned(
@@ -165,7 +165,7 @@ def _planned(
     return PlacementPlan(specs, in_order, count, targets.devices, budget)
 
 
-def _within_budget(made: PlacementPlan, rules: Mapping[str, Rule] | None = None) -> PlacementPlan:
+def within_budget(made: PlacementPlan, rules: Mapping[str, Rule] | None = None) -> PlacementPlan:
     """Returns the plan.
 
     Args:
@@ -212,7 +212,7 @@ def _rule_to_change(made: PlacementPlan, rules: Mapping[str, Rule]) -> str:
     return f"Change {rules[path]}, which puts {size_text(size)} of {path} on {made.names()[task]}."
 
 
-def _checked(specs: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:
+def checked(specs: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:
     variables = tuple(specs)
     for spec in variables:
         if not isinstance(spec, VariableSpec):
@@ -347,7 +347,7 @@ class _Planner:
 
 
 @filter_traceback
-def compare(specs: Iterable[VariableSpec], devices: int, ps: int) -> str:
+def compare(specs: Iterable[VariableSpec], devices: int, ps: int | PlacementPlan) -> str:
     """Returns a table of the weights and slots on the fullest device, per strategy.
 
     The table does not include gradients and activations. The gradients of a replica are at most as
@@ -356,7 +356,7 @@ def compare(specs: Iterable[VariableSpec], devices: int, ps: int) -> str:
     Args:
         specs: the variables of the model, with the slots of its optimizer.
         devices: the number of replicas on one machine.
-        ps: the number of parameter servers.
+        ps: the number of parameter servers, or a plan for them.
 
     Raises:
         PlacementError: `devices` or `ps` is not a positive integer.
@@ -366,7 +366,7 @@ def compare(specs: Iterable[VariableSpec], devices: int, ps: int) -> str:
     weights = sum(spec.weight_bytes for spec in variables)
     total = sum(spec.bytes for spec in variables)
     owned = plan(variables, devices=[f"GPU:{i}" for i in range(devices)], default=lambda _: Owned())
-    servers = plan(variables, ps)
+    servers = ps if isinstance(ps, PlacementPlan) else plan(variables, ps)
     fullest = max(servers.bytes_by_task)
     task = servers.bytes_by_task.index(fullest)
     on_server = sum(

@@ -27,6 +27,7 @@ from tfdist_ext.placement.live._tf_private import (
 )
 from tfdist_ext.placement.live.by_row import updates_by_row
 from tfdist_ext.placement.live.creating import with_each_piece
+from tfdist_ext.placement.live.initial_values import with_known_rows
 from tfdist_ext.private_names import PrivateNames
 
 # What a replica has, or a reduction gives.
@@ -107,6 +108,7 @@ def with_metrics_per_replica(strategy: tf.distribute.Strategy) -> tf.distribute.
 
     class CentralStorageExtended(base):
         def _create_variable(self, next_creator: Any, **kwargs: Any) -> tf.Variable:
+            kwargs["initial_value"] = with_known_rows(kwargs)
             if not is_summed_on_read(kwargs) or len(self.worker_devices) == 1:
                 return super()._create_variable(next_creator, **kwargs)
             kwargs.pop("colocate_with", None)

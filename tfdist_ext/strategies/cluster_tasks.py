@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import sys
@@ -26,6 +27,7 @@ from tfdist_ext.user_frames import filter_traceback
 WAIT = 300.0  # seconds for the other tasks to come
 _CONNECT = 120.0  # seconds for TensorFlow to connect to tasks that have all answered
 _SESSION = 5.0  # seconds for the coordinator to open its session
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 LOOKUP_SECONDS = 60.0  # a resolver may ask scontrol, Kubernetes or a cloud
 
 Result = TypeVar("Result")
@@ -209,6 +211,8 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
     described = describe_for("parameter_server", cluster)
     task = described.task
     assert task is not None
+    if task.type == "ps":
+        _return_freed_memory()
     resolver = resolver_of(cluster)
     endpoint = run_preflight(described, wait)
     if endpoint is not None:
@@ -231,6 +235,17 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
             endpoint.close()
     # Not a failure of this task: whoever starts tasks starts it again where the coordinator is.
     raise RoleEnded(0 if result == DONE else RESTART)
+
+
+def _return_freed_memory() -> None:
+    """Gives freed tensors back to the system, so that a server needs little more than variables.
+
+    TensorFlow's allocator keeps them. It reads the environment at the first tensor of a process.
+    glibc keeps what is smaller than a limit, which it raises up to 32 MiB unless it is set.
+    """
+    os.environ.setdefault("TF_ONEDNN_USE_SYSTEM_ALLOCATOR", "1")
+    with contextlib.suppress(AttributeError, TypeError):  # no glibc
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 4 * 2**20)
 
 
 def _server_config() -> tf.compat.v1.ConfigProto | None:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import counted, shown
+from tfdist_ext.placement.placer import ServerPlacer
 from tfdist_ext.strategies.cluster_tasks import describe
 from tfdist_ext.strategies.owned_sums import owned_sums_of
 from tfdist_ext.user_frames import filter_traceback
@@ -117,6 +118,7 @@ def explain(strategy: Any) -> Explanation:
     choice = choice_of(strategy) or Choice("made elsewhere", "it was not made by create_strategy")
     cluster = _cluster_of(strategy)
     together = strategy.num_replicas_in_sync
+    placer = getattr(strategy, "placer", None)
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         devices = []
         jobs = {} if cluster is None else cluster.jobs
@@ -139,6 +141,7 @@ def explain(strategy: Any) -> Explanation:
         ("task", [_task(strategy, cluster)]),
         ("replicas", [replicas]),
         ("devices", [places]),
+        ("placement", [str(placer)] if isinstance(placer, ServerPlacer) else []),
         ("optimizer", shared),
         ("threads", [f"at most {threads} in an operation on a CPU"] if threads else []),
         ("steps", steps),

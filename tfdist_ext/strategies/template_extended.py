@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import shown
-from tfdist_ext.placement import VariableSpec
 from tfdist_ext.placement.live._tf_private import partitioned_variable_class
 from tfdist_ext.placement.live.creating import Where, is_partitioned, made_in_pieces, pieces_of
 from tfdist_ext.placement.live.initial_values import InitialValue
@@ -56,14 +55,15 @@ class TemplateExtended(tf.distribute.StrategyExtended):
     ) -> tf.Variable:
         strategy = self._container_strategy()
         beside = kwargs.pop("colocate_with", None)
-        spec = None
+        initial = None
         # Each replica has its own value of a metric (ON_READ); reading aggregates the values.
         if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
-            spec = _spec(kwargs, self._devices[0])
+            initial = _initial_value(kwargs, self._devices[0])
         # One variable with a copy on each device, which begin equal.
         copied = functools.partial(super()._create_variable, next_creator)
-        if spec is None:
+        if initial is None:
             return copied(**kwargs)
+        spec = initial.spec
         of = f"{type(strategy).__name__}.create_variable({spec.path!r})"
         created: list[tf.Variable] = []
 
@@ -71,7 +71,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
             picked = pick_devices(of, devices)
             names = [_tf_private.full_name(name) for name in picked]
             if in_pieces and len(picked) > 1:
-                made = self._in_pieces(next_creator, kwargs, spec, names)
+                made = self._in_pieces(next_creator, kwargs, initial, names)
             elif picked == list(strategy.devices):
                 made = copied(**kwargs)
             elif len(picked) == 1:
@@ -112,16 +112,16 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         self,
         next_creator: Callable[..., tf.Variable],
         kwargs: dict[str, Any],
-        spec: VariableSpec,
+        initial: InitialValue,
         devices: list[str],
     ) -> tf.Variable:
         """One variable in even pieces along axis 0, one on each device, for all replicas."""
+        spec = initial.spec
         if spec.rows < len(devices):
             raise StrategyError(
                 f"create() cannot cut {spec.path!r} of shape {list(spec.shape)} into"
                 f" {len(devices)} pieces. Give it fewer devices."
             )
-        initial = InitialValue(kwargs, where=devices[0])
         where: Where = [
             (devices[number], start, stop, {"device": devices[number]})
             for number, start, stop in spec.shards(range(len(devices)))
@@ -260,8 +260,8 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         return there[0] if len(there) == 1 else _tf_private.per_replica(there, mirrored=True)
 
 
-def _spec(kwargs: dict[str, Any], device: str) -> VariableSpec | None:
-    """The description of a variable; makes its initial value if `kwargs` have no shape.
+def _initial_value(kwargs: dict[str, Any], device: str) -> InitialValue | None:
+    """The initial value of a variable, which is computed if `kwargs` have no shape.
 
     None if the shape is not known before the variable is created, or the value comes from a
     SavedModel.
@@ -274,7 +274,7 @@ def _spec(kwargs: dict[str, Any], device: str) -> VariableSpec | None:
         return None
     initial = InitialValue(kwargs, where=device)
     kwargs["initial_value"] = initial.given
-    return initial.spec
+    return initial
 
 
 def _what(value: Any, destinations: Any) -> Reduced:

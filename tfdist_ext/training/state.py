@@ -38,8 +38,8 @@ from tfdist_ext.training.variables import (
 
 MODEL, METRICS = "model", "metrics"  # all other groups are optimizers
 
-BLOCK_BYTES = 64 * 2**20
-WHOLE_BYTES = 2**30
+BLOCK_BYTES = 16 * 2**20
+_TABLE_BYTES = 64 * 2**20
 
 Variable: TypeAlias = keras.Variable | tf.Variable
 
@@ -202,8 +202,8 @@ def read_rows(value: Variable | np.ndarray, start: int, stop: int) -> np.ndarray
             continue
         copy = copies_of_piece(piece)[0]
         is_local = "CPU" in copy.device and "/job:ps" not in copy.device
-        # A large variable that was assigned in blocks is copied by a read.
-        is_local &= (end - first) * row_bytes <= WHOLE_BYTES
+        # A table of which rows were assigned is copied by a read.
+        is_local &= (end - first) * row_bytes <= _TABLE_BYTES
         if is_local or high - low == end - first:
             read = copy.read_value()
             rows = np.asarray(read) if read.shape.rank else np.atleast_1d(read.numpy())
@@ -217,8 +217,8 @@ def assign_blocks(variable: Variable, parts: Iterable[np.ndarray]) -> None:
     """Assigns the rows of a variable, in every copy and every piece.
 
     TensorFlow copies a variable at each read once single rows of it were assigned. So the rows of a
-    variable of at most 1 GiB are collected, and assigned together. Those of a larger one, such as
-    an embedding, are assigned in blocks, and so are those of a variable on parameter servers.
+    variable are collected, and assigned together. Those of a table are assigned in blocks, and so
+    are those of a variable on parameter servers.
 
     Args:
         parts: the rows of each of the `blocks` of the variable; of a scalar, an array of one value.
@@ -226,7 +226,7 @@ def assign_blocks(variable: Variable, parts: Iterable[np.ndarray]) -> None:
     shape, dtype = tuple(variable.shape) or (1,), raw_value(variable).dtype
     piece, _, _ = next(iter(pieces_of(raw_value(variable))))
     on_server = "/job:ps" in copies_of_piece(piece)[0].device
-    in_blocks = on_server or math.prod(shape) * dtype.size > WHOLE_BYTES
+    in_blocks = on_server or is_table(variable)
     value = np.empty((0,) if in_blocks else shape, dtype.as_numpy_dtype)
     for (start, stop), rows in zip(blocks(variable), parts, strict=False):
         if in_blocks:
@@ -248,6 +248,20 @@ def _assign_rows(variable: Variable, start: int, values: np.ndarray) -> None:
                 copy.assign(tf.reshape(part, copy.shape))
             else:
                 copy.scatter_update(tf.IndexedSlices(part, tf.range(low - first, high - first)))
+                if "/job:ps" in copy.device:  # it would hold blocks that wait
+                    copy.sparse_read(tf.zeros([1], tf.int32)).numpy()
+
+
+def is_table(variable: Variable) -> bool:
+    """Whether a variable may be too large for a second copy in this process.
+
+    It is larger than 1 GiB, or replicas share one copy of at least 64 MiB.
+    """
+    raw = raw_value(variable)
+    size = math.prod(tuple(variable.shape)) * raw.dtype.size
+    # Central storage and `placed` wrap a variable that replicas share.
+    shared = any(hasattr(piece, "get") for piece, _, _ in pieces_of(raw))
+    return size > 2**30 or (shared and size >= _TABLE_BYTES)
 
 
 def copies_of_piece(piece: tf.Variable) -> list[tf.Variable]:

@@ -32,8 +32,16 @@ def test_the_plan_is_that_of_plan_placement(result: dict[str, Any]) -> None:
 
 
 def test_initial_values_are_those_of_one_device_to_the_bit(result: dict[str, Any]) -> None:
-    assert len(result["same initial values"]) == 12
+    assert len(result["same initial values"]) == 2 * 12
     assert all(result["same initial values"].values()), result["same initial values"]
+
+
+def test_without_placement_large_variables_are_cut_as_planned(result: dict[str, Any]) -> None:
+    live = result["live by default"]
+    assert live == result["expected by default"]
+    assert live["users/embeddings"] == [[0, [334]], [1, [334]], [2, [333]]]
+    assert len(live["items/embeddings"]) == 1
+    assert "from 39.06 KiB on it is cut into a piece for each ps" in result["explained"]
 
 
 def test_the_trained_weights_are_those_of_one_device(result: dict[str, Any]) -> None:

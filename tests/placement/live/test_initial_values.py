@@ -8,7 +8,8 @@ import keras
 import numpy as np
 import pytest
 
-from tfdist_ext.placement.live.initial_values import rows_drawn_by
+from tfdist_ext.placement.live import initial_values
+from tfdist_ext.placement.live.initial_values import rows_made_by
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
 
@@ -26,12 +27,16 @@ pytestmark = pytest.mark.usefixtures("four_cpus")
     ids=["uniform", "normal", "truncated", "he_uniform", "glorot_normal"],
 )
 def test_rows_alone_are_those_of_the_whole_to_the_bit(
-    make: Callable[[], keras.initializers.Initializer], dtype: str
+    make: Callable[[], keras.initializers.Initializer],
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(initial_values, "_BLOCK", 100)  # several blocks, traced again
+    initial_values._drawing.cache_clear()
     initializer, again = make(), make()
     for shape in ((1001, 13), (7, 3, 5), (64,)):
         whole = np.asarray(again(shape, dtype=dtype))
-        rows = rows_drawn_by(initializer, shape, dtype)
+        rows = rows_made_by(initializer, shape, dtype)
         assert rows is not None
         if isinstance(initializer.seed, keras.random.SeedGenerator):
             assert (initializer.seed.state.numpy() == again.seed.state.numpy()).all()
@@ -45,4 +50,4 @@ def test_other_initializers_are_made_whole() -> None:
             return super().__call__(shape, dtype) * 2
 
     for initializer in (keras.initializers.Orthogonal(), Mine(), lambda shape, dtype: None):
-        assert rows_drawn_by(initializer, (8, 8), "float32") is None
+        assert rows_made_by(initializer, (8, 8), "float32") is None

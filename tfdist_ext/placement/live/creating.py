@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.placement.live._tf_private import partitioned
-from tfdist_ext.placement.live.initial_values import InitialValue
+from tfdist_ext.placement.live.initial_values import InitialValue, with_known_rows
 from tfdist_ext.placement.live.learning import is_learning
 from tfdist_ext.placement.placer import ServerPlacer
 from tfdist_ext.placement.rules import nearest_paths
@@ -64,6 +64,7 @@ def has_the_last_word() -> contextlib.AbstractContextManager[None]:
         if device is None or value is None or hasattr(value, "checkpoint_position"):
             return next_creator(**kwargs)
         with tf.device(device):
+            value = with_known_rows(kwargs)
             kwargs["initial_value"] = value() if callable(value) else value
             return next_creator(**kwargs)
 
@@ -179,8 +180,8 @@ def _count(placer: ServerPlacer, made: tf.Variable) -> None:
 def _warn_of_unplanned(placer: ServerPlacer, spec: VariableSpec) -> None:
     paths = [] if placer.plan is None else [known.path for known in placer.plan.specs]
     warn(
-        f"the plan has no variable {spec.path!r} of shape {list(spec.shape)}; it goes to the"
-        f" parameter server with the fewest bytes. {nearest_paths(spec.path, paths)} Keras numbers"
+        f"the plan has no variable {spec.path!r} of shape {list(spec.shape)}; it is placed"
+        f" as without a plan. {nearest_paths(spec.path, paths)} Keras numbers"
         " the names of layers. Pass the function that builds the model to distribute(), which"
         " uses the names of the plan."
     )

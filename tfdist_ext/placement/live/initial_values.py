@@ -1,11 +1,13 @@
-"""Initial values of variables in pieces: each piece makes its own rows.
+"""Initial values of variables: each piece makes its own rows, and needs no other memory.
 
 TensorFlow's stateless random generator counts: each group of values takes the next counters. From
-the right counter on, the values are those of the whole tensor, to the bit (`counter_at`).
+the right counter on, the values are those of the whole tensor, to the bit (`counter_at`). In a
+graph, each operation on the drawn values writes into the memory of the operation before.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +29,8 @@ _TRUNCATED = "StatelessTruncatedNormalV2"
 # operations use one counter for a group of values.
 _RESERVED = 64
 
+_BLOCK = 2**20  # a quarter of the values of a block
+
 # All values are the same, so each piece can be made alone. A subclass may look at the shape.
 _CONSTANT = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
 # These initializers return what they draw. A subclass may do more.
@@ -46,7 +50,8 @@ class InitialValue:
         spec: path (the name of a variable that is not from Keras), shape, dtype, and whether the
             variable is trainable.
         of_keras: whether the variable is created by Keras.
-        given: the initial value; already computed if its shape was not known otherwise.
+        given: the initial value; already computed if its shape was not known otherwise, and made
+            without further memory if its initializer is known.
     """
 
     def __init__(self, kwargs: dict[str, Any], *, where: str):
@@ -67,16 +72,15 @@ class InitialValue:
             shape, dtype = self._look(kwargs, where)
         trainable = kwargs.get("trainable") is not False
         self.spec = VariableSpec(path, shape, dtype, trainable=trainable)
-        self._rows: Any = None
+        self._rows: Rows | None = None
+        if shape and _is_known(self._initializer, dtype):
+            self.given = functools.partial(self.rows, 0, shape[0])
 
     def rows(self, start: int, stop: int) -> Any:
         """These rows. Call it on the device of their piece."""
         initializer, spec = self._initializer, self.spec
-        constant = getattr(initializer, "value", 0)
-        if type(initializer) in _CONSTANT and np.ndim(constant) == 0:
-            return initializer((stop - start, *spec.shape[1:]), dtype=spec.dtype)
         if self._rows is None and initializer is not None:
-            self._rows = rows_drawn_by(initializer, spec.shape, spec.dtype)
+            self._rows = rows_made_by(initializer, spec.shape, spec.dtype)
         if self._rows is not None:
             return self._rows(start, stop)
         if callable(self.given):  # the whole value, on the device of the first piece
@@ -97,35 +101,83 @@ class InitialValue:
         return tuple(shape.as_list()), tf.as_dtype(dtype).name
 
 
-def rows_drawn_by(
+def with_known_rows(kwargs: dict[str, Any]) -> Any:
+    """The initial value of a variable creator's arguments, made without further memory if known."""
+    value = kwargs["initial_value"]
+    return value if variable_behind(value) is None else InitialValue(kwargs, where="").given
+
+
+def _is_known(initializer: Any, dtype: str) -> bool:
+    """Whether each row of an initializer's value can be made alone."""
+    if type(initializer) in _CONSTANT:
+        return np.ndim(getattr(initializer, "value", 0)) == 0
+    return type(initializer) in _DRAWING and dtype in ("float32", "float64")
+
+
+def rows_made_by(
     initializer: Callable[..., Any], shape: tuple[int, ...], dtype: str
 ) -> Rows | None:
-    """A function that makes rows of the initializer's value; None unless the value is one draw.
+    """A function that makes rows of the initializer's value; None unless each can be made alone.
 
-    The seed is used once, as if the initializer had drawn the whole value.
+    A seed is used once, as if the initializer had drawn the whole value.
     """
-    if type(initializer) not in _DRAWING or dtype not in ("float32", "float64"):
+    if not _is_known(initializer, dtype):
         return None
+    if type(initializer) in _CONSTANT:
+        value = tf.cast(initializer([], dtype=dtype), dtype)
+        return lambda start, stop: tf.fill([stop - start, *shape[1:]], value)
     op, first, second = _distribution(initializer, shape)
     convert = tf.cast if op == _UNIFORM else tf.constant  # cast: by way of float32, as in Keras
-    first, second = convert(first, dtype), convert(second, dtype)
-    scale, shift = (second - first, first) if op == _UNIFORM else (second, first)
-    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=next_seed(initializer))
-    draw, width = getattr(tf.raw_ops, op), math.prod(shape[1:])
+    with tf.device(None):  # a server takes no argument of a graph from another server
+        first, second = convert(first, dtype), convert(second, dtype)
+        scale, shift = (second - first, first) if op == _UNIFORM else (second, first)
+        key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=next_seed(initializer))
+    width = math.prod(shape[1:])
 
     def rows(start: int, stop: int) -> tf.Tensor:
         begin = start * width
         before = begin % group_size(tf.as_dtype(dtype))
-        values = draw(
-            shape=tf.constant([before + (stop - start) * width], tf.int64),
+        with tf.device(None):
+            at = counter_at(counter, begin - before, op, tf.as_dtype(dtype))
+            size = tf.constant([stop - start, *shape[1:]], tf.int64)
+        return _drawing(op, dtype, before)(size, key, at, scale, shift)
+
+    return rows
+
+
+@functools.cache
+def _drawing(op: str, dtype: str, before: int) -> Callable[..., tf.Tensor]:
+    """A graph that draws, and leaves out the first values."""
+
+    def draw(
+        shape: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, scale: tf.Tensor, shift: tf.Tensor
+    ) -> tf.Tensor:
+        values = getattr(tf.raw_ops, op)(
+            shape=[before + tf.reduce_prod(shape)],
             key=key,
-            counter=counter_at(counter, begin - before, op, tf.as_dtype(dtype)),
+            counter=counter,
             alg=_PHILOX,
             dtype=dtype,
         )
-        return tf.reshape(values[before:], [stop - start, *shape[1:]]) * scale + shift
+        return tf.reshape(values[before:] if before else values, shape) * scale + shift
 
-    return rows
+    def draw_blocks(shape: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, *more: Any) -> tf.Tensor:
+        # Leaving out values copies the others, so it is done in blocks of whole groups of values.
+        width = tf.reduce_prod(shape[1:])
+        most = 4 * tf.maximum(_BLOCK // width, 1)
+
+        def add(start: tf.Tensor, made: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            stop = tf.minimum(start + most, shape[0])
+            at = counter_at(counter, start * width, op, tf.as_dtype(dtype))
+            block = draw(tf.concat([[stop - start], shape[1:]], 0), key, at, *more)
+            rows = tf.cast(tf.range(start, stop), tf.int32)
+            return stop, tf.raw_ops.InplaceUpdate(x=made, i=rows, v=block)
+
+        made = tf.raw_ops.Empty(shape=tf.cast(shape, tf.int32), dtype=dtype)
+        start = tf.constant(0, tf.int64)
+        return tf.while_loop(lambda start, _: start < shape[0], add, (start, made))[1]
+
+    return tf.function(draw_blocks if before else draw, autograph=False)
 
 
 def _distribution(initializer: Any, shape: tuple[int, ...]) -> tuple[str, float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import random
 from collections import Counter, defaultdict
@@ -26,6 +27,7 @@ from tfdist_ext.placement.live._keras_private import (
 )
 from tfdist_ext.placement.live.by_row import rows_can_be_owned
 from tfdist_ext.placement.placement_plan import PlacementPlan
+from tfdist_ext.placement.placer import plan_in_order
 from tfdist_ext.placement.planning import plan, plan_owners
 from tfdist_ext.placement.rules import Rules
 from tfdist_ext.placement.specs import VariableSpec
@@ -64,7 +66,8 @@ def plan_placement(
         workers: the number of workers that divide the optimizer state (`shard_optimizer=True`).
             `workers` cannot be combined with `rules`.
         rules: a list such as [Rule("users/.*", Sharded(4))], or a dict such as
-            {"users/.*": "sharded(4)"}.
+            {"users/.*": "sharded(4)"}. Without rules, the plan for parameter servers is what
+            happens without `placement`. {".*": "balanced"} plans like `placement="balanced"`.
         optimizer: an optimizer, by name or as an object. The plan includes its slots. The default
             is the optimizer of the model.
         budget: the largest size per server, device or worker, in bytes or as a string such as
@@ -77,7 +80,10 @@ def plan_placement(
         PlacementError: the model is not built, a rule is invalid, or the variables do not fit. The
             message contains the smallest sufficient budget.
     """
-    model, optimizer, specs = _learn(model_or_builder, optimizer)
+    model, optimizer, specs, order = _learn(model_or_builder, optimizer)
+    if not rules and workers is None and devices is None and ps is not None:
+        in_order = sorted(specs, key=lambda spec: order.get(spec.path, math.inf))
+        return plan_in_order(in_order, ps, budget=budget)
     if workers is None:
         return plan(specs, ps, devices=devices, rules=rules, budget=budget)
     if rules or ps is not None or devices is not None:
@@ -102,8 +108,9 @@ def learn_specs(
 
 def _learn(
     model_or_builder: Model, optimizer: str | keras.optimizers.Optimizer | None
-) -> tuple[keras.Model, keras.optimizers.Optimizer | None, list[VariableSpec]]:
-    with _nothing_allocated():
+) -> tuple[keras.Model, keras.optimizers.Optimizer | None, list[VariableSpec], dict[str, int]]:
+    """The model, its optimizer, its specs, and path -> number in the order of creation."""
+    with _nothing_allocated() as created:
         if isinstance(model_or_builder, keras.Model):
             model, finished = model_or_builder, True
         else:
@@ -117,7 +124,8 @@ def _learn(
         if chosen is not None and (finished or optimizer is not None):
             chosen = _optimizer(chosen)
         slots = {} if chosen is None else _slots(chosen, model.trainable_variables)
-        return model, chosen, _specs(model, chosen, slots)
+        order = {variable.path: number for number, variable in enumerate(created)}
+        return model, chosen, _specs(model, chosen, slots), order
 
 
 def is_learning() -> bool:
@@ -126,23 +134,28 @@ def is_learning() -> bool:
 
 
 @contextlib.contextmanager
-def _nothing_allocated() -> Iterator[None]:
-    """Scope in which Keras's variables have shapes and no values."""
+def _nothing_allocated() -> Iterator[list[keras.Variable]]:
+    """Scope in which Keras's variables have shapes and no values. Yields the created variables."""
+    created: list[keras.Variable] = []
     state, state_of_numpy = random.getstate(), np.random.get_state()
     token = _learning.set(True)
     try:
-        with leaving_no_names(), tf.variable_creator_scope(_without_value):
-            yield
+        creator = functools.partial(_without_value, created)
+        with leaving_no_names(), tf.variable_creator_scope(creator):
+            yield created
     finally:
         _learning.reset(token)
         random.setstate(state)
         np.random.set_state(state_of_numpy)
 
 
-def _without_value(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+def _without_value(
+    created: list[keras.Variable], next_creator: Callable[..., tf.Variable], **kwargs: Any
+) -> tf.Variable:
     behind = variable_behind(kwargs.get("initial_value"))
     if behind is not None:
         variable, _ = behind
+        created.append(variable)
         if math.prod(variable.shape) <= _SMALL:  # some layers reshape them when they are built
             kwargs["initial_value"] = tf.zeros(variable.shape, variable.dtype)
         else:  # Keras takes the shape from its own variable

@@ -36,7 +36,7 @@ from tfdist_ext.training.checkpoints.format import (
     remove,
     write_atomically,
 )
-from tfdist_ext.training.state import whole_value
+from tfdist_ext.training.state import is_table, whole_value
 from tfdist_ext.user_frames import filter_traceback, warn
 
 KEPT = 3
@@ -102,7 +102,7 @@ class CheckpointFolder:
     Args:
         report: called after each block that is written while the training waits.
         in_background: write in a thread, from copies of the state. The training waits only while
-            the state is copied, and while the checkpoint before is written.
+            the state is copied, and while the checkpoint before is written. Tables are not copied.
 
     Attributes:
         newest: the path of the last checkpoint that this job has found or written, or None.
@@ -167,7 +167,8 @@ class CheckpointFolder:
             Exception: the error of the checkpoint before.
         """
         self.wait()
-        if self._thread is None:
+        variables = [each for each in arrays.values() if not isinstance(each, np.ndarray)]
+        if self._thread is None or any(map(is_table, variables)):
             self.write(progress, encode_checkpoint(progress, arrays, self._report))
             return
         copies = {
