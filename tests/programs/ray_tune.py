@@ -43,7 +43,7 @@ def examples() -> tuple[Any, Any]:
 
 
 def main(folder: Path) -> None:
-    ray.init(num_cpus=2, include_dashboard=False)
+    ray.init("local", num_cpus=2, include_dashboard=False)
     tuner = tune.Tuner(
         train,
         param_space={"is_distributed": tune.grid_search([False, True])},
