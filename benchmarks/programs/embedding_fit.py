@@ -1,4 +1,7 @@
-"""tfd.distribute(...).fit of keras.layers.Embedding on parameter servers, at its defaults."""
+"""tfd.distribute(...).fit of keras.layers.Embedding on parameter servers.
+
+A table of any size is cut into two pieces, as tables of 64 MiB are by default.
+"""
 
 import embedding_work as work
 
@@ -7,6 +10,7 @@ work.serve()
 import keras  # noqa: E402
 
 import tfdist_ext as tfd  # noqa: E402
+from tfdist_ext.placement import Rule, Sharded  # noqa: E402
 
 
 def build():
@@ -21,6 +25,8 @@ def build():
     return model
 
 
-model = tfd.distribute(build, tfd.create_strategy("parameter_server"), lazy_updates=work.LAZY)
+rules = [Rule(".*embeddings", Sharded(2))]
+strategy = tfd.create_strategy("parameter_server", placement=rules)
+model = tfd.distribute(build, strategy, lazy_updates=work.LAZY)
 x, y = work.data()
 work.report_speed(lambda n: model.fit(x, y, batch_size=work.BATCH, epochs=n, verbose=0))
