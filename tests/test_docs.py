@@ -29,8 +29,8 @@ from warm_programs import Program, run_program, run_together
 
 import tfdist_ext as tfd
 from tfdist_ext import cli, testing
-from tfdist_ext.launch.plan import local_plan
-from tfdist_ext.launch.resources import reserve_ports
+from tfdist_ext.launcher.plan import local_plan
+from tfdist_ext.launcher.resources import reserve_ports
 
 PYTHON, SHOWN = {"python", "diff"}, {"console", "text", "toml", "json", "yaml"}
 FILES = {*PYTHON, "toml"}
@@ -42,7 +42,7 @@ PYTHON_BY = {
     "docs/configuration.md": "tests/strategies/test_configuration_page.py",
     "docs/environment_variables.md": "tests/cluster/test_environment_variables_page.py",
     "docs/notebooks.md": "tests/environments/test_notebook.py",
-    "docs/one_machine.md": "tests/launch/test_one_machine_page.py",
+    "docs/one_machine.md": "tests/launcher/test_one_machine_page.py",
     "docs/ray.md": "tests/environments/test_ray.py",
     "docs/testing.md": "tests/testing/test_sample_project.py",
 }
@@ -74,7 +74,7 @@ COMMANDS_BY = {
     "tests/test_configs.py::test_plain_keras_reads_what_they_wrote": [
         "python docs/examples/check_saved_model.py runs/digits_multi_worker",
     ],
-    "tests/launch/test_one_machine_page.py::test_sessions": [
+    "tests/launcher/test_one_machine_page.py::test_sessions": [
         "tfdist run --workers 2 --dry-run -- python train.py",
         "tfdist run --workers 2 --log-dir logs -- python train.py",
     ],

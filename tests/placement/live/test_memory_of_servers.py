@@ -11,7 +11,7 @@ from pathlib import Path
 
 from warm_programs import run_together
 
-from tfdist_ext.launch.plan import local_plan
+from tfdist_ext.launcher.plan import local_plan
 
 ROOT = Path(__file__).parents[3]
 MIB = 2**20
