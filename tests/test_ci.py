@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-import tomllib
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+import tfdist_ext as tfd
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -61,6 +64,9 @@ def test_workflows_pin_actions_and_run_scripts_that_exist(workflow: Path) -> Non
 
 
 def test_the_version_is_in_one_place() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    for page in ("setup.py", "README.md", "SECURITY.md", "tfdist_ext/__init__.py"):
-        assert project["version"] not in (ROOT / page).read_text(encoding="utf-8"), page
+    for page in ("setup.py", "pyproject.toml", "README.md", "SECURITY.md"):
+        assert tfd.__version__ not in (ROOT / page).read_text(encoding="utf-8"), page
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-1:] == [tfd.__version__], done.stderr[-2000:]
