@@ -35,12 +35,6 @@ def runs_of(job: dict[str, Any]) -> list[str]:
     return [run.replace("${{ matrix.command }}", command) for run in runs for command in matrix]
 
 
-def test_readme_shows_commands_that_ci_runs() -> None:
-    shown = commands_in("README.md")
-    assert shown
-    assert set(shown) <= set(OF_CI)
-
-
 def test_contributing_shows_all_commands_of_ci() -> None:
     # scripts/test runs scripts/check.
     assert set(commands_in("CONTRIBUTING.md")) == {*OF_CI, "scripts/check", ".ci/run"}
