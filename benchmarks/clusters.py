@@ -9,8 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tfdist_ext.launch.plan import local_plan
-from tfdist_ext.launch.run import Limits, run_plan
+from tfdist_ext.launcher.plan import local_plan
+from tfdist_ext.launcher.run import Limits, run_plan
 
 __all__ = ["output_of_chief", "outputs_in_namespaces", "outputs_of_tasks"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from warm_programs import Program
 
-from tfdist_ext.launch.plan import local_plan
+from tfdist_ext.launcher.plan import local_plan
 
 PROGRAMS = Path(__file__).parent / "programs"
 

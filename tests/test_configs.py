@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from warm_programs import run_program, run_together, run_workers
 
-from tfdist_ext.launch.plan import local_plan
+from tfdist_ext.launcher.plan import local_plan
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))

@@ -24,11 +24,6 @@ TEXTS = {path: path.read_text(encoding="utf-8") for path in MODULES}
 # Imports point down this list only.
 FLOORS = [
     "cli",
-    "check_command",
-    "env_command",
-    "verify_command",
-    "plan_command",
-    "run_command",
     "testing",
     "ray",
     "training",
@@ -36,7 +31,7 @@ FLOORS = [
     "flags",
     "data",
     "placement",
-    "launch",
+    "launcher",
     "cluster",
     "messages",
     "private_names",
@@ -45,13 +40,8 @@ FLOORS = [
 ]
 WITHOUT_TENSORFLOW = (
     "cli",
-    "check_command",
-    "env_command",
-    "plan_command",
-    "verify_command",
-    "run_command",
     "placement",
-    "launch",
+    "launcher",
     "cluster",
     "messages",
     "private_names",

@@ -21,7 +21,7 @@ from typing import Any
 
 from task_programs import CLUSTERS
 
-from tfdist_ext.launch.plan import LaunchPlan, local_plan
+from tfdist_ext.launcher.plan import LaunchPlan, local_plan
 from tfdist_ext.testing import warm
 
 

@@ -16,10 +16,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# The first import of the package `launch` binds its name here. This import does it now, so that
-# `launch` stays the function.
-from tfdist_ext.launch import launch
-
 if TYPE_CHECKING:
     from tfdist_ext import data as data
     from tfdist_ext import flags as flags
@@ -37,6 +33,7 @@ if TYPE_CHECKING:
     from tfdist_ext.errors import TaskError as TaskError
     from tfdist_ext.errors import TfDistError as TfDistError
     from tfdist_ext.errors import TrainingError as TrainingError
+    from tfdist_ext.launcher import launch as launch
     from tfdist_ext.placement import PlacementPlan as PlacementPlan
     from tfdist_ext.placement.live.learning import plan_placement as plan_placement
     from tfdist_ext.strategies import available_strategies as available_strategies
@@ -61,6 +58,7 @@ _HOME = {
         "cluster": "ClusterConfig Task",
         "errors": "ClusterConfigError DataError LaunchError PeerError PlacementError StrategyError"
         " TaskError TfDistError TrainingError",
+        "launcher": "launch",
         "placement": "PlacementPlan",
         "placement.live.learning": "plan_placement",
         "strategies": "available_strategies create_strategy explain register_strategy run",
@@ -73,7 +71,7 @@ _HOME = {
 }
 _ROOMS = ("data", "flags", "placement", "ray", "strategies")
 
-__all__ = ["launch", *_HOME, *_ROOMS]
+__all__ = [*_HOME, *_ROOMS]
 
 
 def __getattr__(name: str) -> Any:

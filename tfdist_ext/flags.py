@@ -20,7 +20,7 @@ from tfdist_ext.user_frames import filter_traceback
 
 _NAMES = (
     *("strategy", "strategy_config", "devices", "logical_cpus"),
-    *("communication", "bucket_bytes", "shard_optimizer", "wait"),
+    *("communication", "bucket_bytes", "shard_optimizer", "gradient_dtype", "wait"),
 )
 _SETTINGS = {"strategy": "name", "strategy_config": "config"}  # flags with another name
 
@@ -49,6 +49,12 @@ def define_strategy_flags(flag_values: flags.FlagValues | None = None) -> None:
     flags.DEFINE_enum("communication", enum_values=["auto", "ring", "nccl"], help=exchange, **at)
     flags.DEFINE_string("bucket_bytes", help="Size of a gradient bucket, such as 4MiB.", **at)
     flags.DEFINE_bool("shard_optimizer", help="Share the optimizer's slots among workers.", **at)
+    flags.DEFINE_enum(
+        "gradient_dtype",
+        enum_values=["bfloat16", "float16"],
+        help="Type in which gradients travel between workers.",
+        **at,
+    )
     flags.DEFINE_float("wait", help="Seconds to wait for other tasks (default 300).", **at)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tfdist_ext.launch.plan import local_plan
+from tfdist_ext.launcher.plan import local_plan
 
 TESTS = int(os.environ.get("TESTS", "5"))  # fewer without the plugin: each takes seconds
 MEASURED = Path(os.environ.get("MEASURED", os.devnull))

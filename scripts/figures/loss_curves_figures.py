@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tfdist_ext.launch.plan import local_plan
-from tfdist_ext.launch.run import Limits, run_plan
+from tfdist_ext.launcher.plan import local_plan
+from tfdist_ext.launcher.run import Limits, run_plan
 
 TASK = Path(__file__).with_name("loss_curves_task.py")
 KILLED_AT = 44  # in the middle of the second epoch, 4 steps after a checkpoint

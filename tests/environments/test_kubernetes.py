@@ -185,7 +185,7 @@ def test_the_image_is_made_of_what_there_is(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", "wheels", "."]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
     (wheel,) = (tmp_path / "wheels").glob("tfdist_ext-*.whl")
-    assert "tfdist_ext/cli.py" in zipfile.ZipFile(wheel).namelist()
+    assert "tfdist_ext/cli/run.py" in zipfile.ZipFile(wheel).namelist()
     ((_, number),) = (step for step in steps if step[0] == "USER")
     assert user[:3] == ["useradd", "--uid", number]
     pod = manifests("job")[-1]["spec"]["template"]["spec"]

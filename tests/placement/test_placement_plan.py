@@ -93,16 +93,14 @@ def test_json_round_trip(data: st.DataObject, specs: list[VariableSpec], tasks: 
     ("change", "named"),
     [
         ({"format": "other"}, "Plan again with this package"),
-        ({"tasks": 3}, "was changed after it was written"),
+        ({"tasks": 1}, "was changed and cannot be read"),
+        ({"variables": [{"on": [0]}]}, "was changed and cannot be read"),
     ],
 )
 def test_json_that_was_changed(change: dict[str, Any], named: str) -> None:
     content = json.loads(plan(SPECS, 2).to_json())
     with pytest.raises(PlacementError, match=named):
         PlacementPlan.from_json(json.dumps(content | change))
-    content["variables"][0]["on"] = [1]
-    with pytest.raises(PlacementError, match="was changed after it was written"):
-        PlacementPlan.from_json(json.dumps(content))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, 3])

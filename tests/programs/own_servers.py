@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from tfdist_ext.launch.resources import reserve_ports
+from tfdist_ext.launcher.resources import reserve_ports
 
 
 def serve(ps: int) -> tuple[tf.train.ClusterSpec, list[tf.distribute.Server]]:

@@ -18,7 +18,7 @@ from event_files import scalars
 from real_tasks import tasks
 
 import tfdist_ext as tfd
-from tfdist_ext.launch.exit_codes import RESTART
+from tfdist_ext.launcher.exit_codes import RESTART
 
 pytestmark = pytest.mark.timeout(150)
 WITHIN = 10.0  # seconds after the coordinator

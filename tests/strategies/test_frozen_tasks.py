@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from real_tasks import Tasks, tasks
 
-from tfdist_ext.launch.exit_codes import RESTART
+from tfdist_ext.launcher.exit_codes import RESTART
 
 pytestmark = pytest.mark.timeout(150)
 NAMES = ["chief:0", "worker:0", "worker:1", "ps:0"]

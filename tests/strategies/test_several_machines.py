@@ -14,7 +14,7 @@ from warm_programs import run_program
 
 import tfdist_ext as tfd
 from tfdist_ext import ClusterConfig, Task
-from tfdist_ext.launch.resources import reserve_ports
+from tfdist_ext.launcher.resources import reserve_ports
 from tfdist_ext.strategies.reductions import bucket_bytes_of
 from tfdist_ext.testing import run_tasks
 

@@ -14,7 +14,6 @@ import pytest
 # What the plugin may import, in a process that has imported pytest.
 LOADED = {
     "tfdist_ext",
-    "tfdist_ext.launch",
     "tfdist_ext.testing",
     "tfdist_ext.testing.plugin",
     "tfdist_ext.user_frames",

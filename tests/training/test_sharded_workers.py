@@ -14,7 +14,7 @@ from training_cases import strategy_of
 from warm_programs import run_together
 
 import tfdist_ext as tfd
-from tfdist_ext.launch.plan import local_plan
+from tfdist_ext.launcher.plan import local_plan
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 sys.path.insert(0, str(PROGRAMS))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections import Counter, defaultdict
@@ -180,14 +179,14 @@ class PlacementPlan:
             for spec, place in zip(self.specs, self.places, strict=True)
         ]
         text += ',\n "variables": [' + ",".join(f"\n  {line}" for line in lines) + "\n ]"
-        return f'{text},\n "sha256": "{_digest(json.loads(text + "}"))}"\n}}\n'
+        return f"{text}\n}}\n"
 
     @staticmethod
     def from_json(text: str) -> PlacementPlan:
         """Returns the plan from the JSON of `to_json`.
 
         Raises:
-            PlacementError: the text is not a plan, has another version, or was edited.
+            PlacementError: the text is not a plan, or has another version.
         """
         try:
             content = json.loads(text)
@@ -200,19 +199,22 @@ class PlacementPlan:
                 f'the placement plan {shown(content)} does not have the format "{_FORMAT}". Plan'
                 " again with this package."
             )
-        if content.pop("sha256", None) != _digest(content):
-            raise PlacementError(
-                "the placement plan was changed after it was written: its sha256 does not match."
-                " Plan again, and use rules to move variables."
+        try:
+            specs, places = [], []
+            for line in content["variables"]:
+                places.append(Place(tuple(line.pop("on")), Held(line.pop("held"))))
+                specs.append(VariableSpec(**line))
+            devices = content["devices"] and tuple(content["devices"])
+            plan = PlacementPlan(
+                tuple(specs), tuple(places), content["tasks"], devices, content["budget"]
             )
-        specs, places = [], []
-        for line in content["variables"]:
-            places.append(Place(tuple(line.pop("on")), Held(line.pop("held"))))
-            specs.append(VariableSpec(**line))
-        devices = content["devices"] and tuple(content["devices"])
-        return PlacementPlan(
-            tuple(specs), tuple(places), content["tasks"], devices, content["budget"]
-        )
+            _lines_of_tasks(plan)  # an IndexError for a task that does not exist
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise PlacementError(
+                f"the placement plan was changed and cannot be read: {error!r}. Plan again, and"
+                " use rules to move variables."
+            ) from None
+        return plan
 
     def __str__(self) -> str:
         head, *lines = _lines_of_tasks(self)
@@ -301,11 +303,6 @@ def _lines_of_tasks(plan: PlacementPlan) -> list[list[str]]:
         line += [str(shards[task])] * cut
         lines.append(line + [f"{plan.load_by_task[task]:.4g}"] * loads)
     return lines
-
-
-def _digest(content: dict[str, Any]) -> str:
-    """The sha256 of the content, without its spaces and line ends."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _kind(spec: VariableSpec) -> str:

@@ -25,9 +25,9 @@ from tfdist_ext.placement.live._tf_private import (
     is_summed_on_read,
     server_variable_class,
 )
-from tfdist_ext.placement.live.by_row import updates_by_row
 from tfdist_ext.placement.live.creating import with_each_piece
 from tfdist_ext.placement.live.initial_values import with_known_rows
+from tfdist_ext.placement.live.learning import updates_by_row
 from tfdist_ext.private_names import PrivateNames
 
 # What a replica has, or a reduction gives.

@@ -67,7 +67,7 @@ def reduced_in_buckets(
         reduce: reduces each of a list of values separately. It is called once, with the vectors
             of all buckets and the other values.
     """
-    dense = [number for number, value in enumerate(values) if _is_dense(value)]
+    dense = [number for number, value in enumerate(values) if is_dense(value)]
     buckets: list[list[Piece]] = []
     for dtype in dict.fromkeys(values[number].dtype for number in dense):
         numbers = [number for number in dense if values[number].dtype == dtype]
@@ -78,7 +78,7 @@ def reduced_in_buckets(
         ]
     cut = cut_values(values, itertools.chain(*buckets))
     vectors = [joined([cut[piece] for piece in bucket]) for bucket in buckets]
-    reduced = reduce([*vectors, *(value for value in values if not _is_dense(value))])
+    reduced = reduce([*vectors, *(value for value in values if not is_dense(value))])
     pieces: dict[Piece, tf.Tensor] = {}
     for bucket, vector in zip(buckets, reduced, strict=False):
         pieces.update(pieces_in(vector, bucket))
@@ -115,11 +115,12 @@ def joined_values(pieces: Mapping[Piece, tf.Tensor]) -> dict[int, tf.Tensor]:
 
 def dense_bytes(values: Sequence[Value]) -> int:
     """The bytes of the dense tensors of known shapes."""
-    dense = filter(_is_dense, values)
+    dense = filter(is_dense, values)
     return sum(value.shape.num_elements() * value.dtype.size for value in dense)
 
 
-def _is_dense(value: Value) -> bool:
+def is_dense(value: Value) -> bool:
+    """Whether a value is a tensor of known shape."""
     return isinstance(value, tf.Tensor) and value.shape.is_fully_defined()
 
 

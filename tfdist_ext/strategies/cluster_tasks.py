@@ -21,7 +21,7 @@ from tfdist_ext.cluster.liveness.preflight import PreflightError, info_of, prefl
 from tfdist_ext.cluster.liveness.watching import DONE, result_of_coordinator
 from tfdist_ext.cluster.liveness.wire import Endpoint, port_is_free
 from tfdist_ext.errors import PeerError, StrategyError
-from tfdist_ext.launch.exit_codes import RESTART
+from tfdist_ext.launcher.exit_codes import RESTART
 from tfdist_ext.user_frames import filter_traceback
 
 WAIT = 300.0  # seconds for the other tasks to come

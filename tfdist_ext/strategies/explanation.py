@@ -12,7 +12,7 @@ from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import counted, shown
 from tfdist_ext.placement.placer import ServerPlacer
 from tfdist_ext.strategies.cluster_tasks import describe
-from tfdist_ext.strategies.owned_sums import owned_sums_of
+from tfdist_ext.strategies.owned_sums import narrow_sums_of, owned_sums_of
 from tfdist_ext.user_frames import filter_traceback
 
 _LOCAL = "/job:localhost/replica:0/task:0/device:"
@@ -133,6 +133,7 @@ def explain(strategy: Any) -> Explanation:
     shared = (
         ["state sharded across workers (shard_optimizer=True)"] if owned_sums_of(strategy) else []
     )
+    narrow = narrow_sums_of(strategy)
     threads = tf.config.threading.get_intra_op_parallelism_threads()  # 0: as many as cores
     rows = [
         ("strategy", [f"{choice.name} ({type(strategy).__name__})"]),
@@ -143,6 +144,7 @@ def explain(strategy: Any) -> Explanation:
         ("devices", [places]),
         ("placement", [str(placer)] if isinstance(placer, ServerPlacer) else []),
         ("optimizer", shared),
+        ("gradients", [f"travel as {narrow.dtype.name} (gradient_dtype)"] if narrow else []),
         ("threads", [f"at most {threads} in an operation on a CPU"] if threads else []),
         ("steps", steps),
         ("passed over", choice.passed_over),

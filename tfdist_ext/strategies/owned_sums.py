@@ -5,6 +5,9 @@ is a reduce-scatter: it sends each gradient's elements to their owner and sums t
 `OwnedSums.gather` sends the owners' new values to all workers. Both together send as many bytes as
 one all-reduce.
 
+With `gradient_dtype`, gradients travel in a type of 16 bits (`NarrowSums`). The sums are computed
+in the gradients' own type, and all workers get the same sums.
+
 TensorFlow has a reduce-scatter for NCCL only, so an all-to-all and a local sum stand in for it.
 Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054 (stage 1).
 """
@@ -28,8 +31,11 @@ from tfdist_ext.strategies.buckets import (
 )
 from tfdist_ext.strategies.reductions import BYTES_PER_WORKER, bucket_bytes_of
 
-_OWNED_SUMS = "_tfdist_ext_owned_sums"  # an attribute of a strategy
-_GROUP_KEY = 770_001  # of collectives; TensorFlow counts its own from 1
+# Attributes of a strategy.
+_OWNED_SUMS = "_tfdist_ext_owned_sums"
+_NARROW_SUMS = "_tfdist_ext_narrow_sums"
+# Of collectives; TensorFlow counts its own from 1.
+_OWNED_GROUP, _NARROW_GROUP = 770_001, 770_002
 
 # Of one value: (owner, first element, element after the last), which cover the value in order.
 Owners: TypeAlias = Sequence[tuple[int, int, int]]
@@ -71,19 +77,65 @@ def owned_buckets(owners: Sequence[Owners], workers: int, largest: int) -> list[
     return [*found.values()]
 
 
-class OwnedSums:
-    """The collectives of owners. Every worker calls them in the same order.
+class _Collectives:
+    """Collectives of all workers, each with one device. Every worker calls them in the same order.
 
     Attributes:
         workers: number of workers.
         worker: the number of this one.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, workers: int, worker: int):
+    def __init__(self, group: int, workers: int, worker: int):
         self.workers = workers
         self.worker = worker
-        self._strategy = strategy
+        self._group = group
         self._keys = itertools.count(1)
+
+    def all_to_all(self, lines: tf.Tensor) -> tf.Tensor:
+        """Sends each worker its line; returns a line for each worker that has sent one."""
+        moved = tf.raw_ops.CollectiveAllToAllV2(input=_movable(lines), **self._arguments())
+        return tf.bitcast(moved, lines.dtype)
+
+    def all_gather(self, vector: tf.Tensor) -> tf.Tensor:
+        """Returns the vectors of all workers, one after another."""
+        moved = tf.raw_ops.CollectiveGatherV2(input=_movable(vector), **self._arguments())
+        return tf.ensure_shape(tf.bitcast(moved, vector.dtype), [self.workers * vector.shape[0]])
+
+    def _arguments(self) -> dict[str, Any]:
+        key, size = next(self._keys), self.workers
+        return {
+            "group_key": self._group, "group_size": size, "instance_key": key, "ordering_token": []
+        }  # fmt: skip
+
+
+class NarrowSums(_Collectives):
+    """Sums over workers of gradients, which travel in another type than their own.
+
+    Attributes:
+        dtype: of the elements between workers, bfloat16 or float16.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, workers: int, worker: int, dtype: str):
+        super().__init__(_NARROW_GROUP, workers, worker)
+        self.dtype = tf.as_dtype(dtype)
+        setattr(strategy, _NARROW_SUMS, self)
+
+    def total(self, vector: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of a vector of known length, rounded to `dtype`, in the vector's type."""
+        length = vector.shape[0]
+        line = aligned(-(-length // self.workers))
+        padded = tf.pad(tf.cast(vector, self.dtype), [[0, line * self.workers - length]])
+        parts = self.all_to_all(tf.reshape(padded, [self.workers, line]))
+        sums = self.all_gather(tf.cast(_sum_of_lines(parts, vector.dtype), self.dtype))
+        return tf.cast(sums[:length], vector.dtype)
+
+
+class OwnedSums(_Collectives):
+    """The sums of owners."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, workers: int, worker: int):
+        super().__init__(_OWNED_GROUP, workers, worker)
+        self._strategy = strategy
         setattr(strategy, _OWNED_SUMS, self)
 
     def reduce(self, values: Sequence[tf.Tensor], owners: Sequence[Owners]) -> list[tf.Tensor]:
@@ -94,17 +146,17 @@ class OwnedSums:
             owners: of each value.
 
         Returns:
-            Vectors. Sums of 16-bit values are computed in float32.
+            Vectors.
         """
+        narrow = narrow_sums_of(self._strategy)
         buckets = self._buckets(values, owners)
         cut = cut_values(values, [piece for each in buckets for of in each for piece in of])
         found: dict[Piece, tf.Tensor] = {}
         for bucket in buckets:
-            parts = self._all_to_all([[cut[piece] for piece in pieces] for pieces in bucket])
-            dtype = parts.dtype if parts.dtype.size > 2 else tf.float32
-            # For so few lines add_n is faster than reduce_sum.
-            total = tf.cast(tf.add_n(tf.unstack(tf.cast(parts, dtype))), parts.dtype)
-            found.update(pieces_in(total, bucket[self.worker]))
+            lines = self._lines([[cut[piece] for piece in pieces] for pieces in bucket])
+            travels_as = lines.dtype if narrow is None else narrow.dtype
+            parts = self.all_to_all(tf.cast(lines, travels_as))
+            found.update(pieces_in(_sum_of_lines(parts, lines.dtype), bucket[self.worker]))
         whole = joined_values(found)
         return [whole.get(n, tf.zeros([0], value.dtype)) for n, value in enumerate(values)]
 
@@ -122,7 +174,7 @@ class OwnedSums:
             length = aligned(_length(bucket))
             dtype = parts[next(piece.value for pieces in bucket for piece in pieces)].dtype
             mine = _padded([cut[piece] for piece in bucket[self.worker]], length, dtype)
-            vectors = tf.split(self._all_gather(mine), [length] * self.workers)
+            vectors = tf.split(self.all_gather(mine), [length] * self.workers)
             for vector, pieces in zip(vectors, bucket, strict=True):
                 found.update(pieces_in(vector, pieces))
         whole = joined_values(found)
@@ -130,7 +182,7 @@ class OwnedSums:
 
     def total(self, values: tf.Tensor) -> tf.Tensor:
         """Returns the sum over workers of a small vector. A tf.cond may contain it."""
-        return tf.reduce_sum(tf.reshape(self._all_gather(values), [self.workers, -1]), 0)
+        return tf.reduce_sum(tf.reshape(self.all_gather(values), [self.workers, -1]), 0)
 
     def _buckets(self, values: Sequence[tf.Tensor], owners: Sequence[Owners]) -> list[Bucket]:
         """The buckets of the values of each dtype."""
@@ -144,27 +196,33 @@ class OwnedSums:
             found += owned_buckets(mine, self.workers, max(1, size // dtype.size))
         return found
 
-    def _all_to_all(self, parts: list[list[tf.Tensor]]) -> tf.Tensor:
-        """Sends each worker its part; returns a line for each worker that has sent one."""
+    def _lines(self, parts: list[list[tf.Tensor]]) -> tf.Tensor:
+        """Returns a line for each worker, which holds the worker's pieces."""
         dtype = next(piece.dtype for pieces in parts for piece in pieces)
         length = max(sum(piece.shape[0] for piece in pieces) for pieces in parts)
-        lines = tf.stack([_padded(pieces, length, dtype) for pieces in parts])
-        return tf.raw_ops.CollectiveAllToAllV2(input=lines, **self._group())
+        return tf.stack([_padded(pieces, length, dtype) for pieces in parts])
 
-    def _all_gather(self, value: tf.Tensor) -> tf.Tensor:
-        found = tf.raw_ops.CollectiveGatherV2(input=value, **self._group())
-        return tf.ensure_shape(found, [self.workers * value.shape[0]])
 
-    def _group(self) -> dict[str, Any]:
-        key, size = next(self._keys), self.workers
-        return {
-            "group_key": _GROUP_KEY, "group_size": size, "instance_key": key, "ordering_token": []
-        }  # fmt: skip
+def narrow_sums_of(strategy: tf.distribute.Strategy) -> NarrowSums | None:
+    """The sums of gradients of a strategy with `gradient_dtype`; else None."""
+    return getattr(strategy, _NARROW_SUMS, None)
 
 
 def owned_sums_of(strategy: tf.distribute.Strategy) -> OwnedSums | None:
     """The sums for owners of a strategy with `shard_optimizer=True`; else None."""
     return getattr(strategy, _OWNED_SUMS, None)
+
+
+def _movable(value: tf.Tensor) -> tf.Tensor:
+    """The bits of a tensor, in a type that TensorFlow's collectives move."""
+    return tf.bitcast(value, tf.float16) if value.dtype == tf.bfloat16 else value
+
+
+def _sum_of_lines(lines: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """The sum of the lines of a matrix in a type, computed in at least float32."""
+    wide = dtype if dtype.size > 2 else tf.float32
+    # For so few lines add_n is faster than reduce_sum.
+    return tf.cast(tf.add_n(tf.unstack(tf.cast(lines, wide))), dtype)
 
 
 def _length(bucket: Bucket) -> int:

@@ -36,7 +36,7 @@ from tfdist_ext.strategies.cluster_tasks import (
     usable_cores,
 )
 from tfdist_ext.strategies.one_machine import seen_devices
-from tfdist_ext.strategies.owned_sums import OwnedSums
+from tfdist_ext.strategies.owned_sums import NarrowSums, OwnedSums
 from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.strategies.reductions import BYTES_PER_WORKER, set_bucket_bytes
 
@@ -52,6 +52,7 @@ def multi_worker_mirrored(
     communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
     bucket_bytes: int | str | None = None,
     shard_optimizer: bool = False,
+    gradient_dtype: str | None = None,
     wait: float | None = None,
 ) -> tf.distribute.Strategy:
     """A copy on each worker of the cluster.
@@ -65,9 +66,17 @@ def multi_worker_mirrored(
             times the number of workers on CPUs, and 0 on GPUs.
         shard_optimizer: each worker holds the optimizer's slots of a part of the weights, and
             updates that part (ZeRO stage 1). Without it each worker holds all slots.
+        gradient_dtype: "bfloat16" or "float16": gradients travel between workers in this type, with
+            half of the bytes. Sums, clipping, loss scaling and updates keep the gradients' own
+            type. By default gradients travel as they are.
     """
     if not isinstance(shard_optimizer, bool):
         raise StrategyError(f"shard_optimizer must be True or False, got {shard_optimizer!r}.")
+    if gradient_dtype not in (None, "bfloat16", "float16"):
+        raise StrategyError(
+            f"gradient_dtype must be 'bfloat16' or 'float16', got {gradient_dtype!r}. Leave it out"
+            " to send gradients as they are."
+        )
     size = None if bucket_bytes is None else parse_size(bucket_bytes, "bucket_bytes")
     options = _communication_options(communication, communication_options)
     described = describe_for("multi_worker_mirrored", cluster)
@@ -93,7 +102,10 @@ def multi_worker_mirrored(
                 cluster_resolver=resolver_of(cluster), communication_options=options
             )
     if shard_optimizer and strategy.num_replicas_in_sync > 1:
-        _shard_optimizer(strategy, described)
+        OwnedSums(strategy, *_workers_of(strategy, described, "shard_optimizer=True"))
+    if gradient_dtype and strategy.num_replicas_in_sync > 1:
+        setting = f"gradient_dtype={gradient_dtype!r}"
+        NarrowSums(strategy, *_workers_of(strategy, described, setting), gradient_dtype)
     on_cpus = all("CPU" in device for device in strategy.extended.worker_devices)
     usual = BYTES_PER_WORKER * strategy.num_replicas_in_sync if on_cpus else 0
     usual = options.bytes_per_pack or usual
@@ -120,22 +132,23 @@ def _communication_options(communication: str | None, options: Any) -> Any:
     return options
 
 
-def _shard_optimizer(strategy: tf.distribute.Strategy, described: ClusterDescription) -> None:
-    """Turns on `shard_optimizer`.
+def _workers_of(
+    strategy: tf.distribute.Strategy, described: ClusterDescription, setting: str
+) -> tuple[int, int]:
+    """The number of workers, and the number of this one.
 
     Raises:
-        StrategyError: a worker has several devices.
+        StrategyError: a worker has several devices, and `setting` needs one.
     """
     workers = [task for task in described.addresses if task.startswith("worker")]
     tasks = [task for task in described.addresses if task.startswith("chief")] + workers
     if strategy.num_replicas_in_sync != len(tasks):
         devices = ", ".join(strategy.extended.worker_devices)
         raise StrategyError(
-            "shard_optimizer=True needs one device in each task, and this task has"
-            f" {devices}. Start one task for each GPU: tfdist run --process-per-device does it on"
-            " one machine."
+            f"{setting} needs one device in each task, and this task has {devices}. Start one task"
+            " for each GPU: tfdist run --process-per-device does it on one machine."
         )
-    OwnedSums(strategy, len(tasks), tasks.index(str(described.task)))
+    return len(tasks), tasks.index(str(described.task))
 
 
 def parameter_server(

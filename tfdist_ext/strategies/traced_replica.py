@@ -7,13 +7,16 @@ trace. In place of a sum over replicas the trace has placeholders, which `Shared
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import tensorflow as tf
 
 from tfdist_ext.strategies._tf_private import Value
-from tfdist_ext.strategies.buckets import dense_bytes, reduced_in_buckets
+from tfdist_ext.strategies.buckets import dense_bytes, is_dense, reduced_in_buckets
+from tfdist_ext.strategies.owned_sums import NarrowSums, narrow_sums_of
 from tfdist_ext.strategies.reductions import (
     OTHER,
     KeysOfSize,
@@ -107,12 +110,27 @@ def sum_up(
         what: what each value is, for a StrategyTemplate.
         keys: given with a single value whose size may change from step to step.
     """
-    size = bucket_bytes_of(tf.distribute.get_strategy())
+    strategy = tf.distribute.get_strategy()
+    size, narrow = bucket_bytes_of(strategy), narrow_sums_of(strategy)
+    if narrow is not None and keys is None and all(each.kind == "gradient" for each in what):
+        return reduced_in_buckets(
+            values, size or sys.maxsize, functools.partial(_sum_narrow, narrow)
+        )
     if tf.executing_eagerly() or not size or dense_bytes(values) <= size:
         return _sum_up(values, what, keys, apart=False)
     return reduced_in_buckets(
         values, size, lambda some: _sum_up(some, [OTHER] * len(some), keys, apart=True)
     )
+
+
+def _sum_narrow(narrow: NarrowSums, values: Sequence[Value]) -> list[Value]:
+    """The sums of gradients; only floating vectors of known lengths travel in another type."""
+    return [
+        narrow.total(value)
+        if is_dense(value) and value.dtype.is_floating and value.dtype.size > narrow.dtype.size
+        else _sum_up([value], [OTHER], None, apart=False)[0]
+        for value in values
+    ]
 
 
 def _sum_up(

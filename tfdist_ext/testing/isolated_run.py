@@ -24,7 +24,7 @@ import pytest
 
 from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.errors import LaunchError, StrategyError
-from tfdist_ext.launch.function_task import DONE, PID
+from tfdist_ext.launcher.function_task import DONE, PID
 from tfdist_ext.testing.matrix import case_of, logical_cpus
 from tfdist_ext.testing.tasks import check_timeout, run_function, tasks_of
 

@@ -12,16 +12,16 @@ from typing import Any
 
 from tfdist_ext.cluster.jobs import JOB_NAMES
 from tfdist_ext.errors import LaunchError, TaskError
-from tfdist_ext.launch.exit_codes import StopSignals
-from tfdist_ext.launch.function_task import DONE, STACKS
-from tfdist_ext.launch.functions import (
+from tfdist_ext.launcher.exit_codes import StopSignals
+from tfdist_ext.launcher.function_task import DONE, STACKS
+from tfdist_ext.launcher.functions import (
     failure_message,
     function_plan,
     raise_stop_signal,
     results_in,
 )
-from tfdist_ext.launch.plan import task_counts
-from tfdist_ext.launch.run import Limits, Replaces, RunResult, run_plan
+from tfdist_ext.launcher.plan import task_counts
+from tfdist_ext.launcher.run import Limits, Replaces, RunResult, run_plan
 from tfdist_ext.messages import check_int
 from tfdist_ext.testing import warm
 from tfdist_ext.user_frames import filter_traceback

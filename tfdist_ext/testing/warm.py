@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 
-from tfdist_ext.launch import function_task
-from tfdist_ext.launch.processes import Started
+from tfdist_ext.launcher import function_task
+from tfdist_ext.launcher.processes import Started
 
 _PRELOADED = ("tensorflow", "keras", "tfdist_ext.training", "tfdist_ext.testing.isolated_run")
 # Environment variables that libraries read when they are imported.

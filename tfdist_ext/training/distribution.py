@@ -22,6 +22,7 @@ from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.messages import counted, shown
 from tfdist_ext.placement.specs import size_text
+from tfdist_ext.strategies.owned_sums import narrow_sums_of
 from tfdist_ext.strategies.reductions import bucket_bytes_of
 from tfdist_ext.training._keras_private import layers_of, overrides, raw_value
 from tfdist_ext.training.agreement.equality import (
@@ -384,7 +385,9 @@ class Distribution:
             # Weights that came along are each worker's own.
             others = state_of(self.model).values() if self._compared is None else ()
             described = describe_model(self.model, [*map(raw_value, others), *self._created])
+            narrow = narrow_sums_of(self.strategy)
             described["bucket_bytes of the strategy"] = bucket_bytes_of(self.strategy)
+            described["gradient_dtype of the strategy"] = narrow and narrow.dtype.name
             check_equal_across_workers(self.reduction, described, SAME_MODEL)
             self._move()
             broadcast_variables(self.reduction, [*others, *self._created])

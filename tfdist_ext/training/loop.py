@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from tfdist_ext.data.pipelines import Structure, data_errors_as_raised
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.launch.exit_codes import PREEMPTED, signals_to
+from tfdist_ext.launcher.exit_codes import PREEMPTED, signals_to
 from tfdist_ext.training._keras_private import in_one_array, layers_of, raw_value
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks

@@ -24,13 +24,13 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live._tf_private import as_piece, partitioned
-from tfdist_ext.placement.live.by_row import updates_by_row
 from tfdist_ext.placement.live.creating import (
     beside_pieces,
     is_partitioned,
     pieces_of,
     with_each_piece,
 )
+from tfdist_ext.placement.live.learning import updates_by_row
 from tfdist_ext.strategies import StrategyTemplate
 from tfdist_ext.strategies._tf_private import with_scalar_conversions
 from tfdist_ext.training._keras_private import (

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import keras
+import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
@@ -18,6 +19,7 @@ from tfdist_ext.data.pipelines import Structure, batch_size_of, rows_between
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TfDistError, TrainingError
 from tfdist_ext.messages import counted
+from tfdist_ext.strategies.owned_sums import narrow_sums_of
 from tfdist_ext.training._keras_private import get_data_adapter, layers_of
 from tfdist_ext.training.agreement.equality import describe_data
 from tfdist_ext.training.distribution import check_counts
@@ -49,7 +51,7 @@ def verify(
     strategy: tf.distribute.Strategy,
     *,
     steps: int = 3,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
     synchronize_batch_norm: bool | None = None,
     lazy_updates: bool = False,
     **fit: Any,
@@ -69,7 +71,9 @@ def verify(
         strategy: a synchronous strategy with at least two replicas.
         steps: the number of global batches per epoch. Both trainings use the first batches, in the
             same order.
-        tolerance: the largest relative difference that counts as equal. A larger difference also
+        tolerance: the largest relative difference that counts as equal. The default is 1e-5. With
+            `gradient_dtype` it is four times the distance from 1 to the next number of this type:
+            0.03 for bfloat16 and 0.004 for float16. A larger difference also
             counts as equal if rounding explains it. To estimate rounding, `verify` trains plain
             Keras again with the last bits of weights and inputs changed. Rounding explains up to
             100 times the difference between both trainings.
@@ -145,14 +149,24 @@ class Trainings:
             self.rows[-1] -= self.rows[0] // 2
             self.batches[-1] = rows_between(self.batches[-1], 0, self.rows[-1])
 
-    def compare(self, strategy: tf.distribute.Strategy, tolerance: float) -> Verification:
+    def compare(
+        self, strategy: tf.distribute.Strategy, tolerance: float | None = None
+    ) -> Verification:
         """Returns the result of `verify`, also for a strategy with one replica."""
+        narrow = narrow_sums_of(strategy)
         other = "lazy updates" if self._lazy_updates else "plain Keras"
         title = (
             f"{type(strategy).__name__} with {counted(strategy.num_replicas_in_sync, 'replica')},"
             f" compared with {other} on one device. Rows in the global batches:"
             f" {str(self.rows)[1:-1]}."
         )
+        if narrow is not None:
+            title += (
+                f" Gradients travel as {narrow.dtype.name} (gradient_dtype), which rounds them."
+            )
+        if tolerance is None:
+            epsilon = 0.0 if narrow is None else float(ml_dtypes.finfo(narrow.dtype.name).eps)
+            tolerance = max(TOLERANCE, 4 * epsilon)
         with warnings.catch_warnings():
             warnings.simplefilter("default", UserWarning)  # no warning of a training is an error
             try:

@@ -24,7 +24,7 @@ from tfdist_ext.cluster.liveness.preflight import (
     tasks_of,
 )
 from tfdist_ext.cluster.liveness.wire import READY, Connection, Endpoint, port_is_free
-from tfdist_ext.launch.resources import reserve_ports
+from tfdist_ext.launcher.resources import reserve_ports
 
 pytestmark = pytest.mark.timeout(60)
 VERSIONS = {"tensorflow": "2.21.0", "keras": "3.15.1"}

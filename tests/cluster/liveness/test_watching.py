@@ -26,7 +26,7 @@ from tfdist_ext.cluster.liveness.watching import (
     Watcher,
 )
 from tfdist_ext.cluster.liveness.wire import STARTED, Connection, Endpoint
-from tfdist_ext.launch.resources import reserve_ports
+from tfdist_ext.launcher.resources import reserve_ports
 
 
 def states(task: TaskWatch, number: int) -> list[str]:

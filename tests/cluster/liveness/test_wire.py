@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from tfdist_ext.cluster.liveness.wire import Endpoint
-from tfdist_ext.launch.resources import reserve_ports
+from tfdist_ext.launcher.resources import reserve_ports
 
 
 def test_an_early_client_of_tensorflow_gets_the_answer_of_its_server() -> None:

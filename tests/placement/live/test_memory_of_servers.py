@@ -11,7 +11,7 @@ from pathlib import Path
 
 from warm_programs import run_together
 
-from tfdist_ext.launch.plan import local_plan
+from tfdist_ext.launcher.plan import local_plan
 
 ROOT = Path(__file__).parents[3]
 MIB = 2**20
@@ -72,9 +72,10 @@ def test_servers_need_the_memory_of_the_plan_and_the_chief_less_than_the_tables(
 
 
 def test_tables_in_the_memory_of_the_host_are_not_copied(tmp_path: Path) -> None:
+    """Two tables of 256 MiB; graphs and blocks need up to 128 MiB more than a server's."""
     for kind in ("placed", "central_storage"):
         for epochs in (1, 2):
             peaks, log = run(tmp_path / kind, 0, kind, str(2 * MIB), "sgd", str(epochs), "0")
             assert f"steps {epochs * 200}" in log
-            (memory,) = re.findall(r"^memory MiB: \[(.*)\]$", log, re.MULTILINE)
-            assert max(peak["chief"] for peak in peaks.values()) <= int(memory)
+            more = max(peak["chief"] for peak in peaks.values()) - peaks["start"]["chief"]
+            assert 512 < more < 1.15 * 512 + 128

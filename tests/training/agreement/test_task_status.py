@@ -15,7 +15,7 @@ from real_tasks import PROGRAMS, tasks
 from warm_programs import run_program
 
 from tfdist_ext.errors import PeerError, TrainingError
-from tfdist_ext.launch.exit_codes import RESTART, STALL_TIMEOUT
+from tfdist_ext.launcher.exit_codes import RESTART, STALL_TIMEOUT
 from tfdist_ext.training.agreement.task_status import TaskStatus, watch_timeout
 
 

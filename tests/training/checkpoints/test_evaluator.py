@@ -16,7 +16,7 @@ import pytest
 import tfdist_ext as tfd
 from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.cluster.liveness.watching import ALIVE
-from tfdist_ext.launch.exit_codes import RESTART
+from tfdist_ext.launcher.exit_codes import RESTART
 from tfdist_ext.strategies.cluster_tasks import RoleEnded
 from tfdist_ext.training.checkpoints import evaluator
 from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints

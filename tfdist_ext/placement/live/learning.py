@@ -25,7 +25,6 @@ from tfdist_ext.placement.live._keras_private import (
     leaving_no_names,
     variable_behind,
 )
-from tfdist_ext.placement.live.by_row import rows_can_be_owned
 from tfdist_ext.placement.placement_plan import PlacementPlan
 from tfdist_ext.placement.placer import plan_in_order
 from tfdist_ext.placement.planning import plan, plan_owners
@@ -36,6 +35,20 @@ from tfdist_ext.user_frames import filter_traceback
 _learning: ContextVar[bool] = ContextVar("learning", default=False)
 
 _SMALL = 1024  # values: so small a variable gets values
+
+# The update of a row depends on no other row, so each piece can be updated alone.
+_BY_ROW = (
+    keras.optimizers.SGD,
+    keras.optimizers.RMSprop,
+    keras.optimizers.Adadelta,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adamax,
+    keras.optimizers.Adam,
+    keras.optimizers.AdamW,
+    keras.optimizers.Nadam,
+    keras.optimizers.Ftrl,
+    keras.optimizers.Lion,
+)
 
 Model: TypeAlias = keras.Model | Callable[[], keras.Model]
 Slots: TypeAlias = dict[int, list[keras.Variable]]  # id of a variable -> its slots
@@ -239,3 +252,18 @@ def _specs(
 def _spec(variable: keras.Variable, slots: int, trainable: bool) -> VariableSpec:
     shape = tuple(variable.shape)
     return VariableSpec(variable.path, shape, variable.dtype, slots=slots, trainable=trainable)
+
+
+def updates_by_row(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether an optimizer can update each piece of a variable alone."""
+    return type(getattr(optimizer, "inner_optimizer", optimizer)) in _BY_ROW
+
+
+def rows_can_be_owned(
+    variable: keras.Variable, optimizer: keras.optimizers.Optimizer | None
+) -> bool:
+    """Whether several workers may own rows of a variable, instead of one worker all rows.
+
+    A constraint such as `MaxNorm` looks at all rows.
+    """
+    return variable.constraint is None and (optimizer is None or updates_by_row(optimizer))

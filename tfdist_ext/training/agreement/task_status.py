@@ -31,7 +31,7 @@ import tensorflow as tf
 from tfdist_ext.cluster.liveness import log_line, show_stacks
 from tfdist_ext.cluster.liveness.watching import STALLED, Servers
 from tfdist_ext.errors import PeerError
-from tfdist_ext.launch.exit_codes import (
+from tfdist_ext.launcher.exit_codes import (
     PREEMPTED,
     PREEMPTION_SIGNAL,
     RESTART,

@@ -17,7 +17,7 @@ from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.cluster.liveness import log_line
 from tfdist_ext.cluster.liveness.watching import COORDINATOR_SILENT, GONE, TaskWatch
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.launch.exit_codes import RESTART
+from tfdist_ext.launcher.exit_codes import RESTART
 from tfdist_ext.strategies.cluster_tasks import RoleEnded
 from tfdist_ext.training.callbacks.in_cluster import Callbacks
 from tfdist_ext.training.callbacks.worker_tensorboard import write_scalar

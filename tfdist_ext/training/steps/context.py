@@ -23,6 +23,7 @@ import tensorflow as tf
 from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.data.shards import bounds
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.strategies.owned_sums import narrow_sums_of
 from tfdist_ext.strategies.reductions import (
     OTHER,
     STATISTIC,
@@ -146,12 +147,19 @@ class ReplicaSums:
         return sum_up, value.dtype.name, is_sparse, has_known_shape
 
     def _sum_of_elements(
-        self, values: Sequence[tf.Tensor], what: Sequence[Reduced]
+        self, values: Sequence[tf.Tensor], what: Sequence[Reduced], *, as_bits: bool = False
     ) -> list[tf.Tensor]:
-        """Sums dense tensors of one dtype; each has one shape on all workers."""
+        """Sums dense tensors of one dtype; each has one shape on all workers.
+
+        Args:
+            as_bits: add the bits of 16-bit tensors, in which all replicas but one have zeros.
+        """
         sizes = [tf.size(value) for value in values]
         flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
-        (total,) = sum_up([padded_to_size(flat)], what[:1], self.keys_of_size)
+        summands = _words(flat) if as_bits else flat
+        (total,) = sum_up([padded_to_size(summands)], what[:1], self.keys_of_size)
+        if as_bits:
+            total = tf.reshape(tf.bitcast(total, flat.dtype), [-1])
         pieces = tf.split(total[: tf.size(flat)], tf.stack(sizes), num=len(values))
         return [
             tf.ensure_shape(tf.reshape(piece, tf.shape(value)), value.shape)
@@ -161,21 +169,28 @@ class ReplicaSums:
     def _sum_of_slices(
         self, values: Sequence[tf.IndexedSlices], what: Sequence[Reduced]
     ) -> list[tf.IndexedSlices]:
-        """Gathers the slices of all replicas, for all tables of one dtype in one collective."""
+        """Gathers the slices of all replicas, for all tables of one dtype in one collective.
+
+        With `gradient_dtype` the bits of rows and indices travel, with rows in this type.
+        """
         counts = tf.stack([tf.size(value.indices, tf.int64) for value in values])
         places = [tf.unstack(each, len(values)) for each in self.before_and_all(counts)]
         dtype = values[0].dtype if values[0].dtype.size > 2 else tf.float32  # holds a digit
+        narrow = narrow_sums_of(tf.distribute.get_strategy())
+        if narrow is not None:
+            dtype = narrow.dtype
+        encode, decode = (_digits, _joined_digits) if narrow is None else (_bits, _joined_bits)
         mine = [tf.cast(value.values, dtype) for value in values]
-        mine += [_digits(value.indices, dtype) for value in values]
+        mine += [encode(value.indices, dtype) for value in values]
         padded = list(map(among_zeros, mine, *[[*each, *each] for each in places]))
-        sums = self._sum_of_elements(padded, what)
+        sums = self._sum_of_elements(padded, what, as_bits=narrow is not None)
         return [
             tf.IndexedSlices(
                 tf.cast(rows, value.dtype),
-                _joined_digits(digits, value.indices.dtype),
+                decode(indices, value.indices.dtype),
                 value.dense_shape,
             )
-            for value, rows, digits in zip(values, sums, sums[len(values) :], strict=False)
+            for value, rows, indices in zip(values, sums, sums[len(values) :], strict=False)
         ]
 
     @contextlib.contextmanager
@@ -391,6 +406,21 @@ def _digits(indices: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 def _joined_digits(digits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.cast(tf.reduce_sum(tf.cast(digits, tf.int64) * _DIGITS, 1), dtype)
+
+
+def _bits(indices: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """The bits of indices in a 16-bit type, four numbers for each index."""
+    return tf.bitcast(tf.cast(indices, tf.int64), dtype)
+
+
+def _joined_bits(bits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    return tf.cast(tf.bitcast(bits, tf.int64), dtype)
+
+
+def _words(vector: tf.Tensor) -> tf.Tensor:
+    """The bits of a 16-bit vector as int32, which collectives add; a last zero if it is odd."""
+    even = tf.pad(vector, [[0, tf.size(vector) % 2]])
+    return tf.bitcast(tf.reshape(even, [-1, 2]), tf.int32)
 
 
 def among_zeros(value: tf.Tensor, before: tf.Tensor, count: tf.Tensor) -> tf.Tensor:

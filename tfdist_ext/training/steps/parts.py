@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.placement.live.by_row import rows_can_be_owned
+from tfdist_ext.placement.live.learning import rows_can_be_owned
 from tfdist_ext.placement.planning import plan_owners
 from tfdist_ext.placement.specs import VariableShard, VariableSpec
 from tfdist_ext.strategies.owned_sums import OwnedSums, Owners, owned_sums_of

@@ -6,10 +6,10 @@ import argparse
 import os
 import sys
 
+from tfdist_ext.cli.run import seconds_of
 from tfdist_ext.cluster import ClusterConfig, describe_environments
 from tfdist_ext.cluster.liveness.preflight import PreflightError, info_of, preflight, tasks_of
-from tfdist_ext.launch.resources import gpus_of
-from tfdist_ext.run_command import seconds_of
+from tfdist_ext.launcher.resources import gpus_of
 
 SUMMARY = "check the cluster of this task, and whether the other tasks answer"
 USAGE = "check [options]"

@@ -15,7 +15,7 @@ from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.cluster.environments import seen_by
 from tfdist_ext.cluster.jobs import Jobs
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.resources import reserve_ports
+from tfdist_ext.launcher.resources import reserve_ports
 from tfdist_ext.messages import check_int
 
 

@@ -6,9 +6,9 @@ import argparse
 import logging
 from typing import TYPE_CHECKING
 
+from tfdist_ext.cli.plan import load_function
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.launch import launch
-from tfdist_ext.plan_command import load_function
+from tfdist_ext.launcher import launch
 
 if TYPE_CHECKING:
     from tfdist_ext.training.verification import Verification

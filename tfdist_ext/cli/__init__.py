@@ -10,25 +10,19 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from tfdist_ext import (
-    __version__,
-    check_command,
-    env_command,
-    plan_command,
-    run_command,
-    verify_command,
-)
+from tfdist_ext import __version__
+from tfdist_ext.cli import check, env, plan, run, verify
 from tfdist_ext.errors import LaunchError, TaskError, TfDistError
 
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
 # Each has SUMMARY, USAGE, EPILOG, add_options(parser) and run(options, words after --).
 _COMMANDS = {
-    "run": run_command,
-    "check": check_command,
-    "env": env_command,
-    "plan": plan_command,
-    "verify": verify_command,
+    "run": run,
+    "check": check,
+    "env": env,
+    "plan": plan,
+    "verify": verify,
 }
 
 
@@ -97,7 +91,3 @@ def _parser() -> _Parser:
         )
         command.add_options(sub)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,10 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TextIO, TypeAlias
 
-from tfdist_ext.launch.exit_codes import FAILED, PREEMPTED, PREEMPTION_SIGNAL, RESTART, StopSignals
-from tfdist_ext.launch.output import Blame, Printer
-from tfdist_ext.launch.plan import LaunchPlan
-from tfdist_ext.launch.processes import StartProcess, TaskProcess, Tasks, start_process
+from tfdist_ext.launcher.exit_codes import (
+    FAILED,
+    PREEMPTED,
+    PREEMPTION_SIGNAL,
+    RESTART,
+    StopSignals,
+)
+from tfdist_ext.launcher.output import Blame, Printer
+from tfdist_ext.launcher.plan import LaunchPlan
+from tfdist_ext.launcher.processes import StartProcess, TaskProcess, Tasks, start_process
 
 _TIMED_OUT = 124  # as coreutils' timeout does
 # Seconds for tasks to end by themselves: one that another task blames, and those that have saved

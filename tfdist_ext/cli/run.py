@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.exit_codes import COMMAND, STALL_TIMEOUT, USUAL_STALL_TIMEOUT, StopSignals
-from tfdist_ext.launch.plan import LaunchPlan, local_plan, shell_line
-from tfdist_ext.launch.resources import gpus_of, watch_ports
-from tfdist_ext.launch.restarts import RestartPolicy, run_with_restarts
-from tfdist_ext.launch.run import Limits
+from tfdist_ext.launcher.exit_codes import COMMAND, STALL_TIMEOUT, USUAL_STALL_TIMEOUT, StopSignals
+from tfdist_ext.launcher.plan import LaunchPlan, local_plan, shell_line
+from tfdist_ext.launcher.resources import gpus_of, watch_ports
+from tfdist_ext.launcher.restarts import RestartPolicy, run_with_restarts
+from tfdist_ext.launcher.run import Limits
 from tfdist_ext.messages import check_int
 
 SUMMARY = "start a cluster on this machine, watch it, and end it"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 
-from tfdist_ext.launch.exit_codes import COMMAND
+from tfdist_ext.launcher.exit_codes import COMMAND
 
 SUMMARY = "describe this machine, for a bug report"
 USAGE = "env"

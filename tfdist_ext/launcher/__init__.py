@@ -7,7 +7,7 @@ A plan has one command, one TF_CONFIG and one log file for each task; `run` runs
 runs it again after failures. Nothing here imports TensorFlow.
 
 `tfd.launch` does the same for a function. Import other names from their modules, for example
-`from tfdist_ext.launch.run import run_plan`.
+`from tfdist_ext.launcher.run import run_plan`.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def launch(
         KeyboardInterrupt: Ctrl-C ended the tasks.
     """
     from tfdist_ext.errors import TaskError
-    from tfdist_ext.launch import exit_codes, functions
-    from tfdist_ext.launch.plan import LaunchPlan
-    from tfdist_ext.launch.restarts import RestartPolicy, run_with_restarts
-    from tfdist_ext.launch.run import Limits
+    from tfdist_ext.launcher import exit_codes, functions
+    from tfdist_ext.launcher.plan import LaunchPlan
+    from tfdist_ext.launcher.restarts import RestartPolicy, run_with_restarts
+    from tfdist_ext.launcher.run import Limits
 
     tasks = {"workers": workers, "chief": chief, "ps": ps, "evaluator": evaluator}
     env = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tfdist_ext.launch.output import STARTUP_NOISE, Line, LineSplitter, blame_in
+from tfdist_ext.launcher.output import STARTUP_NOISE, Line, LineSplitter, blame_in
 
 
 @pytest.mark.parametrize(

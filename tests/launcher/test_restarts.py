@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.exit_codes import FAILED, PREEMPTED, RESTART
-from tfdist_ext.launch.restarts import Attempt, RestartPolicy, next_attempt
+from tfdist_ext.launcher.exit_codes import FAILED, PREEMPTED, RESTART
+from tfdist_ext.launcher.restarts import Attempt, RestartPolicy, next_attempt
 
 pytestmark = pytest.mark.timeout(40)
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.exit_codes import DONE, FAILED, PREEMPTED, STARTS_AGAIN, StopSignals
-from tfdist_ext.launch.output import Printer
-from tfdist_ext.launch.plan import LaunchPlan
-from tfdist_ext.launch.run import Limits, RunResult, run_plan
+from tfdist_ext.launcher.exit_codes import DONE, FAILED, PREEMPTED, STARTS_AGAIN, StopSignals
+from tfdist_ext.launcher.output import Printer
+from tfdist_ext.launcher.plan import LaunchPlan
+from tfdist_ext.launcher.run import Limits, RunResult, run_plan
 from tfdist_ext.messages import check_int
 
 RESTARTS = "TFDIST_RESTARTS"  # in the environment of tasks: how many starts were before this one

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist_ext.errors import PlacementError, TfDistError
-from tfdist_ext.launch.output import STARTUP_NOISE
+from tfdist_ext.launcher.output import STARTUP_NOISE
 
 SUMMARY = "show how many bytes each parameter server or worker would hold"
 USAGE = "plan module:builder [options]"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from warm_programs import run_program
 
-from tfdist_ext.env_command import relevant_variables
+from tfdist_ext.cli.env import relevant_variables
 
 
 def test_env_is_for_bug_reports(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_a_traceback_that_was_shown_is_not_repeated(capsys, monkeypatch):
     def fails(*_):
         raise TaskError("worker:1 failed first, exit status 1:\nTraceback\n  step\nOSError: full")
 
-    monkeypatch.setattr(cli.env_command, "run", fails)
+    monkeypatch.setattr(cli.env, "run", fails)
     _, _, err = run_main(capsys, "env")
     said = err.splitlines()[0]
     assert said == "tfdist: error: worker:1 failed first, exit status 1: OSError: full"

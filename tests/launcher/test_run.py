@@ -9,9 +9,9 @@ import signal
 import pytest
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch import run
-from tfdist_ext.launch.plan import LaunchPlan, TaskPlan
-from tfdist_ext.launch.run import Limits, run_plan
+from tfdist_ext.launcher import run
+from tfdist_ext.launcher.plan import LaunchPlan, TaskPlan
+from tfdist_ext.launcher.run import Limits, run_plan
 
 pytestmark = pytest.mark.timeout(20)
 

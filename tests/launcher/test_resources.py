@@ -15,8 +15,8 @@ import pytest
 
 from tfdist_ext import cli
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch import resources as ports_module
-from tfdist_ext.launch.resources import gpus_of, reserve_ports
+from tfdist_ext.launcher import resources as ports_module
+from tfdist_ext.launcher.resources import gpus_of, reserve_ports
 
 pytestmark = pytest.mark.timeout(20)
 

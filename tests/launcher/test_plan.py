@@ -12,7 +12,7 @@ import pytest
 
 from tfdist_ext.cluster import ClusterConfig
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.plan import local_plan
+from tfdist_ext.launcher.plan import local_plan
 
 ENV = {"PATH": "/bin"}
 COMMAND = ["python", "train.py"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tfdist_ext.launch.resources import reserve_ports
+from tfdist_ext.launcher.resources import reserve_ports
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -19,9 +19,9 @@ from types import CodeType
 from typing import Any
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch import function_task
-from tfdist_ext.launch.plan import LaunchPlan, TaskPlan, local_plan
-from tfdist_ext.launch.run import RunResult
+from tfdist_ext.launcher import function_task
+from tfdist_ext.launcher.plan import LaunchPlan, TaskPlan, local_plan
+from tfdist_ext.launcher.run import RunResult
 from tfdist_ext.messages import optional_module
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.exit_codes import PREEMPTION_SIGNAL
-from tfdist_ext.launch.output import Printer, TaskOutput
-from tfdist_ext.launch.plan import LaunchPlan, TaskPlan
+from tfdist_ext.launcher.exit_codes import PREEMPTION_SIGNAL
+from tfdist_ext.launcher.output import Printer, TaskOutput
+from tfdist_ext.launcher.plan import LaunchPlan, TaskPlan
 
 _UNKILLABLE = 5.0  # seconds; a process that SIGKILL has not ended by then will not end
 

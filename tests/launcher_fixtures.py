@@ -1,4 +1,4 @@
-"""What the launcher's tests share: real processes under a mark, and a check that none is left."""
+"""Fixtures of tests/launcher and tests/cli: marked processes, and a check that none is left."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 from processes import pids_with
 
-from tfdist_ext.launch.plan import LaunchPlan, TaskPlan
-from tfdist_ext.launch.run import Limits, RunResult, run_plan
+from tfdist_ext.launcher.plan import LaunchPlan, TaskPlan
+from tfdist_ext.launcher.run import Limits, RunResult, run_plan
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 MARK = "TFDIST_TEST_MARK"
 
 
