@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -42,13 +43,23 @@ def outputs_of_tasks(
         return result.exit_status, logs
 
 
-def outputs_in_namespaces(command: list[str], *, workers: int) -> tuple[int, dict[str, str]]:
-    """As `outputs_of_tasks`, each worker in a network namespace of its own. Needs root."""
+def outputs_in_namespaces(
+    command: list[str], *, workers: int, rate: str = "", latency: str = ""
+) -> tuple[int, dict[str, str]]:
+    """As `outputs_of_tasks`, each worker in a network namespace of its own. Needs root.
+
+    Args:
+        rate: what a worker may send, as "1gbit"; no limit by default.
+        latency: of a message, as "1ms". Linux needs the kernel module sch_netem for it.
+    """
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "environments"))
     from namespaces import hosts
 
     processes = []
     with hosts(workers) as machines:
+        for number in range(workers):
+            for words in limits(rate, latency):
+                subprocess.run(machines.command(number, "tc", *words), check=True)
         cluster = {"worker": [f"{address}:2222" for address in machines.addresses]}
         for number in range(workers):
             task = {"cluster": cluster, "task": {"type": "worker", "index": number}}
@@ -65,3 +76,20 @@ def outputs_in_namespaces(command: list[str], *, workers: int) -> tuple[int, dic
         outputs = [process.communicate()[0] for process in processes]
     status = max(abs(process.returncode) for process in processes)
     return status, {f"worker-{number}": text for number, text in enumerate(outputs)}
+
+
+def limits(rate: str, latency: str) -> list[list[str]]:
+    """The commands of `tc` that limit a link."""
+    found = []
+    parent = ["root", "handle", "1:"]
+    if rate:
+        bits = (
+            float(re.split("[a-z]", rate)[0]) * {"m": 1e6, "g": 1e9}[rate.strip("0123456789.")[0]]
+        )
+        burst = str(max(64_000, int(bits / 8 / 250)))  # Linux looks 250 times a second
+        found.append(["qdisc", "add", "dev", "eth0", *parent, "tbf", "rate", rate, "burst", burst])
+        found[-1] += ["latency", "400ms"]
+        parent = ["parent", "1:1", "handle", "10:"]
+    if latency:
+        found.append(["qdisc", "add", "dev", "eth0", *parent, "netem", "delay", latency])
+    return found

@@ -18,6 +18,7 @@ import argparse
 import re
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ WAYS = ("fit", "sharded", "one pack", HAND, "tf_keras", "collectives", "alone")
 TRAFFIC_MARKERS = ("<!-- traffic begin -->", "<!-- traffic end -->")
 TITLES = {
     "sharded": "fit, `shard_optimizer=True`",
+    "narrow": 'fit, `gradient_dtype="bfloat16"`',
     "one pack": "fit, `bucket_bytes=0`",
     "collectives": "only the sum of the gradients",
     "alone": "a step without sums",
@@ -88,7 +90,7 @@ def traffic(arguments: argparse.Namespace) -> int:
     for workers in arguments.workers:
         for model, optimizer, rows, steps in SETTINGS[1:]:
             fit, sharded = (
-                measure(way, workers, model, optimizer, rows, steps, in_namespaces=True)
+                measure(way, workers, model, optimizer, rows, steps, run=outputs_in_namespaces)
                 for way in ("fit", "sharded")
             )
             lines.append(
@@ -125,11 +127,10 @@ def measure(
     rows: int,
     steps: int,
     *,
-    in_namespaces: bool = False,
+    run: Callable[..., tuple[int, dict[str, str]]] = outputs_of_tasks,
 ) -> Measured:
     python = LEGACY_PYTHON if way == "tf_keras" else sys.executable
     command = [python, str(PROGRAM), model, optimizer, way, str(rows), str(steps)]
-    run = outputs_in_namespaces if in_namespaces else outputs_of_tasks
     status, outputs = run(command, workers=workers)
     found = [MEASURED.search(outputs[f"worker-{number}"]) for number in range(workers)]
     if status or None in found:

@@ -4,6 +4,7 @@ Arguments: the model, the optimizer, the method, rows of a global batch, steps. 
 
     fit          under create_strategy()
     sharded      the same with shard_optimizer=True
+    narrow       the same with gradient_dtype="bfloat16"
     one pack     fit with bucket_bytes=0: TensorFlow makes one tensor of all gradients
     hand-written loop
                  a loop in the graph, under TensorFlow's own strategy
@@ -31,11 +32,15 @@ if way in ("fit", "collectives"):
     import tfdist_ext as tfd
 
     strategy = tfd.create_strategy()
-elif way in ("sharded", "one pack"):
+elif way in ("sharded", "narrow", "one pack"):
     import tfdist_ext as tfd
 
-    options = {"bucket_bytes": 0} if way == "one pack" else {"shard_optimizer": True}
-    strategy = tfd.create_strategy(**options)
+    options = {
+        "sharded": {"shard_optimizer": True},
+        "narrow": {"gradient_dtype": "bfloat16"},
+        "one pack": {"bucket_bytes": 0},
+    }
+    strategy = tfd.create_strategy(**options[way])
 elif way == "alone":
     import tfdist_ext as tfd
 
@@ -52,8 +57,11 @@ else:
 
 if way == "tf_keras":
     import tf_keras as keras
+
+    sys.modules["keras"] = keras  # that of first_models
 else:
     import keras
+import first_models  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 
@@ -63,12 +71,7 @@ def dense():
     )
 
 
-def resnet():
-    options = {"classes": 10, "classifier_activation": None}
-    return keras.applications.ResNet50(weights=None, input_shape=(32, 32, 3), **options)
-
-
-build, shape = {"Dense 5000x5000": (dense, (5000,)), "ResNet50": (resnet, (32, 32, 3))}[model_name]
+build = dense if model_name == "Dense 5000x5000" else first_models.MODELS[model_name]
 
 
 def compiled():
@@ -101,9 +104,12 @@ def sums_of_gradients():
     return lambda count: float(run(tf.constant(count)))
 
 
-random = np.random.default_rng(0)
-x = random.random((rows * steps, *shape), "float32")
-y = random.integers(0, 10, len(x)).astype("int32")
+if build is dense:
+    random = np.random.default_rng(0)
+    x = random.random((rows * steps, 5000), "float32")
+    y = random.integers(0, 10, len(x)).astype("int32")
+else:
+    x, y = first_models.batch(model_name, rows * steps)
 if way == "collectives":
     train = sums_of_gradients()
 elif way == "hand-written loop":
