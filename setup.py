@@ -59,6 +59,7 @@ setup(
         "absl-py",
         "grpcio",
         "ml_dtypes",
+        "psutil",
     ],
     extras_require={
         # Since 2.21 TensorFlow does not bring it, and writes no scalars without it.
