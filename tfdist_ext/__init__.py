@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tfdist_ext.errors import TaskError as TaskError
     from tfdist_ext.errors import TfDistError as TfDistError
     from tfdist_ext.errors import TrainingError as TrainingError
-    from tfdist_ext.launcher import launch as launch
+    from tfdist_ext.launcher.functions import launch as launch
     from tfdist_ext.placement import PlacementPlan as PlacementPlan
     from tfdist_ext.placement.live.learning import plan_placement as plan_placement
     from tfdist_ext.strategies import available_strategies as available_strategies
@@ -58,7 +58,7 @@ _HOME = {
         "cluster": "ClusterConfig Task",
         "errors": "ClusterConfigError DataError LaunchError PeerError PlacementError StrategyError"
         " TaskError TfDistError TrainingError",
-        "launcher": "launch",
+        "launcher.functions": "launch",
         "placement": "PlacementPlan",
         "placement.live.learning": "plan_placement",
         "strategies": "available_strategies create_strategy explain register_strategy run",

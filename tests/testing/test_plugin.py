@@ -16,7 +16,6 @@ LOADED = {
     "tfdist_ext",
     "tfdist_ext.testing",
     "tfdist_ext.testing.plugin",
-    "tfdist_ext.user_frames",
 }
 
 CONFTEST = """

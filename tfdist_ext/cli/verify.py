@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tfdist_ext.cli.plan import load_function
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.launcher import launch
+from tfdist_ext.launcher.functions import launch
 
 if TYPE_CHECKING:
     from tfdist_ext.training.verification import Verification

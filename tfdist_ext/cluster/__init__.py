@@ -15,8 +15,7 @@ The other way, to start the tasks of a cluster:
     for task in cluster.tasks():
         env = {"TF_CONFIG": cluster.for_task(task.type, task.index).to_tf_config()}
 
-A ClusterConfig that exists is valid: whatever cannot be right is a ClusterConfigError that names
-the key, shows what was got and says what to do.
+An invalid cluster raises ClusterConfigError, which names the key and the value.
 """
 
 from __future__ import annotations

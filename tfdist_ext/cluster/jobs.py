@@ -136,16 +136,18 @@ class Jobs(dict[str, tuple[str, ...]]):
         where: str = "ClusterConfig",
     ) -> None:
         try:
-            given: dict[str, Any] = dict(jobs)
+            addresses: dict[str, Any] = dict(jobs)
         except (TypeError, ValueError):
             what = "cluster must be a mapping of job names to addresses"
             raise refuse(where, what, jobs, _EXAMPLE) from None
-        if not given:
-            raise refuse(where, "cluster is empty", given, _EXAMPLE)
-        for name in given:
+        if not addresses:
+            raise refuse(where, "cluster is empty", addresses, _EXAMPLE)
+        for name in addresses:
             check_job_name(name, "cluster", where)
         super().__init__(
-            (name, _addresses(name, given[name], where)) for name in JOB_NAMES if name in given
+            (name, _addresses(name, addresses[name], where))
+            for name in JOB_NAMES
+            if name in addresses
         )
         if len(self.get("chief", ())) > 1:
             advice = "A cluster has one chief: move the other addresses to worker."
@@ -218,7 +220,7 @@ class ClusterDescription(NamedTuple):
 
 
 def check_job_name(name: object, key: str, where: str) -> None:
-    """Refuses a job name (or task type) TensorFlow has no role for; `key` says where it stood."""
+    """Refuses a job name that TensorFlow has no role for; `key` names the field for the message."""
     if name in JOB_NAMES:
         return
     old = 'Use "chief", its new name.'
@@ -247,14 +249,14 @@ def check_task(task: object, jobs: Jobs, where: str) -> None:
         raise refuse(where, what, index, advice)
 
 
-def _addresses(name: str, given: object, where: str) -> tuple[str, ...]:
-    if not isinstance(given, list | tuple):
+def _addresses(name: str, value: object, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple):
         advice = f'Write a list: "{name}": ["host:port"].'
-        raise refuse(where, f"cluster.{name} must be a list of addresses", given, advice)
-    if not given:
+        raise refuse(where, f"cluster.{name} must be a list of addresses", value, advice)
+    if not value:
         advice = f"List the address of each {name} task, or remove {name}."
-        raise refuse(where, f"cluster.{name} must not be empty", given, advice)
-    return tuple(given)
+        raise refuse(where, f"cluster.{name} must not be empty", value, advice)
+    return tuple(value)
 
 
 def _check_addresses(jobs: Jobs, where: str) -> None:

@@ -80,7 +80,7 @@ def load_json(text: str, where: str) -> Any:
 def parse_variable(env: Mapping[str, str]) -> ClusterDescription | str:
     """The cluster TF_CONFIG describes; unset, empty and white space only mean none.
 
-    One worker in it stays a cluster of one: somebody wrote it on purpose.
+    A single worker in TF_CONFIG is still a cluster.
     """
     text = env.get("TF_CONFIG")
     if text is None:

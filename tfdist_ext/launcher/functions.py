@@ -10,19 +10,87 @@ import contextlib
 import io
 import linecache
 import marshal
+import os
 import pickle
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from tfdist_ext.errors import LaunchError
-from tfdist_ext.launcher import function_task
+from tfdist_ext.errors import LaunchError, TaskError
+from tfdist_ext.launcher import exit_codes, function_task
 from tfdist_ext.launcher.plan import LaunchPlan, TaskPlan, local_plan
-from tfdist_ext.launcher.run import RunResult
+from tfdist_ext.launcher.restarts import RestartPolicy, run_with_restarts
+from tfdist_ext.launcher.run import Limits, RunResult
 from tfdist_ext.messages import optional_module
+from tfdist_ext.user_frames import filter_traceback
+
+
+@filter_traceback
+def launch(
+    fn: Callable[..., Any],
+    *,
+    args: Sequence[Any] = (),
+    workers: int = 2,
+    chief: bool | None = None,
+    ps: int = 0,
+    evaluator: bool = False,
+    max_restarts: int = 0,
+    log_dir: str | os.PathLike[str] | None = None,
+) -> dict[str, Any]:
+    """Runs `fn(*args)` in each task of a cluster on this machine.
+
+    Each task is a new Python process, as with `tfdist run`. The output of the tasks appears here,
+    with the name of the task before each line. Ctrl-C, or the interrupt of a notebook kernel, ends
+    all tasks. A `fit` with a `checkpoint_dir` saves a checkpoint first.
+
+    Args:
+        fn: a function, which may be defined in a notebook cell. cloudpickle copies the functions
+            and NumPy arrays that it uses. Create tensors, models and strategies inside the
+            function.
+        args: the arguments of `fn`, the same for each task.
+        workers: the number of workers.
+        chief: whether the cluster has a chief. By default, only a cluster with parameter servers
+            has a chief.
+        ps: the number of parameter servers.
+        evaluator: whether to start an evaluator.
+        max_restarts: the number of restarts after a task fails. `fit(checkpoint_dir=...)` resumes
+            from its newest checkpoint.
+        log_dir: a folder for log files such as `worker-1.log`, or None for no log files.
+
+    Returns:
+        The result of `fn` in each task, by the name of the task. Servers are
+        not included.
+
+    Raises:
+        LaunchError: the numbers of tasks are invalid, or `fn` cannot be copied to the tasks.
+        TaskError: a task failed. The message contains its name and traceback.
+        KeyboardInterrupt: Ctrl-C ended the tasks.
+    """
+    tasks = {"workers": workers, "chief": chief, "ps": ps, "evaluator": evaluator}
+    env = {
+        exit_codes.COMMAND: "the same call of tfd.launch",
+        exit_codes.STALL_TIMEOUT: f"{exit_codes.USUAL_STALL_TIMEOUT:g}",
+        **os.environ,
+    }
+    policy, stop = RestartPolicy(max_restarts, workers, workers), exit_codes.StopSignals()
+    with tempfile.TemporaryDirectory(prefix="tfdist-") as name:  # no one else may write there
+        folder = Path(name)
+
+        def planned(_: Sequence[int], logs: Path) -> contextlib.AbstractContextManager[LaunchPlan]:
+            log_folder = None if log_dir is None else logs
+            return function_plan(fn, args, tasks, folder, env, log_folder)
+
+        logs = folder if log_dir is None else Path(log_dir)
+        ended = run_with_restarts(planned, policy, logs, env, Limits(), stop)
+        raise_stop_signal(stop.first)
+        if ended.exit_status:
+            message = failure_message(ended, folder)
+            raise TaskError(message, (str(ended.failed_task),))
+        return results_in(folder, ended)
 
 
 @contextlib.contextmanager

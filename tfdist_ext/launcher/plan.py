@@ -42,9 +42,9 @@ class LaunchPlan:
 
     Attributes:
         tasks: the processes.
-        coordinator: name of the task whose success is the success of the run; None where every
-            task has to end with 0. With parameter servers it is the chief: the servers and the
-            workers serve it, and TensorFlow's own never end by themselves.
+        coordinator: the run succeeds when this task succeeds; None where every task has to end
+            with 0. With parameter servers, the chief is the coordinator, because TensorFlow's
+            servers never end by themselves.
         ports: of the tasks, on this machine.
         shows_ids: whether the launcher reports the process ids.
     """

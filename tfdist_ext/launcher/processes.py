@@ -13,8 +13,9 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TypeAlias
+
+import psutil
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launcher.exit_codes import PREEMPTION_SIGNAL
@@ -89,6 +90,9 @@ class TaskProcess:
         self.ended_after = 0.0
         self._free = free
         self._is_reaped = False
+        self._process: psutil.Process | None = None
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, and its id was freed
+            self._process = psutil.Process(pid)
         # One thread for each task, because the order in which tasks end decides which failure is
         # the root cause.
         self._waiting = threading.Thread(
@@ -112,14 +116,25 @@ class TaskProcess:
 
     def signal(self, number: int) -> None:
         """Send a signal to the process alone."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if self._process is not None:
+                self._process.send_signal(number)  # not to another process with this id
 
     def signal_group(self, number: int) -> None:
         """Send a signal to the process and to its children that are still there."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if not self._is_reaped:
+            if self.owns_group:
                 os.killpg(self.pid, number)
+
+    @property
+    def owns_group(self) -> bool:
+        """Whether the id of the group is that of this task, and of no later process.
+
+        The system gives no new process the id of a group that has members.
+        """
+        if self._is_reaped or self._process is None:
+            return False
+        return self._process.is_running() or not psutil.pid_exists(self.pid)
 
 
 class Tasks:
@@ -221,11 +236,11 @@ class Tasks:
         return bool(self.running()) or self._has_leftovers()
 
     def _has_leftovers(self) -> bool:
-        groups = {task.pid for task in self.all}
-        with contextlib.suppress(OSError):
-            for name in os.listdir("/proc"):
-                state, group = _state_and_group(int(name)) if name.isdigit() else ("", 0)
-                if group in groups and state != "Z":
+        groups = {task.pid for task in self.all if task.owns_group}
+        for process in psutil.process_iter() if groups else ():
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess, PermissionError):
+                is_member = os.getpgid(process.pid) in groups
+                if is_member and process.status() != psutil.STATUS_ZOMBIE:
                     return True
         return False
 
@@ -237,11 +252,11 @@ class Tasks:
     def kill(self) -> None:
         """Kill what is left, and wait until it has ended."""
         self.signal_all(signal.SIGKILL)
-        for task in self.all:
-            task.reap()
         deadline = time.monotonic() + _UNKILLABLE
         while self._has_leftovers() and time.monotonic() < deadline:
             time.sleep(0.02)
+        for task in self.all:  # afterwards, because the ids of the groups are free then
+            task.reap()
 
     def close(self) -> None:
         """Dismiss the watchdog; after `kill`."""
@@ -287,13 +302,3 @@ class _Watchdog:
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         self._process.wait()
-
-
-def _state_and_group(pid: int) -> tuple[str, int]:
-    """Returns the state of a process, such as "Z", and its group; ("", 0) if /proc has neither."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "", 0
-    state, _, group = text.rpartition(")")[2].split()[:3]
-    return state, int(group)

@@ -24,8 +24,7 @@ from tfdist_ext.launcher.plan import LaunchPlan
 from tfdist_ext.launcher.processes import StartProcess, TaskProcess, Tasks, start_process
 
 _TIMED_OUT = 124  # as coreutils' timeout does
-# Seconds for tasks to end by themselves: one that another task blames, and those that have saved
-# together with a preempted one.
+# Seconds to exit unaided: a blamed task, or tasks that saved during a preemption.
 _SETTLE = 5.0
 # Seconds from SIGTERM to SIGKILL at most: after a failure, as the others cannot save without the
 # task that has failed; and after Ctrl-C, as a person waits.

@@ -274,7 +274,7 @@ def _run(folder: str, test: str, options: dict[str, Any], cpus: int) -> None:
     if cpus > 1:
         logical_cpus(cpus)
     os.chdir(options.pop("invocation_dir"))
-    # Not the folder that all runs of pytest share: those that begin at once would meet in it.
+    # Not the folder that all runs of pytest share: concurrent runs would share that folder.
     own = f"{task.with_name(task.name.replace(':', '-'))}-{os.path.getsize(f'{task}{_STARTS}') - 1}"
     options |= {"basetemp": own, "tfdist_folder": folder}
     options["override_ini"] = [*(options["override_ini"] or ()), f"cache_dir={own}-cache"]

@@ -1,4 +1,4 @@
-"""Open MPI: the processes of one mpirun. It tells ranks, but not hosts: those are never guessed.
+"""Open MPI: the processes of one mpirun. Open MPI provides ranks but no host names.
 
 On one machine all hosts are localhost. On several, TFDIST_HOSTS has the hosts as mpirun's own
 --host takes them ("n1:2,n2:2"), and each process compares them with its local rank.

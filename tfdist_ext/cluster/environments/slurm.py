@@ -1,7 +1,7 @@
 """Slurm: the tasks of an srun step. Needs no scontrol, no nvidia-smi: only srun's variables.
 
 Slurm numbers nodes as SLURM_STEP_NODELIST lists them. Ranks must be in blocks: node after node.
-What Slurm tells each task of its own place is compared with that, because a cluster whose ranks and
+Each task checks its node and local rank against this order, because a cluster whose ranks and
 addresses disagree hangs without an error.
 """
 

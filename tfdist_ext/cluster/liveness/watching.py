@@ -42,12 +42,12 @@ DONE, FAILED, STALLED = "done", "failed", "stalled"
 SERVER_SILENT, COORDINATOR_SILENT = 45.0, 55.0
 
 _ANSWER = 5.0  # seconds for an answer
-_ANSWERS = 5  # at least so many in a row must be missed before a task counts as frozen
+_ANSWERS = 5  # consecutive missed answers before a task counts as frozen
 _REFUSED = 4  # looks in a row after which a task is gone; one may be lost on a busy network
 _TO_END = 10.0  # seconds between SIGTERM and SIGKILL
 _OPEN = 5.0  # seconds for the sessions to open; later ones are tried again in the threads
 _AGAIN = 1.0  # seconds between two tries to open a session
-# Seconds for a server to take the result: it may be dead or frozen. A server that does not take a
+# Time limit, in seconds, for delivering the result to a server. A server that does not take a
 # success in time, because it is busy with the end of a pipeline, ends as after a crash.
 _TAKE = {DONE: 15.0, FAILED: 3.0, STALLED: 3.0}
 _END = 10.0  # seconds for this process to end by itself before a timer ends it

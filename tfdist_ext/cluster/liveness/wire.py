@@ -205,7 +205,7 @@ class Endpoint:
             session_within: seconds to wait for the session to be opened.
         """
         self._opened.wait(session_within)
-        # Calls that have come go on: of a session, and of a coordinator that came too early.
+        # Running calls continue: the session, and early coordinator requests.
         ended = self._server.stop(_FOREVER)
         deadline = time.monotonic() + _QUESTION
         while not (self._opened.is_set() or self._is_early.is_set() or ended.wait(0.01)):
