@@ -11,7 +11,7 @@ from tfdist_ext.launch import launch
 from tfdist_ext.plan_command import load_function
 
 if TYPE_CHECKING:
-    from tfdist_ext.training.verification import Verification
+    from tfdist_ext.training.verify import Verification
 
 SUMMARY = "train a few batches on one device and on several replicas, and compare all numbers"
 USAGE = "verify module:builder --data module:function [options]"

@@ -32,13 +32,14 @@ from tfdist_ext.training.agreement.equality import (
     describe_data,
 )
 from tfdist_ext.training.agreement.model_description import describe_model
-from tfdist_ext.training.building.build import (
+from tfdist_ext.training.building import (
     adopt,
     build,
     build_sharded_optimizers,
+    creation_scope,
     deferred_builds,
+    move,
 )
-from tfdist_ext.training.building.moving import creation_scope, move
 from tfdist_ext.training.callbacks.in_cluster import Callbacks, callbacks_of_this_task
 from tfdist_ext.training.callbacks.worker_tensorboard import WorkerTensorBoard
 from tfdist_ext.training.checkpoints.format import Progress

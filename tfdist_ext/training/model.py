@@ -33,8 +33,7 @@ from tfdist_ext.training._keras_private import (
 from tfdist_ext.training._tf_private import records_gradients
 from tfdist_ext.training.agreement.barriers import peers_of
 from tfdist_ext.training.agreement.task_status import on_every_worker
-from tfdist_ext.training.building.build import input_signature
-from tfdist_ext.training.building.moving import is_in, moved_out
+from tfdist_ext.training.building import input_signature, is_in, moved_out
 from tfdist_ext.training.callbacks.in_cluster import Callbacks, check_supported
 from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
 from tfdist_ext.training.checkpoints.format import Progress
