@@ -22,6 +22,7 @@ from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.messages import counted, shown
 from tfdist_ext.placement.specs import size_text
+from tfdist_ext.strategies.owned_sums import owned_sums_of
 from tfdist_ext.strategies.reductions import bucket_bytes_of
 from tfdist_ext.training._keras_private import layers_of, overrides, raw_value
 from tfdist_ext.training.agreement.equality import (
@@ -40,11 +41,20 @@ from tfdist_ext.training.building import (
     deferred_builds,
     move,
 )
-from tfdist_ext.training.callbacks.in_cluster import Callbacks, callbacks_of_this_task
+from tfdist_ext.training.callbacks.callback_state import Callbacks
 from tfdist_ext.training.callbacks.worker_tensorboard import WorkerTensorBoard
 from tfdist_ext.training.checkpoints.format import Progress
+from tfdist_ext.training.checkpoints.manager import CheckpointManager
 from tfdist_ext.training.inputs import Epochs, GlobalBatches, read
-from tfdist_ext.training.loop import Loop, MadeFor, Validation, compile_settings, predict
+from tfdist_ext.training.loop import (
+    Loop,
+    MadeFor,
+    Validation,
+    compile_settings,
+    end_training,
+    predict,
+    train,
+)
 from tfdist_ext.training.parameter_server.engine import (
     ParameterServerEngine,
     ParameterServerPredictor,
@@ -66,6 +76,16 @@ from tfdist_ext.training.synchronous.engine import (
 )
 from tfdist_ext.training.synchronous.model_step import OneTrace
 from tfdist_ext.user_frames import warn
+
+# They write files, or print: only the chief runs them.
+_WRITING_CALLBACKS = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+    *filter(None, [getattr(keras.callbacks, "OrbaxCheckpoint", None)]),  # since Keras 3.15
+)
 
 
 class Distribution:
@@ -138,15 +158,6 @@ class Distribution:
                 f" Call {call}() before or after {method}()."
             )
 
-    @contextlib.contextmanager
-    def fitting(self) -> Iterator[None]:
-        """Scope of a `fit`, whose callbacks may run on the chief alone."""
-        self.fits += 1
-        try:
-            yield
-        finally:
-            self.fits -= 1
-
     def write(self, name: str, action: Callable[[], Any], what: str = "") -> Any:
         """Calls a function that writes files, on the chief alone.
 
@@ -166,6 +177,33 @@ class Distribution:
             with creation_scope(self.strategy, self._created):
                 optimizer.build(self.model.trainable_variables)
             build_sharded_optimizers(self.model, self.reduction)
+
+    def train(
+        self,
+        epochs: range,
+        data: Epochs,
+        hooks: keras.callbacks.CallbackList,
+        saved: CheckpointManager | None,
+        validation: Validation | None,
+    ) -> None:
+        """Trains the epochs of a `fit`. Its callbacks may run on the chief alone."""
+        self.fits += 1
+        try:
+            with contextlib.nullcontext() if saved is None else saved.training():
+                with self.refusing_compile("fit"):
+                    hooks.on_train_begin()
+                    if saved is not None:
+                        saved.training_has_begun()
+                    logs: Logs = {}
+                    loop = self.train_loop(hooks)
+                    done = train(loop, epochs, data, hooks, saved, validation)
+                    for epoch_logs, self.progress in done:
+                        logs = epoch_logs
+                    if isinstance(self.model.optimizer, keras.optimizers.Optimizer) and epochs.stop:
+                        self.engine.finalize(self.model)
+                end_training(self.reduction, logs, hooks, saved)
+        finally:
+            self.fits -= 1
 
     def train_loop(self, hooks: keras.callbacks.CallbackList) -> Loop:
         """The training steps, which a WorkerTensorBoard times."""
@@ -400,6 +438,40 @@ def _warn_of_own_functions(model: keras.Model) -> None:
             warn(
                 f"{type(model).__name__}.{name} is not called: a distributed model compiles its own"
                 " steps. Override train_step, test_step or predict_step instead."
+            )
+
+
+def callbacks_of_this_task(
+    callbacks: Callbacks, *, is_chief: bool
+) -> list[keras.callbacks.Callback]:
+    """Returns the callbacks that run on this task: all on the chief, elsewhere no writers.
+
+    Callbacks that change the training (EarlyStopping, schedules) run on every task. They decide the
+    same, because logs are the same on every task.
+    """
+    given = keras.tree.flatten(callbacks or [])
+    if is_chief:
+        return given
+    kept = [callback for callback in given if not isinstance(callback, _WRITING_CALLBACKS)]
+    for callback in kept:
+        if getattr(callback, "verbose", 0):
+            callback.verbose = 0
+    return kept
+
+
+def check_supported(callbacks: Callbacks, strategy: tf.distribute.Strategy) -> None:
+    """Raises TrainingError for callbacks that do not work in a distributed `fit`."""
+    for callback in keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or []):
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise TrainingError(
+                "fit() does not support the callback BackupAndRestore. Remove it, and call"
+                " fit(checkpoint_dir=...), which saves each epoch and resumes."
+            )
+        is_swap = isinstance(callback, keras.callbacks.SwapEMAWeights)
+        if is_swap and owned_sums_of(strategy) is not None:
+            raise TrainingError(
+                "SwapEMAWeights needs the whole state of the optimizer, which workers share"
+                " (shard_optimizer=True). Use a strategy without shard_optimizer=True."
             )
 
 

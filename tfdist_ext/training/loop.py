@@ -26,9 +26,9 @@ import tensorflow as tf
 from tfdist_ext.data.pipelines import Structure, data_errors_as_raised
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.launch.exit_codes import PREEMPTED, signals_to
-from tfdist_ext.training._keras_private import in_one_array, layers_of, raw_value
+from tfdist_ext.training._keras_private import in_one_array, layers_of, raw_value, traces_batches
 from tfdist_ext.training.agreement.task_status import Reduction
-from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks
+from tfdist_ext.training.callbacks.callback_state import Callbacks
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
 from tfdist_ext.training.inputs import EMPTY, Epoch, Epochs, Execution
@@ -202,16 +202,7 @@ class Loop:
         done = 0
         with self._running() as raise_if_interrupted:
             with peers.barrier(f"{where}before its first step"):
-                uses_batches = uses_batch_hooks(hooks.callbacks, self._kind)
-                spec = getattr(data.iterator, "element_spec", None)
-                data_kind = spec, data.batch_size, data.known_length, data.needs_row_count
-                # If a callback stops before the first batch, Keras still runs that batch.
-                is_new = data_kind != self._tuned_for
-                flags = np.array([uses_batches, self._stopped, is_new], np.int32)
-                by_batch, one_only, is_new = (self.reduction.sum_over_workers(flags) > 0).tolist()
-                self.program.reset(resume=data.completed > 0)
-            if is_new:  # on any worker: all of them choose the same numbers of steps
-                self._tuner, self._tuned_for = StepsPerExecutionTuner(), data_kind
+                by_batch, one_only = self._begin(data, hooks)
             tuner, requested = self._tuner, self.model.steps_per_execution
             is_fixed = requested > 1 or by_batch
             while data.steps is None or done < data.steps:
@@ -243,6 +234,24 @@ class Loop:
                     break
             return logs, done
 
+    def _begin(self, data: Epoch, hooks: keras.callbacks.CallbackList) -> tuple[bool, bool]:
+        """Prepares an epoch; every worker must call.
+
+        Returns:
+            Whether callbacks run after each batch, and whether the epoch has a single batch.
+        """
+        uses_batches = uses_batch_hooks(hooks.callbacks, self._kind)
+        spec = getattr(data.iterator, "element_spec", None)
+        data_kind = spec, data.batch_size, data.known_length, data.needs_row_count
+        # If a callback stops before the first batch, Keras still runs that batch.
+        is_new = data_kind != self._tuned_for
+        flags = np.array([uses_batches, self._stopped, is_new], np.int32)
+        by_batch, one_only, is_new = (self.reduction.sum_over_workers(flags) > 0).tolist()
+        self.program.reset(resume=data.completed > 0)
+        if is_new:  # on any worker: all workers choose the same numbers of steps
+            self._tuner, self._tuned_for = StepsPerExecutionTuner(), data_kind
+        return by_batch, one_only
+
     def _execute(self, data: Epoch, n: int, tuner: StepsPerExecutionTuner, where: str) -> Execution:
         self.made_for.check_variables()
         peers = self.reduction.peers
@@ -266,6 +275,33 @@ class Loop:
                 yield raise_if_interrupted
         finally:
             self.is_running = before
+
+
+def uses_batch_hooks(callbacks: Callbacks, kind: str) -> bool:
+    """Whether a callback wants to be called for each batch of `kind`: train, test or predict."""
+    hooks = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"]
+    if kind == "train":
+        hooks += ["on_batch_begin", "on_batch_end"]
+    given = keras.tree.flatten(callbacks or [])
+    return not all(_does_nothing(callback, hook) for callback in given for hook in hooks)
+
+
+def _does_nothing(callback: keras.callbacks.Callback, hook: str) -> bool:
+    """Whether a batch hook does nothing, as Keras's own with some settings."""
+    method = getattr(callback, hook)
+    function = getattr(method, "__func__", method)
+    if function is getattr(keras.callbacks.Callback, hook):
+        return True
+    if not str(getattr(function, "__module__", "")).startswith("keras."):
+        return False
+    match callback:
+        case keras.callbacks.ProgbarLogger() | keras.callbacks.History():
+            return True
+        case keras.callbacks.ModelCheckpoint():
+            return callback.save_freq == "epoch"
+        case keras.callbacks.TensorBoard():
+            return callback.update_freq == "epoch" and not traces_batches(callback)
+    return False
 
 
 _TARGET = 0.8  # seconds of an execution: short enough to show progress

@@ -15,7 +15,7 @@ import pytest
 from training_cases import X, Y, assert_same_weights, copy_of_folder, mirrored
 
 import tfdist_ext as tfd
-from tfdist_ext.training.callbacks.in_cluster import callback_state, restore_callbacks
+from tfdist_ext.training.callbacks.callback_state import callback_state, restore_callbacks
 
 EPOCHS = 8
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
