@@ -31,8 +31,8 @@ from tfdist_ext.training.agreement.equality import (
     SAME_MODEL,
     check_equal_across_workers,
     describe_data,
+    describe_model,
 )
-from tfdist_ext.training.agreement.model_description import describe_model
 from tfdist_ext.training.building import (
     adopt,
     build,

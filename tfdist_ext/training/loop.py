@@ -1,4 +1,4 @@
-"""The loop of `fit`, `evaluate` and `predict`: epochs, executions, steps per execution, Ctrl-C.
+"""The loop of `fit`, `evaluate` and `predict`: epochs, executions, steps per execution.
 
 Every execution is a collective, so all tasks of a cluster must run the same executions. The tasks
 agree where one may decide differently: only the chief runs callbacks that write, and a callback
@@ -6,15 +6,12 @@ may stop the training on one task.
 
 Long executions are fast, because nothing waits for Python between their steps. Short executions
 show progress, and let Ctrl-C and callbacks in. So an execution aims at a fixed time
-(`StepsPerExecutionTuner`). A KeyboardInterrupt that is raised in a finalizer is lost.
-`preserve_sigint` raises it again.
+(`StepsPerExecutionTuner`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
@@ -25,7 +22,7 @@ import tensorflow as tf
 
 from tfdist_ext.data.pipelines import Structure, data_errors_as_raised
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.launch.exit_codes import PREEMPTED, signals_to
+from tfdist_ext.launch.exit_codes import PREEMPTED
 from tfdist_ext.training._keras_private import in_one_array, layers_of, raw_value, traces_batches
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.callbacks.callback_state import Callbacks
@@ -200,7 +197,7 @@ class Loop:
         peers = self.reduction.peers
         logs: Logs = {}
         done = 0
-        with self._running() as raise_if_interrupted:
+        with self._running(), data_errors_as_raised():
             with peers.barrier(f"{where}before its first step"):
                 by_batch, one_only = self._begin(data, hooks)
             tuner, requested = self._tuner, self.model.steps_per_execution
@@ -212,7 +209,6 @@ class Loop:
                 peers.enters("callbacks")
                 getattr(hooks, f"on_{self._kind}_batch_begin")(data.completed + done)
                 result = self._execute(data, n, tuner, f"{where}steps after step {done}")
-                raise_if_interrupted()
                 if result.steps == 0:
                     logs = result.logs if data.completed else logs
                     break
@@ -268,11 +264,10 @@ class Loop:
         return bool(getattr(self.model, self._stop_flag, False))
 
     @contextlib.contextmanager
-    def _running(self) -> Iterator[Callable[[], None]]:
+    def _running(self) -> Iterator[None]:
         before, self.is_running = self.is_running, True  # a callback may call train_on_batch
         try:
-            with preserve_sigint() as raise_if_interrupted, data_errors_as_raised():
-                yield raise_if_interrupted
+            yield
         finally:
             self.is_running = before
 
@@ -359,18 +354,17 @@ def predict(
     may_stop = reduction.any_worker(may_stop)
     collected: list[Structure] = []
     done = 0  # global batches
-    with preserve_sigint() as raise_if_interrupted, data_errors_as_raised(), epochs.next() as data:
-        each = predictor.outputs(data)
+    with data_errors_as_raised(), epochs.next() as data:
+        outputs_of_batches = predictor.outputs(data)
         while not stop and (data.steps is None or done < data.steps):
             peers.enters("callbacks")
             hooks.on_predict_batch_begin(done)
             peers.enters("steps")
             try:
                 with peers.barrier(f"batch {done}"):
-                    outputs = next(each)
+                    outputs = next(outputs_of_batches)
             except StopIteration:
                 break
-            raise_if_interrupted()
             done += 1
             if outputs is not None:
                 collected.append(outputs)
@@ -384,24 +378,3 @@ def predict(
     epochs.end_epoch(data, done, stopped=stop)
     hooks.on_predict_end()
     return keras.tree.map_structure(in_one_array, *collected)
-
-
-@contextlib.contextmanager
-def preserve_sigint() -> Iterator[Callable[[], None]]:
-    """Scope with a function that raises a lost KeyboardInterrupt again.
-
-    The scope has no effect outside of the main thread, or if the user has a handler for Ctrl-C.
-    """
-    pressed = threading.Event()
-
-    def raise_interrupt(*_: object) -> None:
-        pressed.set()
-        raise KeyboardInterrupt
-
-    def check() -> None:
-        if pressed.is_set():
-            raise KeyboardInterrupt
-
-    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with signals_to(raise_interrupt, [signal.SIGINT] if is_default else []):
-        yield check

@@ -21,7 +21,7 @@ from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.launch.exit_codes import PREEMPTED, command_line, is_launched, is_started_again
 from tfdist_ext.training._keras_private import step_variables
-from tfdist_ext.training.agreement.model_description import LOSS_AND_METRICS, compile_texts
+from tfdist_ext.training.agreement.equality import LOSS_AND_METRICS, compile_texts
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.callbacks.callback_state import (
     CallbackState,
