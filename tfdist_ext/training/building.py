@@ -165,7 +165,9 @@ def build(
                 raise
             _build_from_step(model, kind, batch)
         trains_itself = kind != "predict" and not _keras_private.uses_keras_step(model, "train")
-        if trains_itself and not all(each.built for each in optimizers_of(model).values()):
+        if trains_itself and not all(
+            optimizer.built for optimizer in optimizers_of(model).values()
+        ):
             _build_from_step(model, "train", batch)
     if isinstance(strategy, PlacedStrategy):
         strategy.placer.check_paths([variable.path for variable in model.variables])
@@ -186,8 +188,8 @@ def build_sharded_optimizers(model: keras.Model, reduction: Reduction) -> None:
 
 def deferred_builds(model: keras.Model) -> list[OptimizerParts]:
     """Returns the optimizers that `build_sharded_optimizers` has to build."""
-    found = [parts_of(optimizer) for optimizer in optimizers_of(model).values()]
-    return [each for each in found if each is not None and not each.parts]
+    all_parts = [parts_of(optimizer) for optimizer in optimizers_of(model).values()]
+    return [parts for parts in all_parts if parts is not None and not parts.parts]
 
 
 def _has_all_layers(model: keras.Model) -> bool:
@@ -222,7 +224,7 @@ def _build_from_step(model: keras.Model, kind: str, batch: Structure) -> None:
 
     def tried(batch: Structure) -> Structure:
         functions: dict[str, Callable[..., Any]] = {"apply": apply, "gradient": _zero_gradient}
-        targets = [each for each in _keras_private.step_targets() if each.key in functions]
+        targets = [target for target in _keras_private.step_targets() if target.key in functions]
         instead = _keras_private.substitutes(functions)
         # Losses that layers add are discarded with the scope.
         losses = keras.StatelessScope(collect_losses=True)
@@ -333,7 +335,9 @@ def move(model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.
     """
     shares_optimizers = owned_sums_of(strategy) is not None
     weights = [variable for variable in _variables(model) if not is_in(variable, strategy)]
-    optimizers = [each for each in optimizers_of(model).values() if parts_of(each) is None]
+    optimizers = [
+        optimizer for optimizer in optimizers_of(model).values() if parts_of(optimizer) is None
+    ]
     slots = [
         [variable for variable in optimizer.variables if not is_in(variable, strategy)]
         for optimizer in optimizers
@@ -369,14 +373,17 @@ def move(model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.
 def _variables(model: keras.Model) -> list[keras.Variable]:
     """Returns all variables but those of optimizers: weights, seeds, metrics."""
     metrics = metrics_of(model)
-    found = [*model.variables, *(variable for metric in metrics for variable in metric.variables)]
+    variables = [
+        *model.variables,
+        *(variable for metric in metrics for variable in metric.variables),
+    ]
     for part in layers_of(model, keras.Model):
         if part.compiled:
-            found += _variables_of_compile(part)
+            variables += _variables_of_compile(part)
     for optimizer in optimizers_of(model).values():  # it may train variables of another model
         if optimizer.built and parts_of(optimizer) is None:
-            found += trained_by(optimizer)
-    return list({id(variable): variable for variable in found}.values())
+            variables += trained_by(optimizer)
+    return list({id(variable): variable for variable in variables}.values())
 
 
 def _variables_of_compile(model: keras.Model) -> list[keras.Variable]:
@@ -385,8 +392,8 @@ def _variables_of_compile(model: keras.Model) -> list[keras.Variable]:
         arguments = compile_arguments(model)
     except (AttributeError, TypeError, TrainingError):  # the model has a compile() of its own
         return []
-    given = keras.tree.flatten([arguments.get("metrics"), arguments.get("weighted_metrics")])
-    metrics = [each for each in given if isinstance(each, keras.metrics.Metric)]
+    settings = keras.tree.flatten([arguments.get("metrics"), arguments.get("weighted_metrics")])
+    metrics = [metric for metric in settings if isinstance(metric, keras.metrics.Metric)]
     return [variable for metric in metrics for variable in metric.variables]
 
 
@@ -397,8 +404,10 @@ def is_in(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
 
 
 def _check_can_move(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    shared = [each for each in optimizers_of(model).values() if parts_of(each) is not None]
-    if not all(is_in(variable, strategy) for each in shared for variable in each.variables):
+    shared = [optimizer for optimizer in optimizers_of(model).values() if parts_of(optimizer)]
+    if not all(
+        is_in(variable, strategy) for optimizer in shared for variable in optimizer.variables
+    ):
         raise TrainingError(
             "The workers share the optimizer of this model (shard_optimizer=True), so the model"
             " cannot move to another strategy. Save a checkpoint, and restore it in a new model."
@@ -427,10 +436,10 @@ def _forget_train_functions(weights: list[keras.Variable]) -> None:
     Variables and layers have no list of the models that they are in.
     """
     moved = {*map(id, weights)}
-    for found in gc.get_objects():
-        is_fitted = issubclass(type(found), keras.Model) and vars(found).get("train_function")
-        if is_fitted and not moved.isdisjoint(map(id, found.weights)):
-            found.train_function = None
+    for thing in gc.get_objects():
+        is_fitted = issubclass(type(thing), keras.Model) and vars(thing).get("train_function")
+        if is_fitted and not moved.isdisjoint(map(id, thing.weights)):
+            thing.train_function = None
 
 
 @contextlib.contextmanager

@@ -133,10 +133,10 @@ class Distribution:
 
     def traces(self) -> list[str]:
         """Returns the lines of `tfd.explain` about traces and unsynchronized layers."""
-        found = {kind: loop.program.traces for (kind, _), loop in self._loops.items()}
+        programs = {kind: loop.program.traces for (kind, _), loop in self._loops.items()}
         if self._predictor is not None:
-            found["predict"] = self._predictor[0].traces
-        traces = [f"{kind}: {how}" for kind, how in found.items()]
+            programs["predict"] = self._predictor[0].traces
+        traces = [f"{kind}: {how}" for kind, how in programs.items()]
         here, whole = sharded_bytes(self.model)
         shared = f"optimizer state: {size_text(here)} of {size_text(whole)} here" if whole else ""
         return [*traces, *filter(None, [shared, self._unsynchronized()])]
@@ -207,7 +207,7 @@ class Distribution:
 
     def train_loop(self, hooks: keras.callbacks.CallbackList) -> Loop:
         """The training steps, which a WorkerTensorBoard times."""
-        boards = [each for each in hooks.callbacks if isinstance(each, WorkerTensorBoard)]
+        boards = [hook for hook in hooks.callbacks if isinstance(hook, WorkerTensorBoard)]
         if len(boards) > 1:  # the times of a step can only be read once
             raise TrainingError(
                 f"`fit` got {len(boards)} WorkerTensorBoard callbacks. Pass only one."
@@ -220,12 +220,12 @@ class Distribution:
 
     def loop(self, kind: str, *, timed: bool = False) -> Loop:
         """Returns the loop of "train" or "test" steps; a new one after `compile`."""
-        model, found = self.model, self._loops.get((kind, timed))
-        if found is None or not found.made_for.is_current():
+        model, loop = self.model, self._loops.get((kind, timed))
+        if loop is None or not loop.made_for.is_current():
             program = self.engine.make_program(model, kind, timed=timed)  # may change settings
-            found = Loop(model, self.reduction, kind, program, made_for=MadeFor(model))
-            self._loops[kind, timed] = found
-        return found
+            loop = Loop(model, self.reduction, kind, program, made_for=MadeFor(model))
+            self._loops[kind, timed] = loop
+        return loop
 
     def predict(self, epochs: Epochs, hooks: keras.callbacks.CallbackList) -> Any:
         if self._predictor is None or not self._predictor[1].is_current():
@@ -253,7 +253,7 @@ class Distribution:
         batches = self.global_batches(*arrays, **sizes)
         epochs = self.epochs(batches, sizes["steps"], "validation ")
         # What Keras's fit passes to the model's own evaluate.
-        given = {**dict(zip(("x", "y", "sample_weight"), arrays, strict=True)), **sizes}
+        arguments = {**dict(zip(("x", "y", "sample_weight"), arrays, strict=True)), **sizes}
 
         def evaluate(epoch: int, hooks: keras.callbacks.CallbackList) -> Logs:
             number = epoch + 1
@@ -263,7 +263,7 @@ class Distribution:
             self.cached_validation = epochs, hooks
             try:
                 options = {"return_dict": True, "_use_cached_eval_dataset": True}
-                return dict(self.model.evaluate(**given, callbacks=hooks, **options))
+                return dict(self.model.evaluate(**arguments, callbacks=hooks, **options))
             finally:
                 self.cached_validation = None
 
@@ -337,8 +337,8 @@ class Distribution:
         if not isinstance(x, ShardedDataset):
             replicas = self.reduction.replicas
             return read(x, y, sample_weight, seed=seed, replicas=replicas, **options)
-        given = {name: options.get(name) for name in ("class_weight", "batch_size")}
-        check_no_other_arguments(x, y=y, sample_weight=sample_weight, **given)
+        settings = {name: options.get(name) for name in ("class_weight", "batch_size")}
+        check_no_other_arguments(x, y=y, sample_weight=sample_weight, **settings)
         on_workers = None
         if isinstance(self.engine, ParameterServerEngine) and self.workers_may_read(x):
             on_workers = self.engine.batches_on_workers(x)
@@ -421,12 +421,12 @@ class Distribution:
         is_new = bool(self._created or deferred_builds(self.model)) or self._compared != compiled
         if self.reduction.multi_worker and self.reduction.any_worker(is_new):
             # Weights that came along are each worker's own.
-            others = state_of(self.model).values() if self._compared is None else ()
-            described = describe_model(self.model, [*map(raw_value, others), *self._created])
+            given_weights = state_of(self.model).values() if self._compared is None else ()
+            described = describe_model(self.model, [*map(raw_value, given_weights), *self._created])
             described["bucket_bytes of the strategy"] = bucket_bytes_of(self.strategy)
             check_equal_across_workers(self.reduction, described, SAME_MODEL)
             self._move()
-            broadcast_variables(self.reduction, [*others, *self._created])
+            broadcast_variables(self.reduction, [*given_weights, *self._created])
             build_sharded_optimizers(self.model, self.reduction)
             self._compared = compiled
         self._created.clear()
@@ -449,10 +449,10 @@ def callbacks_of_this_task(
     Callbacks that change the training (EarlyStopping, schedules) run on every task. They decide the
     same, because logs are the same on every task.
     """
-    given = keras.tree.flatten(callbacks or [])
+    flat = keras.tree.flatten(callbacks or [])
     if is_chief:
-        return given
-    kept = [callback for callback in given if not isinstance(callback, _WRITING_CALLBACKS)]
+        return flat
+    kept = [callback for callback in flat if not isinstance(callback, _WRITING_CALLBACKS)]
     for callback in kept:
         if getattr(callback, "verbose", 0):
             callback.verbose = 0

@@ -114,7 +114,7 @@ def compile_settings(model: keras.Model) -> tuple[object, ...]:
 
     Steps are compiled again after one of them changes.
     """
-    normalizing = [each for each in layers_of(model, keras.layers.Normalization) if each.built]
+    normalizing = [layer for layer in layers_of(model, keras.layers.Normalization) if layer.built]
     tensors = [tensor for layer in normalizing for tensor in (layer.mean, layer.variance)]
     statistics = [np.asarray(tf.get_static_value(tensor)).tobytes() for tensor in tensors]
     compiled = model.compiled and (model.optimizer, model.loss, model.metrics, model.jit_compile)
@@ -132,7 +132,9 @@ class MadeFor:
     def is_current(self) -> bool:
         """Whether the steps can still be used."""
         is_same = compile_settings(self._model) == self._settings
-        is_same &= {*map(id, self._model.variables)} == {id(each) for each, _ in self._values}
+        is_same &= {*map(id, self._model.variables)} == {
+            id(variable) for variable, _ in self._values
+        }
         return is_same and not self._have_moved()
 
     def check_variables(self) -> None:
@@ -277,8 +279,8 @@ def uses_batch_hooks(callbacks: Callbacks, kind: str) -> bool:
     hooks = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"]
     if kind == "train":
         hooks += ["on_batch_begin", "on_batch_end"]
-    given = keras.tree.flatten(callbacks or [])
-    return not all(_does_nothing(callback, hook) for callback in given for hook in hooks)
+    flat = keras.tree.flatten(callbacks or [])
+    return not all(_does_nothing(callback, hook) for callback in flat for hook in hooks)
 
 
 def _does_nothing(callback: keras.callbacks.Callback, hook: str) -> bool:

@@ -77,8 +77,8 @@ class Verification:
     @property
     def unequal(self) -> list[str]:
         """The names of values that differ by more than rounding, the largest difference first."""
-        found = [name for name, value in self.differences.items() if value > self.allowed(name)]
-        return sorted(found, key=lambda name: -self.differences[name])
+        names = [name for name, value in self.differences.items() if value > self.allowed(name)]
+        return sorted(names, key=lambda name: -self.differences[name])
 
     def allowed(self, name: str) -> float:
         """Returns the largest difference of a variable or log that counts as rounding."""

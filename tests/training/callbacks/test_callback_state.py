@@ -197,7 +197,7 @@ def test_a_job_that_gets_a_signal_goes_on_as_one(tmp_path: Path) -> None:
     assert found[2].begun == used[2].begun == len(resumed.epoch) == 3
 
 
-def test_a_signal_in_the_last_validation_leaves_the_validation_to_do(tmp_path: Path) -> None:
+def test_signal_in_the_last_validation_is_obeyed_after_it(tmp_path: Path) -> None:
     def train(*callbacks: Any) -> tuple[tfd.DistributedModel, Any]:
         keras.utils.set_random_seed(7)
         model = tfd.distribute(build, mirrored(2))

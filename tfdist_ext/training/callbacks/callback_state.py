@@ -56,12 +56,12 @@ def restore_callbacks(state: CallbackState, callbacks: Iterable[Callback]) -> No
     """
     saved = _read(state)
     for name, callback in _named(callbacks):
-        if (found := saved.get(name)) is None:
+        if (values := saved.get(name)) is None:
             continue
-        for attribute, value in found["known"].items():
+        for attribute, value in values["known"].items():
             setattr(callback, attribute, value)
-        if "own" in found and hasattr(callback, "set_state"):
-            callback.set_state(found["own"])
+        if "own" in values and hasattr(callback, "set_state"):
+            callback.set_state(values["own"])
 
 
 def continue_log_files(state: CallbackState, callbacks: Iterable[Callback]) -> None:
@@ -79,7 +79,7 @@ def _named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
     """Yields (name, callback); a name has the class, its settings, and #1 for the second one."""
     seen: Counter[str] = Counter()
     for callback in callbacks:
-        settings = [Path(str(getattr(callback, each, ""))).name for each in _SETTINGS]
+        settings = [Path(str(getattr(callback, setting, ""))).name for setting in _SETTINGS]
         name = " ".join([type(callback).__qualname__, *filter(None, settings)])
         yield (f"{name}#{seen[name]}" if seen[name] else name), callback
         seen[name] += 1
@@ -108,9 +108,9 @@ def _stored(value: Any, arrays: CallbackState, name: str) -> Any:
         TrainingError: the value cannot be stored; the error names the callback.
     """
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _stored(each, arrays, name) for key, each in value.items()}
+        return {key: _stored(part, arrays, name) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_stored(each, arrays, name) for each in value]
+        return [_stored(part, arrays, name) for part in value]
     if value is None or isinstance(value, str | bool | int | float):
         return value
     array = np.array(value)  # a copy: the callback may change its own
@@ -127,7 +127,7 @@ def _stored(value: Any, arrays: CallbackState, name: str) -> Any:
 
 
 def _read(state: CallbackState) -> dict[str, Any]:
-    def with_array(found: dict[str, Any]) -> Any:
-        return state[found[_ARRAY]] if set(found) == {_ARRAY} else found
+    def with_array(part: dict[str, Any]) -> Any:
+        return state[part[_ARRAY]] if set(part) == {_ARRAY} else part
 
     return json.loads(state[_JSON].tobytes(), object_hook=with_array)

@@ -133,7 +133,7 @@ class CheckpointManager:
         if self._reduction.is_chief:
             complete = f"training in {folder.path} is complete after {progress}; nothing to do"
             restored = differences(rates, _learning_rates(model))
-            changes += [f"{each}, as in the checkpoint" for each in restored]
+            changes += [f"{change}, as in the checkpoint" for change in restored]
             resumes = "; ".join([f"resuming after {progress}, from {path}", *changes])
             log_line(complete if is_done else resumes)
         epochs = progress.epoch - progress.first_epoch
@@ -197,7 +197,7 @@ class CheckpointManager:
         progress, self._unannounced = self._unannounced, Progress()
         if not progress.epoch or progress.batches:
             return
-        hooks = [getattr(each, "on_checkpoint_end", None) for each in self._callbacks]
+        hooks = [getattr(callback, "on_checkpoint_end", None) for callback in self._callbacks]
         with self._reduction.peers.barrier(f"epoch {progress.epoch}, checkpoint"):
             has_hooks = self._reduction.any_worker(any(hooks))  # one may be on the chief only
         if not has_hooks:
@@ -318,7 +318,7 @@ def _restoring(
 ) -> Callable[[], None]:
     """Returns a function that restores callbacks, and the numbers that callbacks may change."""
     optimizers = optimizers_of(model).values()
-    numbers = [v for each in optimizers for v in each.variables if not tuple(v.shape)]
+    numbers = [v for optimizer in optimizers for v in optimizer.variables if not tuple(v.shape)]
     restore_numbers = snapshot([*numbers, *model.metrics_variables])
 
     def restore() -> None:
