@@ -54,7 +54,6 @@ QUARANTINED = {"_keras_private.py", "_tf_private.py"}
 # The same inside of training/. Rooms side by side do not know each other.
 TRAINING_FLOORS = [
     {"verify"},
-    {"verification"},
     {"model"},
     {"distribution"},
     {"loop"},

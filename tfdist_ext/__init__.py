@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from tfdist_ext.training import distribute as distribute
     from tfdist_ext.training import finished_checkpoints as finished_checkpoints
     from tfdist_ext.training import training_is_done as training_is_done
-    from tfdist_ext.training.verification import Verification as Verification
+    from tfdist_ext.training.verify import Verification as Verification
     from tfdist_ext.training.verify import verify as verify
 
 __version__ = "0.1.0"
@@ -64,8 +64,7 @@ _HOME = {
         "strategies": "available_strategies create_strategy explain register_strategy run",
         "training": "DistributedModel WorkerTensorBoard all_rows distribute finished_checkpoints"
         " training_is_done",
-        "training.verification": "Verification",
-        "training.verify": "verify",
+        "training.verify": "Verification verify",
     }.items()
     for name in names.split()
 }

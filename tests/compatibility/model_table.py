@@ -12,7 +12,7 @@ from model_rows import rows
 from two_steps import BOUND, LARGE, Compared, train_in_task, train_on_replicas
 
 from tfdist_ext.testing import TaskError, run_tasks
-from tfdist_ext.training.verification import ROUNDING_FACTOR
+from tfdist_ext.training.verify import ROUNDING_FACTOR
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 BEGIN, END = "<!-- models begin -->\n", "<!-- models end -->"

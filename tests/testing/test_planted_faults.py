@@ -11,7 +11,7 @@ from check_results import run_checks
 import tfdist_ext as tfd
 from tfdist_ext.strategies import StrategyTemplate
 from tfdist_ext.testing import StrategyConformance, conformance
-from tfdist_ext.training.verification import Verification
+from tfdist_ext.training.verify import Verification
 
 
 class FirstValue(StrategyTemplate):

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 from tfdist_ext.private_names import PrivateNames
-from tfdist_ext.training import _keras_private, _tf_private
-from tfdist_ext.training.callbacks import in_cluster
+from tfdist_ext.training import _keras_private, _tf_private, distribution
 
 
 @pytest.mark.parametrize("names", [_keras_private.NAMES, _tf_private.NAMES])
@@ -105,7 +104,7 @@ EVERYWHERE = {
 
 def test_every_callback_of_keras_is_known() -> None:
     """A new one may write files on every worker, or have a state that no checkpoint holds."""
-    writers = {kind.__name__ for kind in in_cluster._WRITING_CALLBACKS}
+    writers = {kind.__name__ for kind in distribution._WRITING_CALLBACKS}
     assert {*CALLBACKS} - writers - EVERYWHERE <= {"BackupAndRestore", "CallbackList"}
     assert not writers & EVERYWHERE
 

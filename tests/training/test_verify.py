@@ -21,7 +21,7 @@ import tensorflow as tf
 import tfdist_ext as tfd
 from tfdist_ext import cli
 from tfdist_ext.testing import assert_trains_like_one_device
-from tfdist_ext.training.verification import TOLERANCE, Verification, relative_differences
+from tfdist_ext.training.verify import TOLERANCE, Verification, relative_differences
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(48, 5)).astype("float32")

@@ -11,7 +11,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.launcher.functions import launch
 
 if TYPE_CHECKING:
-    from tfdist_ext.training.verification import Verification
+    from tfdist_ext.training.verify import Verification
 
 SUMMARY = "train a few batches on one device and on several replicas, and compare all numbers"
 USAGE = "verify module:builder --data module:function [options]"

@@ -22,7 +22,7 @@ from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.messages import counted, shown
 from tfdist_ext.placement.specs import size_text
-from tfdist_ext.strategies.owned_sums import narrow_sums_of
+from tfdist_ext.strategies.owned_sums import narrow_sums_of, owned_sums_of
 from tfdist_ext.strategies.reductions import bucket_bytes_of
 from tfdist_ext.training._keras_private import layers_of, overrides, raw_value
 from tfdist_ext.training.agreement.equality import (
@@ -31,20 +31,30 @@ from tfdist_ext.training.agreement.equality import (
     SAME_MODEL,
     check_equal_across_workers,
     describe_data,
+    describe_model,
 )
-from tfdist_ext.training.agreement.model_description import describe_model
-from tfdist_ext.training.building.build import (
+from tfdist_ext.training.building import (
     adopt,
     build,
     build_sharded_optimizers,
+    creation_scope,
     deferred_builds,
+    move,
 )
-from tfdist_ext.training.building.moving import creation_scope, move
-from tfdist_ext.training.callbacks.in_cluster import Callbacks, callbacks_of_this_task
+from tfdist_ext.training.callbacks.callback_state import Callbacks
 from tfdist_ext.training.callbacks.worker_tensorboard import WorkerTensorBoard
 from tfdist_ext.training.checkpoints.format import Progress
+from tfdist_ext.training.checkpoints.manager import CheckpointManager
 from tfdist_ext.training.inputs import Epochs, GlobalBatches, read
-from tfdist_ext.training.loop import Loop, MadeFor, Validation, compile_settings, predict
+from tfdist_ext.training.loop import (
+    Loop,
+    MadeFor,
+    Validation,
+    compile_settings,
+    end_training,
+    predict,
+    train,
+)
 from tfdist_ext.training.parameter_server.engine import (
     ParameterServerEngine,
     ParameterServerPredictor,
@@ -66,6 +76,16 @@ from tfdist_ext.training.synchronous.engine import (
 )
 from tfdist_ext.training.synchronous.model_step import OneTrace
 from tfdist_ext.user_frames import warn
+
+# They write files, or print: only the chief runs them.
+_WRITING_CALLBACKS = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+    *filter(None, [getattr(keras.callbacks, "OrbaxCheckpoint", None)]),  # since Keras 3.15
+)
 
 
 class Distribution:
@@ -113,10 +133,10 @@ class Distribution:
 
     def traces(self) -> list[str]:
         """Returns the lines of `tfd.explain` about traces and unsynchronized layers."""
-        found = {kind: loop.program.traces for (kind, _), loop in self._loops.items()}
+        programs = {kind: loop.program.traces for (kind, _), loop in self._loops.items()}
         if self._predictor is not None:
-            found["predict"] = self._predictor[0].traces
-        traces = [f"{kind}: {how}" for kind, how in found.items()]
+            programs["predict"] = self._predictor[0].traces
+        traces = [f"{kind}: {how}" for kind, how in programs.items()]
         here, whole = sharded_bytes(self.model)
         shared = f"optimizer state: {size_text(here)} of {size_text(whole)} here" if whole else ""
         return [*traces, *filter(None, [shared, self._unsynchronized()])]
@@ -138,15 +158,6 @@ class Distribution:
                 f" Call {call}() before or after {method}()."
             )
 
-    @contextlib.contextmanager
-    def fitting(self) -> Iterator[None]:
-        """Scope of a `fit`, whose callbacks may run on the chief alone."""
-        self.fits += 1
-        try:
-            yield
-        finally:
-            self.fits -= 1
-
     def write(self, name: str, action: Callable[[], Any], what: str = "") -> Any:
         """Calls a function that writes files, on the chief alone.
 
@@ -167,9 +178,36 @@ class Distribution:
                 optimizer.build(self.model.trainable_variables)
             build_sharded_optimizers(self.model, self.reduction)
 
+    def train(
+        self,
+        epochs: range,
+        data: Epochs,
+        hooks: keras.callbacks.CallbackList,
+        saved: CheckpointManager | None,
+        validation: Validation | None,
+    ) -> None:
+        """Trains the epochs of a `fit`. Its callbacks may run on the chief alone."""
+        self.fits += 1
+        try:
+            with contextlib.nullcontext() if saved is None else saved.training():
+                with self.refusing_compile("fit"):
+                    hooks.on_train_begin()
+                    if saved is not None:
+                        saved.training_has_begun()
+                    logs: Logs = {}
+                    loop = self.train_loop(hooks)
+                    done = train(loop, epochs, data, hooks, saved, validation)
+                    for epoch_logs, self.progress in done:
+                        logs = epoch_logs
+                    if isinstance(self.model.optimizer, keras.optimizers.Optimizer) and epochs.stop:
+                        self.engine.finalize(self.model)
+                end_training(self.reduction, logs, hooks, saved)
+        finally:
+            self.fits -= 1
+
     def train_loop(self, hooks: keras.callbacks.CallbackList) -> Loop:
         """The training steps, which a WorkerTensorBoard times."""
-        boards = [each for each in hooks.callbacks if isinstance(each, WorkerTensorBoard)]
+        boards = [hook for hook in hooks.callbacks if isinstance(hook, WorkerTensorBoard)]
         if len(boards) > 1:  # the times of a step can only be read once
             raise TrainingError(
                 f"`fit` got {len(boards)} WorkerTensorBoard callbacks. Pass only one."
@@ -182,12 +220,12 @@ class Distribution:
 
     def loop(self, kind: str, *, timed: bool = False) -> Loop:
         """Returns the loop of "train" or "test" steps; a new one after `compile`."""
-        model, found = self.model, self._loops.get((kind, timed))
-        if found is None or not found.made_for.is_current():
+        model, loop = self.model, self._loops.get((kind, timed))
+        if loop is None or not loop.made_for.is_current():
             program = self.engine.make_program(model, kind, timed=timed)  # may change settings
-            found = Loop(model, self.reduction, kind, program, made_for=MadeFor(model))
-            self._loops[kind, timed] = found
-        return found
+            loop = Loop(model, self.reduction, kind, program, made_for=MadeFor(model))
+            self._loops[kind, timed] = loop
+        return loop
 
     def predict(self, epochs: Epochs, hooks: keras.callbacks.CallbackList) -> Any:
         if self._predictor is None or not self._predictor[1].is_current():
@@ -215,7 +253,7 @@ class Distribution:
         batches = self.global_batches(*arrays, **sizes)
         epochs = self.epochs(batches, sizes["steps"], "validation ")
         # What Keras's fit passes to the model's own evaluate.
-        given = {**dict(zip(("x", "y", "sample_weight"), arrays, strict=True)), **sizes}
+        arguments = {**dict(zip(("x", "y", "sample_weight"), arrays, strict=True)), **sizes}
 
         def evaluate(epoch: int, hooks: keras.callbacks.CallbackList) -> Logs:
             number = epoch + 1
@@ -225,7 +263,7 @@ class Distribution:
             self.cached_validation = epochs, hooks
             try:
                 options = {"return_dict": True, "_use_cached_eval_dataset": True}
-                return dict(self.model.evaluate(**given, callbacks=hooks, **options))
+                return dict(self.model.evaluate(**arguments, callbacks=hooks, **options))
             finally:
                 self.cached_validation = None
 
@@ -299,8 +337,8 @@ class Distribution:
         if not isinstance(x, ShardedDataset):
             replicas = self.reduction.replicas
             return read(x, y, sample_weight, seed=seed, replicas=replicas, **options)
-        given = {name: options.get(name) for name in ("class_weight", "batch_size")}
-        check_no_other_arguments(x, y=y, sample_weight=sample_weight, **given)
+        settings = {name: options.get(name) for name in ("class_weight", "batch_size")}
+        check_no_other_arguments(x, y=y, sample_weight=sample_weight, **settings)
         on_workers = None
         if isinstance(self.engine, ParameterServerEngine) and self.workers_may_read(x):
             on_workers = self.engine.batches_on_workers(x)
@@ -383,14 +421,14 @@ class Distribution:
         is_new = bool(self._created or deferred_builds(self.model)) or self._compared != compiled
         if self.reduction.multi_worker and self.reduction.any_worker(is_new):
             # Weights that came along are each worker's own.
-            others = state_of(self.model).values() if self._compared is None else ()
-            described = describe_model(self.model, [*map(raw_value, others), *self._created])
+            given_weights = state_of(self.model).values() if self._compared is None else ()
+            described = describe_model(self.model, [*map(raw_value, given_weights), *self._created])
             narrow = narrow_sums_of(self.strategy)
             described["bucket_bytes of the strategy"] = bucket_bytes_of(self.strategy)
             described["gradient_dtype of the strategy"] = narrow and narrow.dtype.name
             check_equal_across_workers(self.reduction, described, SAME_MODEL)
             self._move()
-            broadcast_variables(self.reduction, [*others, *self._created])
+            broadcast_variables(self.reduction, [*given_weights, *self._created])
             build_sharded_optimizers(self.model, self.reduction)
             self._compared = compiled
         self._created.clear()
@@ -402,6 +440,40 @@ def _warn_of_own_functions(model: keras.Model) -> None:
             warn(
                 f"{type(model).__name__}.{name} is not called: a distributed model compiles its own"
                 " steps. Override train_step, test_step or predict_step instead."
+            )
+
+
+def callbacks_of_this_task(
+    callbacks: Callbacks, *, is_chief: bool
+) -> list[keras.callbacks.Callback]:
+    """Returns the callbacks that run on this task: all on the chief, elsewhere no writers.
+
+    Callbacks that change the training (EarlyStopping, schedules) run on every task. They decide the
+    same, because logs are the same on every task.
+    """
+    flat = keras.tree.flatten(callbacks or [])
+    if is_chief:
+        return flat
+    kept = [callback for callback in flat if not isinstance(callback, _WRITING_CALLBACKS)]
+    for callback in kept:
+        if getattr(callback, "verbose", 0):
+            callback.verbose = 0
+    return kept
+
+
+def check_supported(callbacks: Callbacks, strategy: tf.distribute.Strategy) -> None:
+    """Raises TrainingError for callbacks that do not work in a distributed `fit`."""
+    for callback in keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or []):
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise TrainingError(
+                "fit() does not support the callback BackupAndRestore. Remove it, and call"
+                " fit(checkpoint_dir=...), which saves each epoch and resumes."
+            )
+        is_swap = isinstance(callback, keras.callbacks.SwapEMAWeights)
+        if is_swap and owned_sums_of(strategy) is not None:
+            raise TrainingError(
+                "SwapEMAWeights needs the whole state of the optimizer, which workers share"
+                " (shard_optimizer=True). Use a strategy without shard_optimizer=True."
             )
 
 

@@ -1,4 +1,4 @@
-"""The loop of `fit`, `evaluate` and `predict`: epochs, executions, steps per execution, Ctrl-C.
+"""The loop of `fit`, `evaluate` and `predict`: epochs, executions, steps per execution.
 
 Every execution is a collective, so all tasks of a cluster must run the same executions. The tasks
 agree where one may decide differently: only the chief runs callbacks that write, and a callback
@@ -6,15 +6,12 @@ may stop the training on one task.
 
 Long executions are fast, because nothing waits for Python between their steps. Short executions
 show progress, and let Ctrl-C and callbacks in. So an execution aims at a fixed time
-(`StepsPerExecutionTuner`). A KeyboardInterrupt that is raised in a finalizer is lost.
-`preserve_sigint` raises it again.
+(`StepsPerExecutionTuner`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
@@ -25,10 +22,10 @@ import tensorflow as tf
 
 from tfdist_ext.data.pipelines import Structure, data_errors_as_raised
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.launcher.exit_codes import PREEMPTED, signals_to
-from tfdist_ext.training._keras_private import in_one_array, layers_of, raw_value
+from tfdist_ext.launcher.exit_codes import PREEMPTED
+from tfdist_ext.training._keras_private import in_one_array, layers_of, raw_value, traces_batches
 from tfdist_ext.training.agreement.task_status import Reduction
-from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks
+from tfdist_ext.training.callbacks.callback_state import Callbacks
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
 from tfdist_ext.training.inputs import EMPTY, Epoch, Epochs, Execution
@@ -117,7 +114,7 @@ def compile_settings(model: keras.Model) -> tuple[object, ...]:
 
     Steps are compiled again after one of them changes.
     """
-    normalizing = [each for each in layers_of(model, keras.layers.Normalization) if each.built]
+    normalizing = [layer for layer in layers_of(model, keras.layers.Normalization) if layer.built]
     tensors = [tensor for layer in normalizing for tensor in (layer.mean, layer.variance)]
     statistics = [np.asarray(tf.get_static_value(tensor)).tobytes() for tensor in tensors]
     compiled = model.compiled and (model.optimizer, model.loss, model.metrics, model.jit_compile)
@@ -135,7 +132,9 @@ class MadeFor:
     def is_current(self) -> bool:
         """Whether the steps can still be used."""
         is_same = compile_settings(self._model) == self._settings
-        is_same &= {*map(id, self._model.variables)} == {id(each) for each, _ in self._values}
+        is_same &= {*map(id, self._model.variables)} == {
+            id(variable) for variable, _ in self._values
+        }
         return is_same and not self._have_moved()
 
     def check_variables(self) -> None:
@@ -200,18 +199,9 @@ class Loop:
         peers = self.reduction.peers
         logs: Logs = {}
         done = 0
-        with self._running() as raise_if_interrupted:
+        with self._running(), data_errors_as_raised():
             with peers.barrier(f"{where}before its first step"):
-                uses_batches = uses_batch_hooks(hooks.callbacks, self._kind)
-                spec = getattr(data.iterator, "element_spec", None)
-                data_kind = spec, data.batch_size, data.known_length, data.needs_row_count
-                # If a callback stops before the first batch, Keras still runs that batch.
-                is_new = data_kind != self._tuned_for
-                flags = np.array([uses_batches, self._stopped, is_new], np.int32)
-                by_batch, one_only, is_new = (self.reduction.sum_over_workers(flags) > 0).tolist()
-                self.program.reset(resume=data.completed > 0)
-            if is_new:  # on any worker: all of them choose the same numbers of steps
-                self._tuner, self._tuned_for = StepsPerExecutionTuner(), data_kind
+                by_batch, one_only = self._begin(data, hooks)
             tuner, requested = self._tuner, self.model.steps_per_execution
             is_fixed = requested > 1 or by_batch
             while data.steps is None or done < data.steps:
@@ -221,7 +211,6 @@ class Loop:
                 peers.enters("callbacks")
                 getattr(hooks, f"on_{self._kind}_batch_begin")(data.completed + done)
                 result = self._execute(data, n, tuner, f"{where}steps after step {done}")
-                raise_if_interrupted()
                 if result.steps == 0:
                     logs = result.logs if data.completed else logs
                     break
@@ -243,6 +232,24 @@ class Loop:
                     break
             return logs, done
 
+    def _begin(self, data: Epoch, hooks: keras.callbacks.CallbackList) -> tuple[bool, bool]:
+        """Prepares an epoch; every worker must call.
+
+        Returns:
+            Whether callbacks run after each batch, and whether the epoch has a single batch.
+        """
+        uses_batches = uses_batch_hooks(hooks.callbacks, self._kind)
+        spec = getattr(data.iterator, "element_spec", None)
+        data_kind = spec, data.batch_size, data.known_length, data.needs_row_count
+        # If a callback stops before the first batch, Keras still runs that batch.
+        is_new = data_kind != self._tuned_for
+        flags = np.array([uses_batches, self._stopped, is_new], np.int32)
+        by_batch, one_only, is_new = (self.reduction.sum_over_workers(flags) > 0).tolist()
+        self.program.reset(resume=data.completed > 0)
+        if is_new:  # on any worker: all workers choose the same numbers of steps
+            self._tuner, self._tuned_for = StepsPerExecutionTuner(), data_kind
+        return by_batch, one_only
+
     def _execute(self, data: Epoch, n: int, tuner: StepsPerExecutionTuner, where: str) -> Execution:
         self.made_for.check_variables()
         peers = self.reduction.peers
@@ -259,13 +266,39 @@ class Loop:
         return bool(getattr(self.model, self._stop_flag, False))
 
     @contextlib.contextmanager
-    def _running(self) -> Iterator[Callable[[], None]]:
+    def _running(self) -> Iterator[None]:
         before, self.is_running = self.is_running, True  # a callback may call train_on_batch
         try:
-            with preserve_sigint() as raise_if_interrupted, data_errors_as_raised():
-                yield raise_if_interrupted
+            yield
         finally:
             self.is_running = before
+
+
+def uses_batch_hooks(callbacks: Callbacks, kind: str) -> bool:
+    """Whether a callback wants to be called for each batch of `kind`: train, test or predict."""
+    hooks = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"]
+    if kind == "train":
+        hooks += ["on_batch_begin", "on_batch_end"]
+    flat = keras.tree.flatten(callbacks or [])
+    return not all(_does_nothing(callback, hook) for callback in flat for hook in hooks)
+
+
+def _does_nothing(callback: keras.callbacks.Callback, hook: str) -> bool:
+    """Whether a batch hook does nothing, as Keras's own with some settings."""
+    method = getattr(callback, hook)
+    function = getattr(method, "__func__", method)
+    if function is getattr(keras.callbacks.Callback, hook):
+        return True
+    if not str(getattr(function, "__module__", "")).startswith("keras."):
+        return False
+    match callback:
+        case keras.callbacks.ProgbarLogger() | keras.callbacks.History():
+            return True
+        case keras.callbacks.ModelCheckpoint():
+            return callback.save_freq == "epoch"
+        case keras.callbacks.TensorBoard():
+            return callback.update_freq == "epoch" and not traces_batches(callback)
+    return False
 
 
 _TARGET = 0.8  # seconds of an execution: short enough to show progress
@@ -323,18 +356,17 @@ def predict(
     may_stop = reduction.any_worker(may_stop)
     collected: list[Structure] = []
     done = 0  # global batches
-    with preserve_sigint() as raise_if_interrupted, data_errors_as_raised(), epochs.next() as data:
-        each = predictor.outputs(data)
+    with data_errors_as_raised(), epochs.next() as data:
+        outputs_of_batches = predictor.outputs(data)
         while not stop and (data.steps is None or done < data.steps):
             peers.enters("callbacks")
             hooks.on_predict_batch_begin(done)
             peers.enters("steps")
             try:
                 with peers.barrier(f"batch {done}"):
-                    outputs = next(each)
+                    outputs = next(outputs_of_batches)
             except StopIteration:
                 break
-            raise_if_interrupted()
             done += 1
             if outputs is not None:
                 collected.append(outputs)
@@ -348,24 +380,3 @@ def predict(
     epochs.end_epoch(data, done, stopped=stop)
     hooks.on_predict_end()
     return keras.tree.map_structure(in_one_array, *collected)
-
-
-@contextlib.contextmanager
-def preserve_sigint() -> Iterator[Callable[[], None]]:
-    """Scope with a function that raises a lost KeyboardInterrupt again.
-
-    The scope has no effect outside of the main thread, or if the user has a handler for Ctrl-C.
-    """
-    pressed = threading.Event()
-
-    def raise_interrupt(*_: object) -> None:
-        pressed.set()
-        raise KeyboardInterrupt
-
-    def check() -> None:
-        if pressed.is_set():
-            raise KeyboardInterrupt
-
-    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with signals_to(raise_interrupt, [signal.SIGINT] if is_default else []):
-        yield check

@@ -8,7 +8,6 @@ are plain Keras models.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import os
@@ -33,9 +32,8 @@ from tfdist_ext.training._keras_private import (
 from tfdist_ext.training._tf_private import records_gradients
 from tfdist_ext.training.agreement.barriers import peers_of
 from tfdist_ext.training.agreement.task_status import on_every_worker
-from tfdist_ext.training.building.build import input_signature
-from tfdist_ext.training.building.moving import is_in, moved_out
-from tfdist_ext.training.callbacks.in_cluster import Callbacks, check_supported
+from tfdist_ext.training.building import input_signature, is_in, moved_out
+from tfdist_ext.training.callbacks.callback_state import Callbacks
 from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
@@ -45,10 +43,8 @@ from tfdist_ext.training.checkpoints.saving import (
     restore_checkpoint,
     write_checkpoint,
 )
-from tfdist_ext.training.distribution import Distribution, rows_of_arrays
-from tfdist_ext.training.loop import end_training, train
+from tfdist_ext.training.distribution import Distribution, check_supported, rows_of_arrays
 from tfdist_ext.training.state import check_has_variables
-from tfdist_ext.training.steps.scope import Logs
 from tfdist_ext.training.synchronous.engine import SynchronousEngine
 from tfdist_ext.training.synchronous.model_step import OneTrace
 from tfdist_ext.user_frames import filter_traceback
@@ -201,20 +197,7 @@ class DistributedModel(keras.Model):
         self.stop_training = False
         if saved is not None:
             initial_epoch = saved.resume(data, initial_epoch, hooks.callbacks)
-        scope = contextlib.nullcontext() if saved is None else saved.training()
-        with scope, state.fitting():
-            with state.refusing_compile("fit"):
-                hooks.on_train_begin()
-                if saved is not None:
-                    saved.training_has_begun()
-                remaining = range(initial_epoch, epochs)
-                logs: Logs = {}
-                loop = state.train_loop(hooks)
-                for each in train(loop, remaining, data, hooks, saved, validation):
-                    logs, state.progress = each
-                if isinstance(self.optimizer, keras.optimizers.Optimizer) and epochs > 0:
-                    state.engine.finalize(self)
-            end_training(state.reduction, logs, hooks, saved)
+        state.train(range(initial_epoch, epochs), data, hooks, saved, validation)
         return self.history
 
     @on_every_worker

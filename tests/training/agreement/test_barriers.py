@@ -35,7 +35,7 @@ def error_of(cluster: Tasks, name: str) -> str:
         ("SIGKILL", 1, -signal.SIGKILL, r"worker:1 \(127.0.0.1:\d+\) is gone: nothing listens"),
     ],
 )
-def test_the_others_name_who_is_gone_and_the_checkpoint_to_go_on_from(
+def test_error_names_the_worker_that_is_gone_and_the_last_checkpoint(
     tmp_path: Path, event: str, victim: int, status: int, says: str
 ) -> None:
     other = 1 - victim
@@ -69,7 +69,7 @@ def test_a_frozen_worker_is_named(tmp_path: Path, victim: int) -> None:
         assert re.match(said, error_of(cluster, other))
 
 
-def test_the_one_that_makes_another_call_is_named_with_both_calls(tmp_path: Path) -> None:
+def test_different_calls_are_named_on_both_workers(tmp_path: Path) -> None:
     with tasks(
         "worker_leaves.py", "evaluates", "1", str(tmp_path), folder=tmp_path, workers=2, ps=0
     ) as cluster:
@@ -83,7 +83,7 @@ def test_the_one_that_makes_another_call_is_named_with_both_calls(tmp_path: Path
         assert "worker:0 in fit (epoch 3, before its first step)" in error
 
 
-def test_a_script_that_has_ended_in_a_process_that_lives_on_is_named(tmp_path: Path) -> None:
+def test_ended_training_thread_of_a_live_process_is_named(tmp_path: Path) -> None:
     with tasks(
         "worker_leaves.py", "leaves its thread", "1", str(tmp_path),
         folder=tmp_path, workers=2, ps=0,
@@ -98,7 +98,7 @@ def test_a_script_that_has_ended_in_a_process_that_lives_on_is_named(tmp_path: P
 
 
 @pytest.mark.long
-def test_a_slow_worker_is_waited_for_and_different_calls_are_refused(tmp_path: Path) -> None:
+def test_slow_worker_is_reported_and_different_calls_are_refused(tmp_path: Path) -> None:
     """The one is slow for longer than anything above takes; its own handler gets the SIGTERM."""
     with tasks(
         "worker_leaves.py", "slow", "1", str(tmp_path), folder=tmp_path, workers=2, ps=0

@@ -86,7 +86,7 @@ class TestTaskStatus:
         ("data", r"worker:1 has stalled reading its data: \d+ s in steps"),
     ],
 )
-def test_a_worker_that_stands_still(
+def test_stalled_worker_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, says: str
 ) -> None:
     monkeypatch.setenv(STALL_TIMEOUT, "3")
@@ -103,7 +103,7 @@ def test_a_worker_that_stands_still(
             assert "(most recent call first):" in cluster.log(name)
 
 
-def test_a_worker_of_a_parameter_server_job_that_stands_still(
+def test_stalled_worker_of_parameter_servers_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(STALL_TIMEOUT, "3")
@@ -120,7 +120,7 @@ def test_a_worker_of_a_parameter_server_job_that_stands_still(
         assert re.search(said, cluster.log("chief:0"))
 
 
-def test_a_process_alone_whose_data_stops(tmp_path: Path) -> None:
+def test_stalled_data_ends_a_single_process(tmp_path: Path) -> None:
     env = {**os.environ, STALL_TIMEOUT: "3"}
     command = [sys.executable, str(PROGRAMS / "standing_still.py"), "data", "", str(tmp_path)]
     run = run_program(command, tmp_path, env=env, timeout=100)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from training_cases import X, Y, assert_trains_as_keras, distributed_fit, mirrored
 
 import tfdist_ext as tfd
-from tfdist_ext.training.building.build import reject_stateful_rnns
+from tfdist_ext.training.building import reject_stateful_rnns
 
 FIT = {"batch_size": 12, "epochs": 2}  # 64 rows: the last batch has 4
 Dense = keras.layers.Dense

@@ -15,7 +15,7 @@ import pytest
 from training_cases import X, Y, assert_same_weights, copy_of_folder, mirrored
 
 import tfdist_ext as tfd
-from tfdist_ext.training.callbacks.in_cluster import callback_state, restore_callbacks
+from tfdist_ext.training.callbacks.callback_state import callback_state, restore_callbacks
 
 EPOCHS = 8
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -197,7 +197,7 @@ def test_a_job_that_gets_a_signal_goes_on_as_one(tmp_path: Path) -> None:
     assert found[2].begun == used[2].begun == len(resumed.epoch) == 3
 
 
-def test_a_signal_in_the_last_validation_leaves_the_validation_to_do(tmp_path: Path) -> None:
+def test_signal_in_the_last_validation_is_obeyed_after_it(tmp_path: Path) -> None:
     def train(*callbacks: Any) -> tuple[tfd.DistributedModel, Any]:
         keras.utils.set_random_seed(7)
         model = tfd.distribute(build, mirrored(2))

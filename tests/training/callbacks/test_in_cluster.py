@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from warm_programs import run_workers
 
-from tfdist_ext.training.callbacks.in_cluster import callbacks_of_this_task, uses_batch_hooks
+from tfdist_ext.training.distribution import callbacks_of_this_task
+from tfdist_ext.training.loop import uses_batch_hooks
 
 PROGRAMS = Path(__file__).parents[2] / "programs"
 sys.path.insert(0, str(PROGRAMS))

@@ -21,8 +21,7 @@ import tensorflow as tf
 
 from tfdist_ext.testing.conformance.replica_checks import ReplicaChecks
 from tfdist_ext.testing.conformance.variable_checks import VariableChecks
-from tfdist_ext.training.verification import TOLERANCE
-from tfdist_ext.training.verify import Trainings
+from tfdist_ext.training.verify import TOLERANCE, Trainings
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = [

@@ -254,8 +254,8 @@ class PeerMonitor(TaskStatus):
                 positions = {self._me: position} | _positions_of(self._others)
                 unchanged = unchanged + PATIENCE if positions == before else 0.0
                 before = positions
-                if unchanged and (found := obstacle(positions, unchanged, stalled)):
-                    self._decide(found)
+                if unchanged and (end := obstacle(positions, unchanged, stalled)):
+                    self._decide(end)
             if position.inside and reports.due(waited):
                 self._report_wait(position, waited)
         self._obey(self._end)
@@ -346,22 +346,22 @@ def obstacle(positions: Mapping[str, Position], unchanged: float, stalled: str) 
         unchanged: seconds since a position has changed.
         stalled: why the leader has stalled; "" if it has not.
     """
-    inside = {task: each for task, each in positions.items() if each.inside}
-    if len({(each.number, each.place) for each in inside.values()}) > 1:
+    inside = {task: position for task, position in positions.items() if position.inside}
+    if len({(position.number, position.place) for position in inside.values()}) > 1:
         tasks: dict[str, list[str]] = {}
-        for task, each in positions.items():
-            tasks.setdefault(each.place, []).append(task)
+        for task, position in positions.items():
+            tasks.setdefault(position.place, []).append(task)
         calls = "; ".join(f"{', '.join(names)} in {place}" for place, names in tasks.items())
         text = f"Workers have made different calls: {calls}. {SAME_CALLS}"
         return End("differs", "", text)
-    number = max((each.number for each in inside.values()), default=0)
-    for task, each in positions.items():
-        patience = LEAVE_LIMIT if each.left == _THREAD_ENDED else PATIENCE
-        if each.left and each.number < number and unchanged >= patience:
-            return End("left", task, f"{task} left at {_clock(each.since)}: {each.left}")
+    number = max((position.number for position in inside.values()), default=0)
+    for task, position in positions.items():
+        patience = LEAVE_LIMIT if position.left == _THREAD_ENDED else PATIENCE
+        if position.left and position.number < number and unchanged >= patience:
+            return End("left", task, f"{task} left at {_clock(position.since)}: {position.left}")
     if stalled and len(inside) == len(positions):  # a late task watches itself
-        least = min(each.batches for each in inside.values())
-        behind = [task for task, each in inside.items() if each.batches == least]
+        least = min(position.batches for position in inside.values())
+        behind = [task for task, position in inside.items() if position.batches == least]
         text = f"{' with '.join(behind)} has stalled reading its data"
         if len(behind) == len(inside):
             text = "all workers have stalled"
@@ -377,8 +377,8 @@ def _stored(key: str, seconds: float = 0.1) -> dict[str, Any]:
 
 
 def _stored_end(seconds: float) -> End | None:
-    found = _stored("end", seconds)
-    return End(**found) if found else None
+    end = _stored("end", seconds)
+    return End(**end) if end else None
 
 
 def _positions_of(tasks: Iterable[str]) -> dict[str, Position]:

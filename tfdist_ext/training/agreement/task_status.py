@@ -125,9 +125,9 @@ class TaskStatus:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
 
-        found = [n for n, handlers in replaceable.items() if signal.getsignal(n) in handlers]
+        numbers = [n for n, handlers in replaceable.items() if signal.getsignal(n) in handlers]
         ended = False
-        with signals_to(note, found) as handles:
+        with signals_to(note, numbers) as handles:
             try:
                 yield
             except PeerError:  # another task may have ended at the signal

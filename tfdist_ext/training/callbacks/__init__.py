@@ -1,5 +1,4 @@
-"""Keras's callbacks, and our own, in a training of several tasks.
+"""The state of callbacks in a checkpoint, and WorkerTensorBoard.
 
-Here belong which of them run on which task, what their `self.model` does, and WorkerTensorBoard.
-The loop calls them; nothing here knows how steps run.
+`loop` calls the callbacks, and `distribution` chooses which of them run on this task.
 """

@@ -60,7 +60,7 @@ class WorkerTensorBoard(keras.callbacks.Callback):
         """Called by `fit` before its first step, with its steps, which are timed."""
         self._timer = program.timer
         self._reduction = reduction
-        self._workers = [each.removeprefix("the ") for each in reduction.task_names()]
+        self._workers = [task.removeprefix("the ") for task in reduction.task_names()]
         self._first_epoch = True
         folder = self._workers[reduction.worker].replace(" ", "-")
         self._writer = tf.summary.create_file_writer(str(self._log_dir / folder))
@@ -86,17 +86,17 @@ class WorkerTensorBoard(keras.callbacks.Callback):
             return
         with self._writer.as_default():
             for first in range(0, count, self._update_freq):
-                some = slice(first, first + self._update_freq)
-                at = self._step + min(some.stop, count)
-                write_scalar("own_ms", own[some].mean(), at)
-                write_scalar("step_ms", step[some].mean(), at)
+                steps = slice(first, first + self._update_freq)
+                at = self._step + min(steps.stop, count)
+                write_scalar("own_ms", own[steps].mean(), at)
+                write_scalar("step_ms", step[steps].mean(), at)
             self._step += count
         self._writer.flush()
         # The first step of a training compiles.
         later = slice(1, None) if self._first_epoch and count > 1 else slice(None)
         self._first_epoch = False
-        mine = np.array([own[later].mean(), step[later].mean()])
-        self.own_ms, steps_ms = from_each_worker(self._reduction, mine).T
+        means = np.array([own[later].mean(), step[later].mean()])
+        self.own_ms, steps_ms = from_each_worker(self._reduction, means).T
         if self._reduction.is_chief:
             for line in slow_workers(self._workers, self.own_ms, steps_ms.mean() * _SLOW):
                 print(f"\n{line}", flush=True)

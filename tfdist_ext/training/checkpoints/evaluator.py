@@ -19,7 +19,7 @@ from tfdist_ext.cluster.liveness.watching import COORDINATOR_SILENT, GONE, TaskW
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.launcher.exit_codes import RESTART
 from tfdist_ext.strategies.cluster_tasks import RoleEnded
-from tfdist_ext.training.callbacks.in_cluster import Callbacks
+from tfdist_ext.training.callbacks.callback_state import Callbacks
 from tfdist_ext.training.callbacks.worker_tensorboard import write_scalar
 from tfdist_ext.training.checkpoints.folder import checkpoints_in, epochs_when_done
 from tfdist_ext.training.checkpoints.format import (
@@ -77,9 +77,7 @@ def evaluate_checkpoints(
     evaluate = functools.partial(model.evaluate, **data, **options)
     if not model.built:
         evaluate(steps=1)  # the model gets its shapes from data
-    given = keras.tree.flatten(callbacks or [])
-    boards = [each.log_dir for each in given if isinstance(each, keras.callbacks.TensorBoard)]
-    log_dir = posixpath.join(str([*boards, folder][0]), "evaluator")
+    log_dir = _log_dir(callbacks, folder)
     with write_errors(log_dir), os_errors():
         writer = tf.summary.create_file_writer(log_dir)
     if verbose:
@@ -99,6 +97,15 @@ def evaluate_checkpoints(
     raise RoleEnded(0)
 
 
+def _log_dir(callbacks: Callbacks, folder: str) -> str:
+    """Returns the folder of the scalars: in the `log_dir` of a TensorBoard, or in `folder`."""
+    callbacks = keras.tree.flatten(callbacks or [])
+    boards = [
+        board.log_dir for board in callbacks if isinstance(board, keras.callbacks.TensorBoard)
+    ]
+    return posixpath.join(str([*boards, folder][0]), "evaluator")
+
+
 def _restored(
     model: Any, folder: str, epochs: int, me: str, cluster: ClusterDescription
 ) -> Iterator[Progress]:
@@ -108,7 +115,7 @@ def _restored(
     while True:
         gone = leader is not None and leader.state == GONE  # asked before the folder is read
         done = (epochs_when_done(folder) or 0) >= epochs  # also asked before
-        path = next((each for each in checkpoints_in(folder) if each not in seen), None)
+        path = next((path for path in checkpoints_in(folder) if path not in seen), None)
         if path is not None:
             seen.add(path)
             try:

@@ -167,7 +167,7 @@ class CheckpointFolder:
             Exception: the error of the checkpoint before.
         """
         self.wait()
-        variables = [each for each in arrays.values() if not isinstance(each, np.ndarray)]
+        variables = [array for array in arrays.values() if not isinstance(array, np.ndarray)]
         if self._thread is None or any(map(is_table, variables)):
             self.write(progress, encode_checkpoint(progress, arrays, self._report))
             return

@@ -21,9 +21,9 @@ from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.launcher.exit_codes import PREEMPTED, command_line, is_launched, is_started_again
 from tfdist_ext.training._keras_private import step_variables
-from tfdist_ext.training.agreement.model_description import LOSS_AND_METRICS, compile_texts
+from tfdist_ext.training.agreement.equality import LOSS_AND_METRICS, compile_texts
 from tfdist_ext.training.agreement.task_status import Reduction
-from tfdist_ext.training.callbacks.in_cluster import (
+from tfdist_ext.training.callbacks.callback_state import (
     CallbackState,
     callback_state,
     continue_log_files,
@@ -124,19 +124,7 @@ class CheckpointManager:
         rates = _learning_rates(model)
         progress, state = restore_checkpoint(model, self._reduction, path)
         changes = differences(progress.settings, settings)
-        if of_loss := [each for each in changes if each.split()[0] in LOSS_AND_METRICS]:
-            raise TrainingError(
-                f"{path} belongs to a training with another loss or other metrics:"
-                f" {', '.join(of_loss)}. Compile the model as before, or use another"
-                " checkpoint_dir. To train these weights with another loss, call"
-                " restore_checkpoint(path) before fit(checkpoint_dir=...) with a new folder."
-            )
-        if progress.batches and (changes or not self._resumes_inside):
-            raise TrainingError(
-                f"The checkpoint is in the middle of an epoch, at {progress}, where this job cannot"
-                f" resume: {', '.join(changes) or 'this data begins with an epoch'}. Use the same"
-                " data and arguments to the end of the epoch, or another checkpoint_dir."
-            )
+        self._check_can_resume(path, progress, changes)
         progress = replace(progress, seed=self._progress.seed, settings=settings)
         self._progress = self._unannounced = progress
         self._restore = _restoring(model, state, callbacks)
@@ -145,7 +133,7 @@ class CheckpointManager:
         if self._reduction.is_chief:
             complete = f"training in {folder.path} is complete after {progress}; nothing to do"
             restored = differences(rates, _learning_rates(model))
-            changes += [f"{each}, as in the checkpoint" for each in restored]
+            changes += [f"{change}, as in the checkpoint" for change in restored]
             resumes = "; ".join([f"resuming after {progress}, from {path}", *changes])
             log_line(complete if is_done else resumes)
         epochs = progress.epoch - progress.first_epoch
@@ -160,6 +148,22 @@ class CheckpointManager:
                     self._data.end_epoch()
             data.begin_at_position(completed=progress.batches)
         return max(self._epochs, progress.epoch) if is_done else progress.epoch
+
+    def _check_can_resume(self, path: str, progress: Progress, changes: list[str]) -> None:
+        """Raises TrainingError for another loss, or for other data inside an epoch."""
+        if of_loss := [change for change in changes if change.split()[0] in LOSS_AND_METRICS]:
+            raise TrainingError(
+                f"{path} belongs to a training with another loss or other metrics:"
+                f" {', '.join(of_loss)}. Compile the model as before, or use another"
+                " checkpoint_dir. To train these weights with another loss, call"
+                " restore_checkpoint(path) before fit(checkpoint_dir=...) with a new folder."
+            )
+        if progress.batches and (changes or not self._resumes_inside):
+            raise TrainingError(
+                f"The checkpoint is in the middle of an epoch, at {progress}, where this job cannot"
+                f" resume: {', '.join(changes) or 'this data begins with an epoch'}. Use the same"
+                " data and arguments to the end of the epoch, or another checkpoint_dir."
+            )
 
     def _check_every(self, data: Epochs) -> None:
         """Raises TrainingError if `checkpoint_every` is given, and is not possible."""
@@ -193,7 +197,7 @@ class CheckpointManager:
         progress, self._unannounced = self._unannounced, Progress()
         if not progress.epoch or progress.batches:
             return
-        hooks = [getattr(each, "on_checkpoint_end", None) for each in self._callbacks]
+        hooks = [getattr(callback, "on_checkpoint_end", None) for callback in self._callbacks]
         with self._reduction.peers.barrier(f"epoch {progress.epoch}, checkpoint"):
             has_hooks = self._reduction.any_worker(any(hooks))  # one may be on the chief only
         if not has_hooks:
@@ -314,7 +318,7 @@ def _restoring(
 ) -> Callable[[], None]:
     """Returns a function that restores callbacks, and the numbers that callbacks may change."""
     optimizers = optimizers_of(model).values()
-    numbers = [v for each in optimizers for v in each.variables if not tuple(v.shape)]
+    numbers = [v for optimizer in optimizers for v in optimizer.variables if not tuple(v.shape)]
     restore_numbers = snapshot([*numbers, *model.metrics_variables])
 
     def restore() -> None:

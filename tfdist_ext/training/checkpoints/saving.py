@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training._keras_private import global_seed_generator, seed_state
 from tfdist_ext.training.agreement.task_status import Reduction
-from tfdist_ext.training.callbacks.in_cluster import CallbackState
+from tfdist_ext.training.callbacks.callback_state import CallbackState
 from tfdist_ext.training.checkpoints.format import (
     Arrays,
     CheckpointFile,

@@ -1,4 +1,4 @@
-"""Callbacks in a training of several tasks: which run where, their `self.model` and their state.
+"""The state of callbacks in a checkpoint.
 
 Keras's callbacks start from nothing in each `fit`: how long EarlyStopping has waited, the best loss
 so far, the history. So a checkpoint has their state. A user's callback gives its state with
@@ -17,11 +17,9 @@ from typing import Any, TypeAlias
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.messages import shown
-from tfdist_ext.strategies.owned_sums import owned_sums_of
 from tfdist_ext.training import _keras_private
 from tfdist_ext.user_frames import warn
 
@@ -29,7 +27,6 @@ Callback: TypeAlias = keras.callbacks.Callback
 
 # What Keras's fit, evaluate and predict take as callbacks.
 Callbacks: TypeAlias = Callback | keras.callbacks.CallbackList | Sequence[Callback] | None
-
 
 # "state": JSON as bytes; the arrays in it by their numbers.
 CallbackState: TypeAlias = dict[str, np.ndarray]
@@ -39,75 +36,6 @@ _ARRAY = "array of the state"  # the key of {_ARRAY: "3"} in the JSON
 
 # Settings that distinguish two callbacks of one class, in this job and in the next.
 _SETTINGS = ("monitor", "filepath", "filename", "log_dir")
-
-# They write files, or print: only the chief runs them.
-_WRITING_CALLBACKS = (
-    keras.callbacks.CSVLogger,
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.ProgbarLogger,
-    keras.callbacks.RemoteMonitor,
-    keras.callbacks.TensorBoard,
-    *filter(None, [getattr(keras.callbacks, "OrbaxCheckpoint", None)]),  # since Keras 3.15
-)
-
-
-def callbacks_of_this_task(callbacks: Callbacks, *, is_chief: bool) -> list[Callback]:
-    """Returns the callbacks that run on this task: all on the chief, elsewhere no writers.
-
-    Callbacks that change the training (EarlyStopping, schedules) run on every task. They decide the
-    same, because logs are the same on every task.
-    """
-    given = keras.tree.flatten(callbacks or [])
-    if is_chief:
-        return given
-    kept = [callback for callback in given if not isinstance(callback, _WRITING_CALLBACKS)]
-    for callback in kept:
-        if getattr(callback, "verbose", 0):
-            callback.verbose = 0
-    return kept
-
-
-def uses_batch_hooks(callbacks: Callbacks, kind: str) -> bool:
-    """Whether a callback wants to be called for each batch of `kind`: train, test or predict."""
-    hooks = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"]
-    if kind == "train":
-        hooks += ["on_batch_begin", "on_batch_end"]
-    given = keras.tree.flatten(callbacks or [])
-    return not all(_does_nothing(callback, hook) for callback in given for hook in hooks)
-
-
-def _does_nothing(callback: Callback, hook: str) -> bool:
-    """Whether a batch hook does nothing, as Keras's own with some settings."""
-    method = getattr(callback, hook)
-    function = getattr(method, "__func__", method)
-    if function is getattr(keras.callbacks.Callback, hook):
-        return True
-    if not str(getattr(function, "__module__", "")).startswith("keras."):
-        return False
-    match callback:
-        case keras.callbacks.ProgbarLogger() | keras.callbacks.History():
-            return True
-        case keras.callbacks.ModelCheckpoint():
-            return callback.save_freq == "epoch"
-        case keras.callbacks.TensorBoard():
-            return callback.update_freq == "epoch" and not _keras_private.traces_batches(callback)
-    return False
-
-
-def check_supported(callbacks: Callbacks, strategy: tf.distribute.Strategy) -> None:
-    """Raises TrainingError for callbacks that do not work in a distributed `fit`."""
-    for callback in keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or []):
-        if isinstance(callback, keras.callbacks.BackupAndRestore):
-            raise TrainingError(
-                "fit() does not support the callback BackupAndRestore. Remove it, and call"
-                " fit(checkpoint_dir=...), which saves each epoch and resumes."
-            )
-        is_swap = isinstance(callback, keras.callbacks.SwapEMAWeights)
-        if is_swap and owned_sums_of(strategy) is not None:
-            raise TrainingError(
-                "SwapEMAWeights needs the whole state of the optimizer, which workers share"
-                " (shard_optimizer=True). Use a strategy without shard_optimizer=True."
-            )
 
 
 def callback_state(callbacks: Iterable[Callback]) -> CallbackState:
@@ -128,12 +56,12 @@ def restore_callbacks(state: CallbackState, callbacks: Iterable[Callback]) -> No
     """
     saved = _read(state)
     for name, callback in _named(callbacks):
-        if (found := saved.get(name)) is None:
+        if (values := saved.get(name)) is None:
             continue
-        for attribute, value in found["known"].items():
+        for attribute, value in values["known"].items():
             setattr(callback, attribute, value)
-        if "own" in found and hasattr(callback, "set_state"):
-            callback.set_state(found["own"])
+        if "own" in values and hasattr(callback, "set_state"):
+            callback.set_state(values["own"])
 
 
 def continue_log_files(state: CallbackState, callbacks: Iterable[Callback]) -> None:
@@ -151,7 +79,7 @@ def _named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
     """Yields (name, callback); a name has the class, its settings, and #1 for the second one."""
     seen: Counter[str] = Counter()
     for callback in callbacks:
-        settings = [Path(str(getattr(callback, each, ""))).name for each in _SETTINGS]
+        settings = [Path(str(getattr(callback, setting, ""))).name for setting in _SETTINGS]
         name = " ".join([type(callback).__qualname__, *filter(None, settings)])
         yield (f"{name}#{seen[name]}" if seen[name] else name), callback
         seen[name] += 1
@@ -180,9 +108,9 @@ def _stored(value: Any, arrays: CallbackState, name: str) -> Any:
         TrainingError: the value cannot be stored; the error names the callback.
     """
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _stored(each, arrays, name) for key, each in value.items()}
+        return {key: _stored(part, arrays, name) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_stored(each, arrays, name) for each in value]
+        return [_stored(part, arrays, name) for part in value]
     if value is None or isinstance(value, str | bool | int | float):
         return value
     array = np.array(value)  # a copy: the callback may change its own
@@ -199,7 +127,7 @@ def _stored(value: Any, arrays: CallbackState, name: str) -> Any:
 
 
 def _read(state: CallbackState) -> dict[str, Any]:
-    def with_array(found: dict[str, Any]) -> Any:
-        return state[found[_ARRAY]] if set(found) == {_ARRAY} else found
+    def with_array(part: dict[str, Any]) -> Any:
+        return state[part[_ARRAY]] if set(part) == {_ARRAY} else part
 
     return json.loads(state[_JSON].tobytes(), object_hook=with_array)
