@@ -73,11 +73,11 @@ except tfd.StrategyError as error:
     assert " does not have the private name " in second
 
 
-def test_setup_allows_the_releases_that_are_tested() -> None:
-    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+def test_the_package_requires_the_releases_that_are_tested() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for package, (_, oldest, newest) in private_names.TESTED.items():
         major, minor = newest.split(".")
-        assert f'"{package}>={oldest},<{major}.{int(minor) + 1}"' in setup
+        assert f'"{package}>={oldest},<{major}.{int(minor) + 1}"' in project
 
 
 @pytest.mark.parametrize("module", [_tf_private, servers, _keras_private])

@@ -13,7 +13,7 @@ from typing import Any
 
 from tfdist_ext.errors import TfDistError
 
-# The oldest and the newest release that setup.py allows. The tests have passed with both.
+# The oldest and the newest release that pyproject.toml allows. The tests have passed with both.
 TESTED = {"tensorflow": ("TensorFlow", "2.20", "2.21"), "keras": ("Keras", "3.12", "3.15")}
 
 
