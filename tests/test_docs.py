@@ -73,6 +73,7 @@ COMMANDS_BY = {
         "scripts/docs",
         "scripts/chaos --fixed",
     ],
+    ".github/workflows/ci.yml": ["scripts/coverage"],
     "scripts/test": ["scripts/check"],
     "tests/test_configs.py::test_config_trains": [
         "tfdist run --workers 2 -- python docs/examples/digits.py"
@@ -172,17 +173,6 @@ def test_the_commands_of_the_page_run(page: str, tmp_path: Path) -> None:
                 folder.mkdir()
                 _compare(_printed_by(command, here, folder), lines, f"{block.where}: {command}")
                 run += 1
-
-
-def test_the_readme_begins_with_commands_that_ci_runs() -> None:
-    first_two = [command for command, _ in commands_of("README.md")][:2]
-    assert first_two == ["scripts/demo", "scripts/test"]
-    assert set(first_two) <= set((ROOT / ".ci" / "run").read_text().splitlines())
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    titles = ["Install", "The script", "Run it", "Status"]  # in the order in which people type
-    places = [text.index(f"\n## {title}\n") for title in titles]
-    assert text.index("$ scripts/demo") < places[0]
-    assert places == sorted(places)
 
 
 def test_the_lines_for_two_machines_are_one_training(tmp_path: Path) -> None:

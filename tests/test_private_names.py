@@ -73,7 +73,7 @@ except tfd.StrategyError as error:
     assert " does not have the private name " in second
 
 
-def test_the_package_allows_the_releases_that_are_tested() -> None:
+def test_the_package_requires_the_releases_that_are_tested() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for package, (_, oldest, newest) in private_names.TESTED.items():
         major, minor = newest.split(".")
