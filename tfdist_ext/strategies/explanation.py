@@ -117,19 +117,8 @@ def explain(strategy: Any) -> Explanation:
         )
     choice = choice_of(strategy) or Choice("made elsewhere", "it was not made by create_strategy")
     cluster = _cluster_of(strategy)
-    together = strategy.num_replicas_in_sync
     placer = getattr(strategy, "placer", None)
-    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        devices = []
-        jobs = {} if cluster is None else cluster.jobs
-        workers = counted(len(jobs.get("worker", ())), "worker")
-        replicas = "each worker trains by itself (asynchronous)"
-        places = f"variables on {len(jobs.get('ps', ()))} ps, computing on {workers}"
-    else:
-        devices = _short_names(devices_listed(strategy, "worker_devices"))
-        elsewhere = f", {len(devices)} of them on this task" if len(devices) != together else ""
-        replicas = f"{together} in sync{elsewhere}" if devices else str(together)
-        places = _places(strategy, devices)
+    devices, replicas, places = _computing(strategy, cluster)
     shared = (
         ["state sharded across workers (shard_optimizer=True)"] if owned_sums_of(strategy) else []
     )
@@ -157,12 +146,28 @@ def explain(strategy: Any) -> Explanation:
     return Explanation(
         strategy=choice.name,
         reason=choice.because,
-        replicas=together,
+        replicas=strategy.num_replicas_in_sync,
         devices=tuple(devices),
         considered=tuple(choice.passed_over),
         steps=tuple(steps),
         text=text,
     )
+
+
+def _computing(
+    strategy: tf.distribute.Strategy, cluster: ClusterDescription | None
+) -> tuple[list[str], str, str]:
+    """(devices of this task that compute steps, replicas in words, all devices in words)."""
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        jobs = {} if cluster is None else cluster.jobs
+        workers = counted(len(jobs.get("worker", ())), "worker")
+        places = f"variables on {len(jobs.get('ps', ()))} ps, computing on {workers}"
+        return [], "each worker trains by itself (asynchronous)", places
+    together = strategy.num_replicas_in_sync
+    devices = _short_names(devices_listed(strategy, "worker_devices"))
+    elsewhere = f", {len(devices)} of them on this task" if len(devices) != together else ""
+    replicas = f"{together} in sync{elsewhere}" if devices else str(together)
+    return devices, replicas, _places(strategy, devices)
 
 
 def _cluster_of(strategy: tf.distribute.Strategy) -> ClusterDescription | None:

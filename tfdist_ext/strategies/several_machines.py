@@ -79,18 +79,7 @@ def multi_worker_mirrored(
         )
     size = None if bucket_bytes is None else parse_size(bucket_bytes, "bucket_bytes")
     options = _communication_options(communication, communication_options)
-    described = describe_for("multi_worker_mirrored", cluster)
-    if others := [job for job in described.jobs if job not in ("chief", "worker")]:
-        raise StrategyError(
-            "multi_worker_mirrored takes a chief and workers only, and"
-            f" {described.source} has {' and '.join(others)} tasks. Use parameter_server for ps"
-            " tasks. Start an evaluator without TF_CONFIG, or with a separate one."
-        )
-    if described.task is None:
-        raise StrategyError(
-            f"{described.source} does not say which task this process is. Pass task_type= and"
-            " task_id=, as in SimpleClusterResolver(spec, task_type='worker', task_id=0)."
-        )
+    described = _workers_described(cluster)
     hosts = {task: identity(address)[0] for task, address in described.addresses.items()}
     _share_cores(list(hosts.values()).count(hosts[str(described.task)]))
     with start_failures_in_words(described):
@@ -111,6 +100,27 @@ def multi_worker_mirrored(
     usual = options.bytes_per_pack or usual
     set_bucket_bytes(strategy, usual if size is None else size)
     return strategy
+
+
+def _workers_described(cluster: Cluster) -> ClusterDescription:
+    """The cluster of `multi_worker_mirrored`.
+
+    Raises:
+        StrategyError: the cluster has other tasks than workers, or does not name this task.
+    """
+    described = describe_for("multi_worker_mirrored", cluster)
+    if others := [job for job in described.jobs if job not in ("chief", "worker")]:
+        raise StrategyError(
+            "multi_worker_mirrored takes a chief and workers only, and"
+            f" {described.source} has {' and '.join(others)} tasks. Use parameter_server for ps"
+            " tasks. Start an evaluator without TF_CONFIG, or with a separate one."
+        )
+    if described.task is None:
+        raise StrategyError(
+            f"{described.source} does not say which task this process is. Pass task_type= and"
+            " task_id=, as in SimpleClusterResolver(spec, task_type='worker', task_id=0)."
+        )
+    return described
 
 
 def _communication_options(communication: str | None, options: Any) -> Any:

@@ -98,7 +98,7 @@ def server_variable_class() -> Any:
                     "PiecesOfVariable",
                     [piece.handle for piece in self._variables],
                     [whole.handle],
-                    self._joined_gradient,
+                    functools.partial(_joined_gradient, self),
                 )
             return whole.handle
 
@@ -123,28 +123,25 @@ def server_variable_class() -> Any:
             """The value of a variable that a branch of a `tf.cond` returns."""
             return tf.convert_to_tensor(self)
 
-        def _joined_gradient(self, *gradients: Any) -> list[Any]:
-            """The gradients of the pieces as one: slices if one of them is, else a whole tensor."""
-            if not any(isinstance(each, tf.IndexedSlices) for each in gradients):
-                return [tf.concat(gradients, axis=0)]
-            slices = [_slices(each) for each in gradients]
-            indices = [
-                tf.cast(each.indices, tf.int64) + offset[0]
-                for each, offset in zip(slices, self._var_offsets, strict=True)
-            ]
-            return [
-                tf.IndexedSlices(
-                    tf.concat([each.values for each in slices], axis=0),
-                    tf.concat(indices, axis=0),
-                    tf.constant(self.shape.as_list(), tf.int64),
-                )
-            ]
-
     for name in ("assign", "assign_add", "assign_sub"):
         setattr(ServerVariable, name, _of_piece(sharded, name))
     for name in ("add", "div", "max", "min", "mul", "sub", "update"):
         setattr(ServerVariable, f"scatter_{name}", _of_piece(sharded, f"scatter_{name}"))
     return ServerVariable
+
+
+def _joined_gradient(variable: Any, *gradients: Any) -> list[Any]:
+    """The gradients of the pieces as one: slices if one of them is, else a whole tensor."""
+    if not any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
+        return [tf.concat(gradients, axis=0)]
+    slices = [_slices(gradient) for gradient in gradients]
+    indices = [
+        tf.cast(piece.indices, tf.int64) + offset[0]
+        for piece, offset in zip(slices, variable._var_offsets, strict=True)
+    ]
+    values = tf.concat([piece.values for piece in slices], axis=0)
+    shape = tf.constant(variable.shape.as_list(), tf.int64)
+    return [tf.IndexedSlices(values, tf.concat(indices, axis=0), shape)]
 
 
 def _of_piece(sharded: type, name: str) -> Any:
