@@ -95,6 +95,7 @@ def test_json_round_trip(data: st.DataObject, specs: list[VariableSpec], tasks: 
         ({"format": "other"}, "Plan again with this package"),
         ({"tasks": 1}, "was changed and cannot be read"),
         ({"variables": [{"on": [0]}]}, "was changed and cannot be read"),
+        ({"variables": [{"path": "a", "shape": [4], "held": "pieces", "on": [-1]}]}, "no task -1"),
     ],
 )
 def test_json_that_was_changed(change: dict[str, Any], named: str) -> None:

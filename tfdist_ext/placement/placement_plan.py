@@ -208,8 +208,10 @@ class PlacementPlan:
             plan = PlacementPlan(
                 tuple(specs), tuple(places), content["tasks"], devices, content["budget"]
             )
-            _lines_of_tasks(plan)  # an IndexError for a task that does not exist
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            tasks = {task for place in places for task in place.tasks}
+            if unknown := tasks - set(range(plan.tasks)):
+                raise ValueError(f"it has no task {', '.join(map(str, sorted(unknown)))}")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlacementError(
                 f"the placement plan was changed and cannot be read: {error!r}. Plan again, and"
                 " use rules to move variables."
