@@ -34,6 +34,7 @@ class Network:
         bandwidth: the bytes per second that a worker can send.
         latency: the seconds until a message arrives.
         usable: the fraction of the bandwidth that gradients get.
+        host: the bytes per second that a worker's processor moves, in addition to the network.
         overhead: the seconds of a collective besides its messages.
         bucket_bytes: the size of a bucket of gradients. 0 sums all gradients at once, except with
             `shard_optimizer`. None is 4 MiB times the number of workers, the default on CPUs.
@@ -45,6 +46,7 @@ class Network:
     bandwidth: float
     latency: float = 1e-4
     usable: float = 0.9
+    host: float = math.inf
     overhead: float = 5e-4
     bucket_bytes: int | None = None
     overlap: float = 0.6
@@ -58,7 +60,7 @@ class Network:
 
     def seconds(self, sent: float, messages: int, collectives: int = 1) -> float:
         """Returns the time in which a worker sends bytes in messages, one after another."""
-        sending = sent / (self.bandwidth * self.usable)
+        sending = sent / (self.bandwidth * self.usable) + sent / self.host
         return sending + messages * self.latency + collectives * self.overhead
 
 
