@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -15,9 +14,14 @@ from tfdist_ext.data.pipelines import Structure, batch_size_of, rows_between
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import check_int, shown
 from tfdist_ext.placement.live.learning import learn_specs
-from tfdist_ext.placement.scaling import Network, StepCost, parse_rate, parse_seconds
+from tfdist_ext.placement.scaling import (
+    Network,
+    StepCost,
+    WorkersPlan,
+    parse_rate,
+    parse_seconds,
+)
 from tfdist_ext.placement.specs import VariableSpec, itemsize
-from tfdist_ext.placement.workers_plan import WorkersPlan
 from tfdist_ext.training import distribute
 from tfdist_ext.training.variables import default_strategy
 from tfdist_ext.training.verify import first_batches
@@ -37,7 +41,6 @@ def plan_workers(
     latency: float | str = 1e-4,
     step_seconds: float | str | None = None,
     batch_size: int = 32,
-    gradient_dtype: str = "bfloat16",
     straggling: float = 0.0,
 ) -> WorkersPlan:
     """Plans how fast a model would train on several workers, before you have the machines.
@@ -57,7 +60,6 @@ def plan_workers(
         step_seconds: the time of a step of one batch, measured elsewhere, as 0.35 or "350ms". The
             time of a smaller batch is then taken as proportional.
         batch_size: the rows of a batch of arrays, or of the step of `step_seconds` without data.
-        gradient_dtype: the type of gradients that the plan compares with, "bfloat16" or "float16".
         straggling: the standard deviation of the time of a step between workers, relative to the
             mean. All workers wait for the slowest.
 
@@ -70,13 +72,13 @@ def plan_workers(
     counts, link = _counts(workers), _link(network, latency, straggling)
     seconds = None if step_seconds is None else parse_seconds(step_seconds, "step_seconds")
     batch_size = check_int(batch_size, "batch_size", 1, error=PlacementError)
-    _check(builder, data, seconds, gradient_dtype)
+    _check(builder, data, seconds)
     if data is None:
         assert seconds is not None
         step = _cost(learn_specs(builder), [], seconds, batch_size)
     else:
         step = _measured(builder, data, batch_size, seconds)
-    return WorkersPlan(step, link, counts, gradient_dtype)
+    return WorkersPlan(step, link, counts)
 
 
 def _link(network: str, latency: float | str, straggling: float) -> Network:
@@ -89,7 +91,7 @@ def _link(network: str, latency: float | str, straggling: float) -> Network:
     )
 
 
-def _check(builder: object, data: object, seconds: float | None, gradient_dtype: object) -> None:
+def _check(builder: object, data: object, seconds: float | None) -> None:
     """Checks arguments of `plan_workers` before the model is built."""
     if isinstance(builder, keras.Model) or not callable(builder):
         raise PlacementError(
@@ -100,21 +102,13 @@ def _check(builder: object, data: object, seconds: float | None, gradient_dtype:
             "plan_workers needs data to time steps (data=, --data), or the time of a step above 0"
             " (step_seconds=, --step)."
         )
-    if gradient_dtype not in ("bfloat16", "float16"):
-        raise PlacementError(
-            f"gradient_dtype must be 'bfloat16' or 'float16', got {shown(gradient_dtype)}."
-        )
 
 
 def _counts(workers: Iterable[int]) -> tuple[int, ...]:
     """The numbers of workers, sorted."""
-    if (
-        not isinstance(workers, Sequence | np.ndarray)
-        or isinstance(workers, str)
-        or not len(workers)
-    ):
-        raise PlacementError(f"workers must be numbers such as (1, 2, 4), got {shown(workers)}.")
     numbers = {check_int(each, "a number of workers", 1, error=PlacementError) for each in workers}
+    if not numbers:
+        raise PlacementError("workers must be numbers such as (1, 2, 4), got none.")
     return tuple(sorted(numbers))
 
 
@@ -134,8 +128,7 @@ def _measured(
         raise PlacementError("The data passed to plan_workers is empty: it has no batch.")
     (batch,) = batches
     rows = int(batch_size_of(batch))
-    with _recording(model) as gradients:
-        model.train_on_batch(*keras.utils.unpack_x_y_sample_weight(batch))
+    gradients = _gradients(model, batch)
     tables = [each for each in gradients if isinstance(each, tf.IndexedSlices)]
     specs = learn_specs(model)
     if seconds is not None:
@@ -148,23 +141,20 @@ def _measured(
     return _cost(specs, tables, seconds, rows, fixed)
 
 
-@contextmanager
-def _recording(model: keras.Model) -> Iterator[list[Any]]:
-    """Scope in which the model trains eagerly. Yields the gradients that its optimizer gets."""
+def _gradients(model: keras.Model, batch: Structure) -> list[Any]:
+    """Trains a step eagerly; returns the gradients that the model's optimizer gets."""
     optimizer, eagerly, gradients = model.optimizer, model.run_eagerly, list[Any]()
     apply = optimizer.apply
 
     def record(grads: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-        grads = list(grads)
-        gradients.extend(grads)
+        gradients.extend(grads := list(grads))
         return apply(grads, *args, **kwargs)
 
     optimizer.apply, model.run_eagerly = record, True
-    try:
-        yield gradients
-    finally:
-        del optimizer.apply
-        model.run_eagerly, model.train_function = eagerly, None
+    model.train_on_batch(*keras.utils.unpack_x_y_sample_weight(batch))
+    del optimizer.apply
+    model.run_eagerly, model.train_function = eagerly, None
+    return gradients
 
 
 def _time_of_step(model: keras.Model, batch: Structure) -> float:

@@ -15,12 +15,12 @@ from tfdist_ext.placement import PlacementError
 from tfdist_ext.placement.scaling import (
     Network,
     StepCost,
+    WorkersPlan,
     parse_rate,
     parse_seconds,
     rate_text,
     step_seconds,
 )
-from tfdist_ext.placement.workers_plan import WorkersPlan
 from tfdist_ext.strategies.reductions import SIZES
 
 QUICK = settings(max_examples=200, deadline=None, derandomize=True, database=None)

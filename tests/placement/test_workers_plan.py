@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tfdist_ext.placement import PlacementError
-from tfdist_ext.placement.scaling import Network, StepCost, parse_rate
-from tfdist_ext.placement.workers_plan import WorkersPlan
+from tfdist_ext.placement.scaling import Network, StepCost, WorkersPlan, parse_rate
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 

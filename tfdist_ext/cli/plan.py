@@ -17,7 +17,7 @@ from tfdist_ext.launcher.output import STARTUP_NOISE
 
 if TYPE_CHECKING:
     from tfdist_ext.placement import PlacementPlan
-    from tfdist_ext.placement.workers_plan import WorkersPlan
+    from tfdist_ext.placement.scaling import WorkersPlan
 
 SUMMARY = "show what each parameter server or worker would hold, and how fast workers would be"
 USAGE = "plan module:builder [options]"

@@ -9,13 +9,21 @@ Source: Patarasuk and Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002.
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from decimal import Decimal
+from textwrap import fill, indent
+from typing import Any, NamedTuple
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.messages import shown
+from tfdist_ext.messages import counted, shown
+from tfdist_ext.placement.placement_plan import save_figure
+from tfdist_ext.placement.specs import columns, size_text
+from tfdist_ext.user_frames import filter_traceback
 
 _BUCKET_BYTES_PER_WORKER = 4 << 20  # as in strategies/reductions.py
 _NARROW_ITEMSIZE = 2  # bytes of a bfloat16 and of a float16
@@ -24,6 +32,9 @@ _NUMBER = r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*"
 _RATE = re.compile(_NUMBER + r"([kKmMgGtT]?)(?:([bB]it|b)(?:/s|ps)?|B/s)\s*")
 _SECONDS = re.compile(_NUMBER + r"(s|ms|us)\s*")
 _UNITS_OF_SECONDS = {"s": 0, "ms": -3, "us": -6}
+_CLOSE = 0.95  # of the largest speedup: fewer workers are as good
+_GAIN = 1.05  # a smaller speedup is no gain
+_BOTH = (False, True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +164,160 @@ def step_seconds(
     return seconds
 
 
+class Estimate(NamedTuple):
+    """The computed speed and memory of a number of workers.
+
+    Attributes:
+        seconds: the time of a step.
+        examples_per_second: of all workers.
+        efficiency: `examples_per_second` relative to as many workers that need no communication.
+        memory: the bytes of variables, slots and gradients on a worker, without activations.
+    """
+
+    seconds: float
+    examples_per_second: float
+    efficiency: float
+    memory: int
+
+
+@filter_traceback
+@dataclass(frozen=True)
+class WorkersPlan:
+    """The speed of a model on several workers, computed by `plan_workers`. Print it as a table.
+
+    Attributes:
+        step: the step on one device, its gradients and its variables.
+        network: the network, and how steps use it.
+        workers: the numbers of workers, sorted.
+    """
+
+    step: StepCost
+    network: Network
+    workers: tuple[int, ...]
+
+    def estimate(
+        self, workers: int, *, same_batch: bool = False, narrow: bool = False, sharded: bool = False
+    ) -> Estimate:
+        """Returns the speed and memory of a number of workers.
+
+        Args:
+            same_batch: workers share the global batch of one worker. Otherwise each worker has a
+                batch of this size.
+            narrow: gradients travel in 16 bits (`gradient_dtype`).
+            sharded: workers share the optimizer's slots (`shard_optimizer=True`).
+        """
+        step = self.step
+        rows = -(-step.rows // workers) if same_batch else step.rows
+        examples = step.rows if same_batch else step.rows * workers
+        seconds = step_seconds(step, self.network, workers, rows, narrow=narrow, sharded=sharded)
+        efficiency = examples * step.seconds / (seconds * step.rows * workers)
+        memory = step.memory(workers, sharded=sharded)
+        return Estimate(seconds, examples / seconds, efficiency, memory)
+
+    @property
+    def advice(self) -> str:
+        """One or two sentences about what to do."""
+        more = [workers for workers in self.workers if workers > 1]
+        if not more:
+            return "Plan more than one worker, such as --workers 1,2,4."
+        text, is_faster = self._speed_text(more)
+        text += f" (global batch {self.step.rows})."
+        if not is_faster:
+            network = replace(self.network, bandwidth=self.network.bandwidth * 10)
+            on_faster, is_faster = replace(self, network=network)._speed_text(more)
+            if is_faster:
+                return f"{text} {on_faster}."
+        times = self.estimate(more[-1]).efficiency * more[-1]
+        return (
+            f"{text} With {self.step.rows} examples for each worker, {more[-1]} workers would"
+            f" process {times:.1f} times as many examples per second as one."
+        )
+
+    def save_picture(self, path: str | os.PathLike[str]) -> None:
+        """Draws examples per second over the number of workers, as .svg or .png.
+
+        Raises:
+            PlacementError: the path has another suffix, the file cannot be written, or matplotlib
+                is not installed.
+        """
+        save_figure(path, self._figure)
+
+    def __str__(self) -> str:
+        rows, titles = self.step.rows, ["examples/s", "efficiency"]
+        head = ["workers", "", f"{rows} each", *titles, f"{rows} in all", *titles, "memory"]
+        lines = [head]
+        for workers in self.workers:
+            for sharded, narrow in itertools.product(*[_BOTH[: min(workers, 2)]] * 2):
+                cells = ["" if narrow or sharded else str(workers)]
+                cells.append(["fit", "bfloat16", "sharded", "both"][2 * sharded + narrow])
+                settings = {"narrow": narrow, "sharded": sharded}
+                for same_batch in _BOTH:
+                    result = self.estimate(workers, same_batch=same_batch, **settings)
+                    speed = result.examples_per_second
+                    cells += [_time(result.seconds), f"{speed:,.{0 if speed >= 100 else 1}f}"]
+                    cells.append(f"{result.efficiency:.0%}")
+                lines.append([*cells, size_text(result.memory)])
+        table = indent(columns(lines, "><>>>>>>>"), "  ")
+        notes = (
+            f"{rows} each, {rows} in all: a step of {rows} examples for each worker or in all."
+            " bfloat16: with gradient_dtype. sharded: with shard_optimizer=True. memory: variables,"
+            " slots and gradients of a worker, without activations."
+        )
+        return "\n\n".join([self._title(), table, fill(notes, 100), fill(self.advice, 100)])
+
+    def _title(self) -> str:
+        step, network = self.step, self.network
+        rows = f" and {step.table_ids} rows of tables" if step.table_ids else ""
+        return (
+            f"{counted(step.rows, 'example')} in {_time(step.seconds)} on one device,"
+            f" {size_text(step.dense_bytes)} of gradients{rows},"
+            f" {rate_text(network.bandwidth)}, latency {_time(network.latency)}"
+        )
+
+    def _speed_text(self, choices: Sequence[int]) -> tuple[str, bool]:
+        """What workers would gain, with one global batch, and whether they would gain anything."""
+        (best, speedup), (narrow_best, narrow_speedup) = map(self._best, [choices] * 2, _BOTH)
+        is_faster = speedup >= _GAIN
+        compared = "slower than" if speedup < 1 else "no faster than"
+        compared = f"{speedup:.1f} times as fast as" if is_faster else compared
+        text = f"On {rate_text(self.network.bandwidth)}, {best} workers would be {compared} one"
+        narrow_is_faster = narrow_speedup >= _GAIN * max(speedup, 1.0)
+        if narrow_is_faster:
+            text += f", {'and' if is_faster else 'but'} {narrow_best} workers {narrow_speedup:.1f}"
+            text += ' times as fast with gradient_dtype="bfloat16"'
+        return text, is_faster or narrow_is_faster
+
+    def _best(self, choices: Sequence[int], narrow: bool) -> tuple[int, float]:
+        """The number of workers that is fastest, or about as fast and smaller; its speedup."""
+        speedups = {
+            workers: self.estimate(workers, same_batch=True, narrow=narrow).efficiency * workers
+            for workers in choices
+        }
+        fastest = max(speedups.values())
+        return next(item for item in speedups.items() if item[1] >= _CLOSE * fastest)
+
+    def _figure(self) -> Any:
+        from matplotlib.figure import Figure
+
+        axes = Figure(figsize=(8, 4.5)).add_subplot()
+        axes.set_title(self._title(), fontsize=10, loc="left")
+        ideal = [count * self.step.rows / self.step.seconds for count in self.workers]
+        axes.plot(self.workers, ideal, ":", color="grey", label="ideal")
+        for same_batch, narrow in itertools.product(_BOTH, repeat=2):
+            setting = {"same_batch": same_batch, "narrow": narrow}
+            speeds = [self.estimate(n, **setting).examples_per_second for n in self.workers]
+            name = "same global batch" if same_batch else "same batch for each worker"
+            style = f"C{int(same_batch)}{'--' if narrow else '-'}o"
+            axes.plot(self.workers, speeds, style, label=name + ", bfloat16" * narrow)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(self.workers, labels=list(map(str, self.workers)))
+        axes.yaxis.set_major_formatter("{x:,.4g}")
+        axes.set(xlabel="workers", ylabel="examples per second")
+        axes.legend(frameon=False, fontsize=8)
+        return axes.figure
+
+
 def _padded(size: int, itemsize: int) -> int:
     """The bytes of a vector, padded as in strategies/reductions.py: to 4 lengths per octave."""
     length = -(-size // itemsize)
@@ -198,3 +363,9 @@ def parse_seconds(value: float | str, what: str) -> float:
             f'{what} must be a time of at least 0, such as "0.35s" or "350ms", got {shown(value)}.'
         )
     return float(Decimal(match[1]).scaleb(_UNITS_OF_SECONDS[match[2]]))
+
+
+def _time(seconds: float) -> str:
+    """A readable time, such as "1.35 s", "350 ms" or "50 us"."""
+    power = 0 if seconds >= 1 else 1 if seconds >= 1e-3 else 2
+    return f"{seconds * 1000**power:.3g} {('s', 'ms', 'us')[power]}"
