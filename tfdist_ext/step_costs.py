@@ -47,7 +47,8 @@ def plan_workers(
 
     The function times steps of the model on one device of this machine. It counts the bytes of
     gradients, of rows of tables and of slots, and computes the time in which workers sum gradients.
-    The computed times are for workers that are as fast as this machine.
+    The computed times are for workers that are as fast as this machine, and sum gradients as on
+    its devices (CPUs or GPUs).
 
     Args:
         builder: a function without arguments that returns the compiled model.
@@ -106,7 +107,9 @@ def _check(builder: object, data: object, seconds: float | None) -> None:
 
 def _counts(workers: Iterable[int]) -> tuple[int, ...]:
     """The numbers of workers, sorted."""
-    numbers = {check_int(each, "a number of workers", 1, error=PlacementError) for each in workers}
+    numbers = {
+        check_int(number, "a number of workers", 1, error=PlacementError) for number in workers
+    }
     if not numbers:
         raise PlacementError("workers must be numbers such as (1, 2, 4), got none.")
     return tuple(sorted(numbers))
@@ -129,7 +132,7 @@ def _measured(
     (batch,) = batches
     rows = int(batch_size_of(batch))
     gradients = _gradients(model, batch)
-    tables = [each for each in gradients if isinstance(each, tf.IndexedSlices)]
+    tables = [gradient for gradient in gradients if isinstance(gradient, tf.IndexedSlices)]
     specs = learn_specs(model)
     if seconds is not None:
         return _cost(specs, tables, seconds, rows)
@@ -185,14 +188,14 @@ def _cost(
     """
     trained = [spec for spec in specs if spec.trainable]
     whole = sum(spec.weight_bytes for spec in trained)
-    in_rows = sum(int(np.prod(each.dense_shape)) * each.dtype.size for each in tables)
+    in_rows = sum(int(np.prod(table.dense_shape)) * table.dtype.size for table in tables)
     return StepCost(
         seconds=seconds,
         fixed_seconds=fixed_seconds,
         rows=rows,
         dense_bytes=whole - in_rows,
-        table_values=sum(int(tf.size(each.values)) for each in tables),
-        table_ids=sum(int(tf.size(each.indices)) for each in tables),
+        table_values=sum(int(tf.size(table.values)) for table in tables),
+        table_ids=sum(int(tf.size(table.indices)) for table in tables),
         itemsize=max((itemsize(spec.dtype) for spec in trained), default=4),
         trained_bytes=whole,
         other_bytes=sum(spec.weight_bytes for spec in specs if not spec.trainable),
