@@ -16,6 +16,7 @@ import tensorflow as tf
 
 import tfdist_ext as tfd
 from tfdist_ext.training.parameter_server.calls import traced_on_batches
+from tfdist_ext.training.steps import row_updates
 
 shards = int(sys.argv[1])
 cluster, servers = own_servers.serve(ps=2)
@@ -187,6 +188,9 @@ for name, make_optimizer, lazy in (
     ("rows, lazy adamw", lambda: opt.AdamW(0.01, weight_decay=0.1), True),
 ):
     _, result["optimizers"][name] = compared(build(make_optimizer, table), lazy_updates=lazy)
+row_updates.BLOCK_BYTES = 4  # one row
+for name, make_optimizer in {"adam": lambda: opt.Adam(0.01), "rmsprop": opt.RMSprop}.items():
+    _, result["optimizers"][f"blocks, {name}"] = compared(build(make_optimizer, table))
 _, result["own step"] = compared(build(lambda: opt.SGD(0.1), OwnStep))
 _, result["weight assigned in call"] = compared(build(lambda: opt.Adam(0.01), spectral))
 
