@@ -21,6 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.data._keras_private import array_parts, get_data_adapter, one_pass, take
 from tfdist_ext.data.ordered import Order, sorted_at_random
 from tfdist_ext.data.pipelines import (
     SHARED_TENSOR,
@@ -36,7 +37,6 @@ from tfdist_ext.data.pipelines import (
 )
 from tfdist_ext.data.shards import bounds
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training._keras_private import array_parts, batches_of, get_data_adapter, take
 from tfdist_ext.training.steps.scope import Logs
 from tfdist_ext.user_frames import warn
 
@@ -308,7 +308,7 @@ def _in_new_orders(
         order = random.permutation(source.num_batches).tolist()
         adapter = get_data_adapter(_Permuted(source, order), class_weight=class_weight)
         try:
-            yield from batches_of(adapter)
+            yield from one_pass(adapter)
         finally:
             adapter.on_epoch_end()  # stops workers that read ahead
 

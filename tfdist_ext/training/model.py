@@ -18,17 +18,14 @@ from typing import Any, NoReturn
 import keras
 import tensorflow as tf
 
+from tfdist_ext.data._keras_private import train_validation_split
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies import create_strategy
 from tfdist_ext.strategies.explanation import evaluates
 from tfdist_ext.strategies.factory import check_spans_cluster
-from tfdist_ext.training._keras_private import (
-    metrics_in_order,
-    stateless_scope,
-    train_validation_split,
-)
+from tfdist_ext.training._keras_private import metrics_in_order, stateless_scope
 from tfdist_ext.training._tf_private import records_gradients
 from tfdist_ext.training.agreement.barriers import peers_of
 from tfdist_ext.training.agreement.task_status import on_every_worker
