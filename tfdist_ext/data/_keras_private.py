@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist_ext.data.pipelines import Structure
+from tfdist_ext.data.pipelines import Specs, Structure
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.private_names import PrivateNames
 
@@ -76,3 +76,20 @@ def take(parts: Structure, indices: tf.Tensor) -> Structure:
         return tf.gather(part, indices) if tf.is_tensor(part) else part
 
     return keras.tree.traverse(rows, parts)
+
+
+def specs_of_rows(parts: Structure) -> Specs:
+    """The specs of what `take` returns, for an unknown number of rows."""
+
+    def spec(part: Any) -> Any:
+        if isinstance(part, NAMES(f"{_SLICING}.TensorflowSparseWrapper")):
+            return tf.SparseTensorSpec([None, *part.sparse.shape[1:]], part.sparse.dtype)
+        if part is None or isinstance(part, list | tuple | dict):
+            return None
+        shape = [None, *part.shape[1:]]
+        if isinstance(part, tf.RaggedTensor):
+            splits = part.row_splits.dtype
+            return tf.RaggedTensorSpec(shape, part.dtype, part.ragged_rank, splits)
+        return tf.TensorSpec(shape, part.dtype)
+
+    return keras.tree.traverse(spec, parts)

@@ -4,25 +4,28 @@ Every task of a cluster gets the data that one device would get. A global batch 
 contiguous part for each replica of the cluster, in replica order. A task reads only the parts of
 its own replicas. `reading.batches_of` chooses the class for the data of a call:
 
-    ArrayBatches                    arrays (array_batches.py)
-    DatasetBatches, KerasBatches    a tf.data.Dataset; a PyDataset or generator (dataset_batches.py)
-    OrderedBatches, ShardBatches    from_arrays, from_tfrecords; from_dataset_fn (shard_batches.py)
-    WorkerBatches                   a function that workers of parameter servers call
-                                    (worker_batches.py)
+    ArrayBatches      arrays (keras_batches.py)
+    DatasetBatches    a tf.data.Dataset
+    KerasBatches      a PyDataset or a generator
+    OrderedBatches    from_arrays, from_tfrecords and from_source (shard_batches.py)
+    ShardBatches      from_dataset_fn
+    WorkerBatches     from_dataset_fn, read by the workers of parameter servers (worker_batches.py)
 """
 
 from __future__ import annotations
 
-import abc
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.data.pipelines import Part, PartsOf, Specs, Structure
 from tfdist_ext.data.sharded import ShardedDataset
+from tfdist_ext.data.shards import Shard
 
 # An iterator over what an engine feeds: for each global batch, this task's parts of it.
 BatchIterator: TypeAlias = tf.data.Iterator | tf.distribute.DistributedIterator
@@ -34,7 +37,26 @@ Parts: TypeAlias = tuple[Part, ...] | tf.distribute.DistributedValues
 Feed: TypeAlias = Callable[[PartsOf], Iterable[Parts]]
 
 
-class Batches(abc.ABC):
+@dataclass(frozen=True)
+class Readers:
+    """The tasks that read the data of a call.
+
+    Attributes:
+        replicas: number of replicas of all tasks.
+        shard: what this task reads if each task reads its own shard.
+        from_each: returns a number or an array of each of these tasks, in order.
+        coordinator: a ClusterCoordinator, whose workers may read for themselves; else None.
+        workers: number of its workers.
+    """
+
+    replicas: int = 1
+    shard: Shard = field(default_factory=lambda: Shard(0, 1))
+    from_each: Callable[[np.ndarray], np.ndarray] = np.atleast_1d
+    coordinator: Any = None
+    workers: int = 0
+
+
+class Batches:
     """The global batches of the data of a call, in passes over the data.
 
     If `needs_row_count` is set, a part has 1 in place of the number of rows of its global batch, or
@@ -83,7 +105,6 @@ class Batches(abc.ABC):
         self.batch_size = batch_size
         self.is_infinite = is_infinite
 
-    @abc.abstractmethod
     def parts(self, first: int, local: int, replicas: int, start: int) -> tf.data.Dataset:
         """Returns the parts of some replicas, as a dataset of `tuple[Part, ...]`.
 
@@ -93,6 +114,7 @@ class Batches(abc.ABC):
             replicas: number of replicas of all tasks.
             start: the global batch to begin with, counted from the first pass.
         """
+        raise NotImplementedError
 
     @property
     def position(self) -> int:
@@ -121,6 +143,8 @@ class Batches(abc.ABC):
 
     def advance(self, steps: int) -> None:
         """Notes that global batches were used."""
+        if self.data is not None:
+            self.data.advance(steps)
 
     def pass_ended(self) -> None:
         """Notes that a pass is over."""

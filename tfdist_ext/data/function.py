@@ -9,7 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.data.pipelines import Part, parts_of_dataset
 from tfdist_ext.data.sharded import (
     ShardedDataset,
     check_reads_here,
@@ -213,36 +212,3 @@ def _takes_epoch(function: Callable[..., tf.data.Dataset]) -> bool:
             " `def data(shard): ... dataset.shard(shard.count, shard.index)`."
         ) from None
     return takes_epoch
-
-
-def then_nothing(dataset: tf.data.Dataset, local: int, readers: int) -> tf.data.Dataset:
-    """Parts for the local replicas, followed by an endless sequence of parts without rows.
-
-    Each part has 1 in place of the number of rows of its global batch, or 0 after the end: the
-    tasks of a training agree in each step on whether a task has rows.
-    """
-
-    def marked(batches: tf.data.Dataset, is_real: int) -> tf.data.Dataset:
-        def of_parts(*parts: Part) -> tuple[Part, ...]:
-            flag = tf.constant(is_real, tf.int64)
-            return tuple((rows * flag, flag, batch) for rows, _, batch in parts)
-
-        return parts_of_dataset(batches, readers)(0, local, local).map(of_parts)
-
-    one_row = tf.nest.map_structure(_one_row, dataset.element_spec)
-    nothing = marked(tf.data.Dataset.from_tensors(one_row), 0)
-    return marked(dataset, 1).concatenate(nothing.repeat())
-
-
-def _one_row(spec: tf.TypeSpec) -> tf.Tensor:
-    """A batch of one row of zeros, for a replica without rows."""
-    if isinstance(spec, tf.RaggedTensorSpec):
-        inner = [size or 0 for size in spec.shape[spec.ragged_rank + 1 :]]
-        splits = [tf.zeros([2], spec.row_splits_dtype)]
-        splits += [tf.zeros([1], spec.row_splits_dtype)] * (spec.ragged_rank - 1)
-        return tf.RaggedTensor.from_nested_row_splits(tf.zeros([0, *inner], spec.dtype), splits)
-    rest = [size or 1 for size in spec.shape[1:]]
-    if isinstance(spec, tf.SparseTensorSpec):
-        indices = tf.zeros([0, 1 + len(rest)], tf.int64)
-        return tf.SparseTensor(indices, tf.zeros([0], spec.dtype), [1, *rest])
-    return tf.zeros([1, *rest], spec.dtype)

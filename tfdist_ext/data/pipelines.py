@@ -8,6 +8,7 @@ with padding if they are weighted means, as Keras's are.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -88,6 +89,26 @@ def parts_of_dataset(dataset: tf.data.Dataset, readers: int = 1) -> PartsOf:
         return in_parallel(dataset, takes_elements(dataset, parts))
 
     return parts_of
+
+
+def distributed(
+    parts_of: PartsOf, strategy: tf.distribute.Strategy
+) -> tf.distribute.DistributedDataset:
+    """A distributed dataset: each element holds one part for each local replica."""
+
+    def pipeline(context: tf.distribute.InputContext | None) -> tf.data.Dataset:
+        context = context or tf.distribute.InputContext()
+        replicas = context.num_replicas_in_sync
+        local = replicas // context.num_input_pipelines
+        parts = parts_of(context.input_pipeline_id * local, local, replicas)
+        return parts.flat_map(_one_by_one).prefetch(tf.data.AUTOTUNE)
+
+    return strategy.distribute_datasets_from_function(pipeline)
+
+
+def _one_by_one(*parts: Part) -> tf.data.Dataset:
+    datasets = map(tf.data.Dataset.from_tensors, parts)
+    return functools.reduce(tf.data.Dataset.concatenate, datasets)
 
 
 def without_prefetch(dataset: tf.data.Dataset) -> tf.data.Iterator:

@@ -16,12 +16,15 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from tfdist_ext.data.pipelines import Structure
-from tfdist_ext.errors import TrainingError
+from tfdist_ext.data.batches import BatchIterator, Parts, Readers
+from tfdist_ext.data.epochs import Epoch
+from tfdist_ext.data.pipelines import PartsOf, Structure, distributed
+from tfdist_ext.data.shards import Shard
 from tfdist_ext.strategies._tf_private import per_replica
 from tfdist_ext.training._keras_private import raw_value
-from tfdist_ext.training.inputs import BatchIterator, Epoch, Execution, GlobalBatches, Parts
+from tfdist_ext.training.agreement.equality import from_each_worker
 from tfdist_ext.training.steps.row_updates import RowRules
+from tfdist_ext.training.steps.scope import Execution
 from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.synchronous.model_step import ModelStep, OneTrace, Seeds
 from tfdist_ext.training.synchronous.reduction import States, SynchronousReduction
@@ -271,6 +274,7 @@ class SynchronousEngine:
 
     Attributes:
         reduction: over the workers that have to agree.
+        readers: the workers.
     """
 
     def __init__(
@@ -282,6 +286,8 @@ class SynchronousEngine:
     ):
         self._strategy = strategy
         self.reduction = on = SynchronousReduction(strategy)
+        shard, from_each = Shard(on.worker, on.workers), functools.partial(from_each_worker, on)
+        self.readers = Readers(on.replicas, shard, from_each)
         self._one_trace: OneTrace = one_trace
         self._lazy_updates = lazy_updates
         # On a TPU steps cannot write what was made outside; they run in the calling thread. So does
@@ -289,27 +295,20 @@ class SynchronousEngine:
         devices = [] if isinstance(strategy, tf.distribute.TPUStrategy) else on.devices
         self._seeds = Seeds(devices, on.from_chief)
 
-    def feed(self, batches: GlobalBatches, *, eagerly: bool) -> Iterable[Parts]:
+    def feed(self, parts_of: PartsOf, *, eagerly: bool) -> Iterable[Parts]:
         """The input that the programs iterate over: the parts of this task's replicas.
+
+        Replicas on CPUs get a plain dataset, because TensorFlow's distributed iterator costs more
+        than a small step.
 
         Args:
             eagerly: steps run once on each task, on the whole global batch.
-
-        Raises:
-            TrainingError: the workers read different batches, and steps run eagerly.
         """
         on = self.reduction
-        if eagerly and batches.reads_own_shard:
-            raise TrainingError(
-                "run_eagerly=True computes each global batch on every worker, but from_dataset_fn"
-                " gives each worker its own examples. Debug with one worker, or with arrays, a"
-                " tf.data.Dataset, from_arrays or from_tfrecords."
-            )
-        if eagerly:
-            return batches.on_host(0, 1, 1)
-        if on.feeds_on_host:
-            return batches.on_host(on.first_replica, on.local_replicas, on.replicas)
-        return batches.distributed(self._strategy)
+        if not eagerly and not on.feeds_on_host:
+            return distributed(parts_of, self._strategy)
+        replicas = (0, 1, 1) if eagerly else (on.first_replica, on.local_replicas, on.replicas)
+        return parts_of(*replicas).prefetch(tf.data.AUTOTUNE)
 
     def finalize(self, model: keras.Model) -> None:
         """End a training: averaged weights replace the last ones."""
