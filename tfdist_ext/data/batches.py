@@ -7,8 +7,8 @@ its own replicas. `reading.batches_of` chooses the class for the data of a call:
     ArrayBatches      arrays (keras_batches.py)
     DatasetBatches    a tf.data.Dataset
     KerasBatches      a PyDataset or a generator
-    OrderedBatches    from_arrays, from_tfrecords and from_source (shard_batches.py)
-    ShardBatches      from_dataset_fn
+    OrderedBatches    from_arrays, from_tfrecords and from_source (ordered.py)
+    ShardBatches      from_dataset_fn (function.py)
     WorkerBatches     from_dataset_fn, read by the workers of parameter servers (worker_batches.py)
 """
 
@@ -115,6 +115,11 @@ class Batches:
             start: the global batch to begin with, counted from the first pass.
         """
         raise NotImplementedError
+
+    @property
+    def known_length(self) -> bool:
+        """Whether the data is known to have the steps of an epoch."""
+        return self.steps is not None or self.is_infinite
 
     @property
     def position(self) -> int:

@@ -44,21 +44,6 @@ class Epoch:
     steps: int | None
     completed: int
 
-    @property
-    def known_length(self) -> bool:
-        """Whether the data is known to have the steps of the epoch."""
-        return self.batches.steps is not None or self.batches.is_infinite
-
-    @property
-    def needs_row_count(self) -> bool:
-        """Whether the tasks have to agree in each step on what the global batch is."""
-        return self.batches.needs_row_count
-
-    @property
-    def batch_size(self) -> int | None:
-        """Examples of a global batch; None if only reading tells."""
-        return self.batches.batch_size
-
 
 class Epochs:
     """The epochs of one `fit`, `evaluate` or `predict`.

@@ -9,10 +9,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.data.batches import Batches, Readers
+from tfdist_ext.data.pipelines import Part, parts_of_dataset
 from tfdist_ext.data.sharded import (
     ShardedDataset,
     check_reads_here,
     check_state,
+    named_state,
     sharded_already,
 )
 from tfdist_ext.data.shards import ReadBy, Remainder, Shard, bounds
@@ -212,3 +215,91 @@ def _takes_epoch(function: Callable[..., tf.data.Dataset]) -> bool:
             " `def data(shard): ... dataset.shard(shard.count, shard.index)`."
         ) from None
     return takes_epoch
+
+
+class ShardBatches(Batches):
+    """Global batches that consist of one batch of each task's own shard.
+
+    Args:
+        moves: the data is trained on, from its position. Otherwise epoch 0 is read.
+    """
+
+    def __init__(self, data: FunctionDataset, readers: Readers, *, moves: bool):
+        # Several workers compare it. It is read before the shards, which may have other shapes.
+        self._state = data.state() if readers.shard.count > 1 else {}
+        self._shard = readers.shard
+        self._function = data
+        dataset = data.whole_epoch(readers.shard, data.position[0] if moves else 0)
+        steps, is_infinite = _agreed_length(dataset, readers)
+        if data.takes_epoch and moves:  # other epochs may have more batches, or fewer
+            steps = None
+        super().__init__(
+            dataset.element_spec,
+            steps=steps,
+            batch_size=data.global_batch_size,
+            is_infinite=is_infinite,
+        )
+        self.data = data if moves else None
+        self.needs_row_count = self.reads_own_shard = readers.shard.count > 1
+        self.has_order = not self.reads_own_shard
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings, **named_state(self._state)}
+
+    @property
+    def position(self) -> int:
+        return 0 if self.data is None else self.data.steps_done
+
+    def parts(self, first: int, local: int, replicas: int, start: int) -> tf.data.Dataset:
+        """The parts from the data's own position: each iterator reads one epoch of the data."""
+        shard, data = self._shard, self._function
+        dataset = data.whole_epoch(shard) if self.data is None else data.dataset(shard)
+        if shard.count == 1:
+            return parts_of_dataset(dataset)(first, local, replicas)
+        return then_nothing(dataset, local, shard.count)
+
+    def pass_ended(self) -> None:
+        if self.data is not None:
+            self.data.end_epoch()
+
+
+def _agreed_length(dataset: tf.data.Dataset, readers: Readers) -> tuple[int | None, bool]:
+    """(steps of an epoch on the worker with most steps, whether one worker has endless data)."""
+    lengths = readers.from_each(dataset.cardinality().numpy())
+    if (lengths == tf.data.INFINITE_CARDINALITY).any():
+        return None, True
+    return None if lengths.min() < 0 else int(lengths.max()), False
+
+
+def then_nothing(dataset: tf.data.Dataset, local: int, readers: int) -> tf.data.Dataset:
+    """Parts for the local replicas, followed by an endless sequence of parts without rows.
+
+    Each part has 1 in place of the number of rows of its global batch, or 0 after the end: the
+    tasks of a training agree in each step on whether a task has rows.
+    """
+
+    def marked(batches: tf.data.Dataset, is_real: int) -> tf.data.Dataset:
+        def of_parts(*parts: Part) -> tuple[Part, ...]:
+            flag = tf.constant(is_real, tf.int64)
+            return tuple((rows * flag, flag, batch) for rows, _, batch in parts)
+
+        return parts_of_dataset(batches, readers)(0, local, local).map(of_parts)
+
+    one_row = tf.nest.map_structure(_one_row, dataset.element_spec)
+    nothing = marked(tf.data.Dataset.from_tensors(one_row), 0)
+    return marked(dataset, 1).concatenate(nothing.repeat())
+
+
+def _one_row(spec: tf.TypeSpec) -> tf.Tensor:
+    """A batch of one row of zeros, for a replica without rows."""
+    if isinstance(spec, tf.RaggedTensorSpec):
+        inner = [size or 0 for size in spec.shape[spec.ragged_rank + 1 :]]
+        splits = [tf.zeros([2], spec.row_splits_dtype)]
+        splits += [tf.zeros([1], spec.row_splits_dtype)] * (spec.ragged_rank - 1)
+        return tf.RaggedTensor.from_nested_row_splits(tf.zeros([0, *inner], spec.dtype), splits)
+    rest = [size or 1 for size in spec.shape[1:]]
+    if isinstance(spec, tf.SparseTensorSpec):
+        indices = tf.zeros([0, 1 + len(rest)], tf.int64)
+        return tf.SparseTensor(indices, tf.zeros([0], spec.dtype), [1, *rest])
+    return tf.zeros([1, *rest], spec.dtype)

@@ -57,18 +57,17 @@ class ArrayBatches(Batches):
         self.examples = rows
         self._seed = seed or 0
         self._shuffle = seed is not None and shuffle
-        self._functions = functools.cache(self._function)  # a dataset needs what made it
+        self._functions: list[Any] = []  # a dataset needs the function that made it
 
     def parts(self, first: int, local: int, replicas: int, start: int) -> tf.data.Dataset:
+        sizes = self.examples, self.batch_size, self._shuffle
         with tf.device("CPU:0"):
             numbers = tf.constant(start, tf.int64), tf.constant(self._seed, tf.int64)
-            return self._functions(first, local, replicas)(*numbers, self.arrays)
-
-    def _function(self, *replicas: int) -> tf.types.experimental.ConcreteFunction:
-        function = _dataset_of_arrays(self.examples, self.batch_size, self._shuffle, *replicas)
-        # Concrete: TensorFlow counts traces by other calls, and warns of many datasets.
-        numbers = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int64)
-        return function.get_concrete_function(*numbers, self.arrays)
+            function = _dataset_of_arrays(*sizes, first, local, replicas)
+            # Concrete: TensorFlow counts traces by other calls, and warns of many datasets.
+            specs = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int64)
+            self._functions.append(function.get_concrete_function(*specs, self.arrays))
+            return self._functions[-1](*numbers, self.arrays)
 
 
 @functools.lru_cache(maxsize=16)  # a fit on data like that of the last one traces nothing

@@ -10,10 +10,9 @@ import tensorflow as tf
 
 from tfdist_ext.data._keras_private import array_parts, get_data_adapter
 from tfdist_ext.data.batches import Batches, Readers
-from tfdist_ext.data.function import FunctionDataset
+from tfdist_ext.data.function import FunctionDataset, ShardBatches
 from tfdist_ext.data.keras_batches import ArrayBatches, DatasetBatches, KerasBatches
-from tfdist_ext.data.ordered import OrderedDataset
-from tfdist_ext.data.shard_batches import OrderedBatches, ShardBatches
+from tfdist_ext.data.ordered import OrderedBatches, OrderedDataset
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.data.worker_batches import WorkerBatches, why_not_remote
 from tfdist_ext.errors import TrainingError

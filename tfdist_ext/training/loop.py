@@ -240,7 +240,8 @@ class Loop:
         """
         uses_batches = uses_batch_hooks(hooks.callbacks, self._kind)
         spec = getattr(data.iterator, "element_spec", None)
-        data_kind = spec, data.batch_size, data.known_length, data.needs_row_count
+        batches = data.batches
+        data_kind = spec, batches.batch_size, batches.known_length, batches.needs_row_count
         # If a callback stops before the first batch, Keras still runs that batch.
         is_new = data_kind != self._tuned_for
         flags = np.array([uses_batches, self._stopped, is_new], np.int32)

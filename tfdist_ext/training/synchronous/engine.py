@@ -52,7 +52,7 @@ class SynchronousProgram:
         if step.reduction.multi_worker:
             with default_strategy_scope(), tf.device("CPU:0"):
                 self._batches_read = tf.Variable(0, trainable=False, dtype=tf.int64)
-        # By the kind of data: (known_length, needs_row_count) of an Epoch.
+        # By the kind of data: (known_length, needs_row_count) of Batches.
         self._executions: dict[tuple[bool, bool], Callable[..., Any]] = {}
         self._states: States = []
         self._totals: list[bytes] = []  # of the metrics, after the last execution
@@ -84,11 +84,11 @@ class SynchronousProgram:
         """
         if self._metric_values() != self._totals:  # a callback has changed a metric
             self.reset(resume=True)
-        self._step.batch_size = data.batch_size
+        self._step.batch_size = data.batches.batch_size
         if self._batches_read is not None:
             self._reduction.peers.reads_batches(self._batches_read.numpy)
         report = tf.constant([seconds if self._reduction.is_chief else 0.0, float(stop_requested)])
-        kind = data.known_length, data.needs_row_count
+        kind = data.batches.known_length, data.batches.needs_row_count
         if kind not in self._executions:
             self._executions[kind] = self._step.in_graph(functools.partial(self._run, *kind))
         args = data.iterator, tf.constant(n), report, self._states
@@ -238,12 +238,12 @@ class Predictor:
     def _next_outputs(self, data: Epoch) -> Structure:
         call = self._step.call
         if data.steps is not None or not self._reduction.multi_worker:
-            return call(self._of_next, data.iterator, data.needs_row_count)
+            return call(self._of_next, data.iterator, data.batches.needs_row_count)
         # gather is a collective: no worker may continue alone.
         batch = data.iterator.get_next_as_optional()
         if self._reduction.any_worker(not bool(batch.has_value())):
             raise StopIteration
-        return call(self._of_batch, batch.get_value(), data.needs_row_count)
+        return call(self._of_batch, batch.get_value(), data.batches.needs_row_count)
 
     def _outputs_of_batch(self, batch: Parts, needs_row_count: bool) -> Structure:
         step, on = self._step, self._reduction
