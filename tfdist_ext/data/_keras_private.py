@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist_ext.data.pipelines import Specs, Structure
+from tfdist_ext.data.pipelines import Specs, Structure, of_any_rows
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.private_names import PrivateNames
 
@@ -83,13 +83,9 @@ def specs_of_rows(parts: Structure) -> Specs:
 
     def spec(part: Any) -> Any:
         if isinstance(part, NAMES(f"{_SLICING}.TensorflowSparseWrapper")):
-            return tf.SparseTensorSpec([None, *part.sparse.shape[1:]], part.sparse.dtype)
-        if part is None or isinstance(part, list | tuple | dict):
-            return None
-        shape = [None, *part.shape[1:]]
-        if isinstance(part, tf.RaggedTensor):
-            splits = part.row_splits.dtype
-            return tf.RaggedTensorSpec(shape, part.dtype, part.ragged_rank, splits)
-        return tf.TensorSpec(shape, part.dtype)
+            part = part.sparse
+        elif not tf.is_tensor(part):
+            return None  # a structure: look inside
+        return of_any_rows(tf.type_spec_from_value(part))
 
     return keras.tree.traverse(spec, parts)

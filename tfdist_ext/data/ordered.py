@@ -140,8 +140,8 @@ class Order:
                 index=index, seed=key, max_index=largest, rounds=_ROUNDS
             )
 
-        found = shuffle(positions)
-        return tf.where(found == largest, shuffle(largest), found) if one_more else found
+        numbers = shuffle(positions)
+        return tf.where(numbers == largest, shuffle(largest), numbers) if one_more else numbers
 
     def _span(self, step: Number) -> tuple[tf.Tensor, tf.Tensor]:
         """The positions [start, stop) of a step's global batch."""
@@ -360,12 +360,12 @@ class OrderedBatches(Batches):
         super().__init__(data.element_spec, steps=data.steps, batch_size=size, is_infinite=True)
         self.needs_row_count = data.loses_examples
         self.data = data if moves else None
-        self._given = data
+        self._dataset = data
         self._order = data.order if moves else Order(data.examples, size)
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {**super().settings, **named_state(self._given.state())}
+        return {**super().settings, **named_state(self._dataset.state())}
 
     @property
     def position(self) -> int:
@@ -381,7 +381,7 @@ class OrderedBatches(Batches):
         return epoch * self._order.steps + self.data.steps_done
 
     def parts(self, first: int, local: int, replicas: int, start: int) -> tf.data.Dataset:
-        order, steps, take = self._order, self._order.steps, self._given._take
+        order, steps, take = self._order, self._order.steps, self._dataset._take
         first_epoch, first_step = divmod(start, steps)
 
         def steps_of(epoch: tf.Tensor) -> tf.data.Dataset:

@@ -170,11 +170,11 @@ def data_errors_as_raised() -> Iterator[None]:
         yield
     except tf.errors.OpError as error:
         # TensorFlow's text, our message, and a Python traceback or the name of an operation.
-        found = re.search(r"\bDataError: (.*?)(\n+Traceback|\]\s*\[\[)", error.message, re.DOTALL)
-        if found is None:
+        match = re.search(r"\bDataError: (.*?)(\n+Traceback|\]\s*\[\[)", error.message, re.DOTALL)
+        if match is None:
             raise
-        message = found[1]
-        if found[2][0] == "]":  # from an assertion in a graph, which escapes characters
+        message = match[1]
+        if match[2][0] == "]":  # from an assertion in a graph, which escapes characters
             message = message.encode().decode("unicode_escape").encode("latin-1").decode()
         raise DataError(message) from None
 
@@ -194,6 +194,16 @@ def named_parts(batch: Any) -> Iterator[tuple[str, Any]]:
         ("x", "y", "sample_weight"), batch if isinstance(batch, tuple) else (batch,), strict=False
     ):
         yield from parts_of(name, part)
+
+
+def of_any_rows(spec: tf.TypeSpec) -> tf.TypeSpec:
+    """The spec of a batch with an unknown number of rows."""
+    shape = [None, *spec.shape[1:]]
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensorSpec(shape, spec.dtype)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return tf.TensorSpec(shape, spec.dtype)
 
 
 def batch_size_of(batch: Any) -> tf.Tensor:
@@ -280,8 +290,8 @@ def padded(part: tuple[Any, ...], width: int) -> tuple[Any, ...]:
     numbers = tf.minimum(tf.range(width), tf.maximum(there - 1, 0))
 
     def filled(rows: tf.Tensor) -> tf.Tensor:
-        found = tf.gather(tf.concat([rows, _one_of_zeros(rows)], axis=0), numbers)
-        return tf.ensure_shape(found, [width, *rows.shape[1:]])
+        taken = tf.gather(tf.concat([rows, _one_of_zeros(rows)], axis=0), numbers)
+        return tf.ensure_shape(taken, [width, *rows.shape[1:]])
 
     real = tf.range(width) < there
     x, y, *weights = tf.nest.map_structure(filled, part)

@@ -91,15 +91,15 @@ def _batches_of_sharded(data: ShardedDataset, readers: Readers, *, moves: bool) 
     return ShardBatches(data, readers, moves=moves)
 
 
-def _check_no_other_arguments(data: ShardedDataset, **given: Any) -> None:
+def _check_no_other_arguments(data: ShardedDataset, **arguments: Any) -> None:
     """Check that `fit` gets no argument that a ShardedDataset already determines.
 
     Raises:
         TrainingError: it gets one.
     """
-    if given["batch_size"] == data.global_batch_size:
-        del given["batch_size"]
-    extra = [name for name, value in given.items() if value is not None]
+    if arguments["batch_size"] == data.global_batch_size:
+        del arguments["batch_size"]
+    extra = [name for name, value in arguments.items() if value is not None]
     if extra:
         raise TrainingError(
             f"Remove {' and '.join(extra)}: set them in the ShardedDataset, as in"

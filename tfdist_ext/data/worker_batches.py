@@ -53,7 +53,7 @@ class WorkerBatches(Batches):
         self._data = data
         with tf.device("CPU:0"):
             shards = self.shards()
-        endless = all(bool(each.cardinality() == tf.data.INFINITE_CARDINALITY) for each in shards)
+        endless = all(bool(shard.cardinality() == tf.data.INFINITE_CARDINALITY) for shard in shards)
         self.batch_spec = shards[0].element_spec
         super().__init__(self.batch_spec, is_infinite=endless)
 
@@ -84,11 +84,11 @@ class WorkerBatches(Batches):
         if len(shards) == 1:  # TensorFlow cannot stack one variant
             batches = shards[0]
         else:
-            variants = tf.stack([tf.data.experimental.to_variant(each) for each in shards])
+            variants = tf.stack([tf.data.experimental.to_variant(dataset) for dataset in shards])
             batches = tf.data.experimental.from_variant(variants[shard], self.batch_spec)
-        found = batches.map(takes_elements(batches, tf.experimental.Optional.from_value))
+        present = batches.map(takes_elements(batches, tf.experimental.Optional.from_value))
         end = tf.data.Dataset.from_tensors(tf.experimental.Optional.empty(self.batch_spec)).repeat()
-        elements = found.concatenate(end).enumerate()
+        elements = present.concatenate(end).enumerate()
         elements = elements.map(lambda number, batch: (shard, number, batch))
         # Autotuning delays shutdown.
         return without_autotune(elements.prefetch(tf.data.AUTOTUNE))
@@ -116,7 +116,7 @@ class WorkerIterators:
 
     def count(self, answers: Iterable[Answer]) -> list[Answer]:
         """The answers that count, of those that have used batches."""
-        found = []
+        counted = []
         for answer in sorted(answers, key=lambda answer: (answer.end - answer.steps, answer.end)):
             shard = int(answer.shard)
             follows = answer.end - answer.steps == self.positions[shard]
@@ -124,8 +124,8 @@ class WorkerIterators:
                 continue
             self.positions[shard] = answer.end
             self.unfinished -= {shard} if answer.is_done else set()
-            found += [answer] if answer.steps else []
-        return found
+            counted += [answer] if answer.steps else []
+        return counted
 
     def leave_out(self) -> None:
         """Ends the pass without the rest of the unfinished shards, with a warning."""
