@@ -57,7 +57,8 @@ def array_parts(adapter: Any) -> tuple[Structure, int, int] | None:
         lambda part: part if part is None or tf.is_tensor(part) else tf.convert_to_tensor(part),
         keras.tree.lists_to_tuples(parts),
     )
-    return parts, NAMES.of(adapter, "_num_samples", use), NAMES.of(adapter, "_batch_size", use)
+    rows, batch_size = NAMES.of(adapter, "_num_samples", use), NAMES.of(adapter, "_batch_size", use)
+    return parts, rows, int(batch_size)  # it may be a NumPy integer
 
 
 def one_pass(adapter: object) -> Iterator[Structure]:
