@@ -61,8 +61,6 @@ TRAINING_FLOORS = [
     {"callbacks"},
     {"building"},
     {"synchronous", "parameter_server"},
-    {"sharded_inputs"},
-    {"inputs"},
     {"steps"},
     {"state"},
     {"variables"},

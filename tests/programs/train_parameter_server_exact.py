@@ -15,6 +15,7 @@ import own_servers
 import tensorflow as tf
 
 import tfdist_ext as tfd
+from tfdist_ext.data.reading import batches_of
 from tfdist_ext.training.parameter_server.calls import traced_on_batches
 from tfdist_ext.training.steps import row_updates
 
@@ -233,9 +234,9 @@ def gathers(rows):
 
     model = tfd.distribute(make, strategy)
     model.fit(x[:, :2], y, batch_size=16, verbose=0)
-    state = model._tfdist_ext
-    data = state.global_batches(x[:, :2], y, batch_size=16)
-    batches = iter(state.engine.feed(data, eagerly=False))
+    engine = model._tfdist_ext.engine
+    data = batches_of(x[:, :2], y, batch_size=16, readers=engine.readers)
+    batches = data.iterator(lambda parts_of: engine.feed(parts_of, eagerly=False), 0)
     program = model._tfdist_ext.loop("train").program
     function = traced_on_batches(program._on_batches, batches, program._specs, 1)
     graph = function.graph.as_graph_def()
