@@ -62,8 +62,6 @@ TRAINING_FLOORS = [
     {"callbacks"},
     {"building"},
     {"synchronous", "parameter_server"},
-    {"sharded_inputs"},
-    {"inputs"},
     {"steps"},
     {"state"},
     {"variables"},

@@ -21,7 +21,7 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from tfdist_ext.training.parameter_server import worker_data  # noqa: E402
+from tfdist_ext.data import worker_batches  # noqa: E402
 
 result = {}
 
@@ -314,7 +314,7 @@ def loss_of_workers_with_data():
         data = tf.data.Dataset.from_tensor_slices((x, y))
         return data.shard(shard.count, shard.index).shuffle(32 * 300, seed=1).batch(32)
 
-    def of_other(shard):  # nothing of it may come back when data is taken over
+    def of_other(shard):  # nothing of it may come back in the next fit
         return of_shard(shard).map(lambda rows, labels: (rows, labels + 1e6))
 
     model.fit(tfd.data.from_dataset_fn(of_other), steps_per_epoch=10, verbose=0)
@@ -322,7 +322,7 @@ def loss_of_workers_with_data():
     before, weight = steps(model), applied(model)
 
     def begin(epoch, logs):
-        worker_data.PATIENCE = (1.0, 120.0)[epoch]  # taken over, and waited for
+        worker_batches.PATIENCE = (1.0, 120.0)[epoch]  # left out, and waited for
         print(f"OWN DATA {epoch}", flush=True)
 
     says = keras.callbacks.LambdaCallback(on_epoch_begin=begin)

@@ -15,7 +15,9 @@ import own_servers
 import tensorflow as tf
 
 import tfdist_ext as tfd
+from tfdist_ext.data.reading import batches_of
 from tfdist_ext.training.parameter_server.calls import traced_on_batches
+from tfdist_ext.training.steps import row_updates
 
 shards = int(sys.argv[1])
 cluster, servers = own_servers.serve(ps=2)
@@ -187,6 +189,9 @@ for name, make_optimizer, lazy in (
     ("rows, lazy adamw", lambda: opt.AdamW(0.01, weight_decay=0.1), True),
 ):
     _, result["optimizers"][name] = compared(build(make_optimizer, table), lazy_updates=lazy)
+row_updates.BLOCK_BYTES = 4  # one row
+for name, make_optimizer in {"adam": lambda: opt.Adam(0.01), "rmsprop": opt.RMSprop}.items():
+    _, result["optimizers"][f"blocks, {name}"] = compared(build(make_optimizer, table))
 _, result["own step"] = compared(build(lambda: opt.SGD(0.1), OwnStep))
 _, result["weight assigned in call"] = compared(build(lambda: opt.Adam(0.01), spectral))
 
@@ -229,9 +234,9 @@ def gathers(rows):
 
     model = tfd.distribute(make, strategy)
     model.fit(x[:, :2], y, batch_size=16, verbose=0)
-    state = model._tfdist_ext
-    data = state.global_batches(x[:, :2], y, batch_size=16)
-    batches = iter(state.engine.feed(data, eagerly=False))
+    engine = model._tfdist_ext.engine
+    data = batches_of(x[:, :2], y, batch_size=16, readers=engine.readers)
+    batches = data.iterator(lambda parts_of: engine.feed(parts_of, eagerly=False), 0)
     program = model._tfdist_ext.loop("train").program
     function = traced_on_batches(program._on_batches, batches, program._specs, 1)
     graph = function.graph.as_graph_def()

@@ -28,7 +28,9 @@ from training_cases import (
 )
 
 import tfdist_ext as tfd
-from tfdist_ext.training.inputs import parts_of_dataset, read
+from tfdist_ext.data.batches import Readers
+from tfdist_ext.data.pipelines import parts_of_dataset
+from tfdist_ext.data.reading import batches_of
 
 # Keras's own fit says this where ours says what is below; both are expected.
 KERAS_RAN_OUT = pytest.mark.filterwarnings("ignore:Your input ran out of data")
@@ -328,8 +330,8 @@ def numbers_of(batch: Any) -> int:
 
 def passes_over(source: Numbered, random_seed: int, passes: int = 3, **options: Any) -> Any:
     random.seed(random_seed)  # as on tasks that have drawn other numbers before
-    batches = read(source, **{"shuffle": True, "seed": lambda: 7, **options})
-    data = batches.on_host(0, 1, 1)
+    arguments = {"shuffle": True, "seed": lambda: 7, "readers": Readers(), **options}
+    data = batches_of(source, **arguments).parts(0, 1, 1, 0)
     return [[numbers_of(batch) for batch in data] for _ in range(passes)]
 
 

@@ -52,12 +52,12 @@ def files_of(patterns: Patterns) -> list[str]:
     """
     if isinstance(patterns, str | bytes | os.PathLike) or not isinstance(patterns, Iterable):
         patterns = [patterns]
-    given = list(patterns)
-    if not given or not all(isinstance(pattern, str | os.PathLike) for pattern in given):
-        raise DataError(f"files must be a pattern or path, or a list of them, got {shown(given)}.")
-    found = set().union(*(_matches(os.fspath(pattern)) for pattern in given))
+    listed = list(patterns)
+    if not listed or not all(isinstance(pattern, str | os.PathLike) for pattern in listed):
+        raise DataError(f"files must be a pattern or path, or a list of them, got {shown(listed)}.")
+    paths = set().union(*(_matches(os.fspath(pattern)) for pattern in listed))
     # One file may be given in several spellings: "a", "./a".
-    one_each = {os.path.abspath(path) if is_local(path) else path: path for path in sorted(found)}
+    one_each = {os.path.abspath(path) if is_local(path) else path: path for path in sorted(paths)}
     return sorted(one_each.values())
 
 
@@ -65,15 +65,15 @@ def _matches(pattern: str) -> set[str]:
     try:
         if tf.io.gfile.exists(pattern):  # a name with "[1]" in it is itself, not a pattern
             return {pattern}
-        found = {path for path in tf.io.gfile.glob(pattern) if not _is_index(path)}
+        paths = {path for path in tf.io.gfile.glob(pattern) if not _is_index(path)}
     except tf.errors.OpError as error:
         raise DataError(f"{pattern!r} cannot be searched: {error.message}.") from None
-    if not found:
+    if not paths:
         where = f" (from {os.getcwd()})" if is_local(pattern) and not os.path.isabs(pattern) else ""
         raise DataError(
             f"no file matches {pattern!r}{where}. Check that the folder exists on this machine."
         )
-    return found
+    return paths
 
 
 def _is_index(path: str) -> bool:
@@ -94,12 +94,12 @@ def stamp_of(path: str) -> tuple[int, int]:
         DataError: the file does not exist, cannot be read, or is a folder.
     """
     try:
-        found = tf.io.gfile.stat(path)
+        status = tf.io.gfile.stat(path)
     except tf.errors.OpError as error:
         raise DataError(f"{path} cannot be read: {error.message}.") from None
-    if found.is_directory:
+    if status.is_directory:
         raise DataError(f"{path} is a folder. Give a pattern for the files in it.")
-    return found.length, found.mtime_nsec
+    return status.length, status.mtime_nsec
 
 
 class FileReader:
@@ -167,11 +167,11 @@ class RecordIndex:
         """
         if self.held is not None:
             return self.held
-        found = _load(self.path, self.stamp)
-        if found is None or len(found) != self.records + 2:
+        numbers = _load(self.path, self.stamp)
+        if numbers is None or len(numbers) != self.records + 2:
             place = _place_of(self.path)
             raise DataError(f"{place} was removed or changed while it was in use. Start again.")
-        return found[1:]
+        return numbers[1:]
 
 
 def indexes_of(paths: list[str], *, skip_damaged: bool = False) -> list[RecordIndex]:
@@ -201,9 +201,9 @@ def _index_of(path: str, skip_damaged: bool, unwritable: list[str]) -> RecordInd
     size, modified = stamp
     if size == 0:  # a writer wrote no records, or was killed
         warn(f"{path} is empty: it has no records.")
-    found = _load(path, stamp)
-    if found is not None:
-        return RecordIndex(path, stamp, len(found) - 2, int(found[0]))
+    numbers = _load(path, stamp)
+    if numbers is not None:
+        return RecordIndex(path, stamp, len(numbers) - 2, int(numbers[0]))
     read_at = FileReader(path).read_at
     offsets, damage = scan(read_at, size)
     checksum = int.from_bytes(read_at(max(int(offsets[-1]) - TAIL, 0), TAIL), "little")
@@ -288,15 +288,15 @@ def _load(path: str, stamp: tuple[int, int]) -> np.ndarray | None:
     place = _place_of(path)
     try:
         if is_local(place):
-            found = np.load(place, mmap_mode="r")
+            numbers = np.load(place, mmap_mode="r")
         else:
-            found = np.load(io.BytesIO(tf.io.gfile.GFile(place, "rb").read()))
+            numbers = np.load(io.BytesIO(tf.io.gfile.GFile(place, "rb").read()))
     except (OSError, ValueError, EOFError, tf.errors.OpError):
         return None
-    if found.dtype != np.int64 or found.ndim != 1 or len(found) < 4:
+    if numbers.dtype != np.int64 or numbers.ndim != 1 or len(numbers) < 4:
         return None
-    right = tuple(found[:2]) == stamp and (found[3], found[-1]) == (0, stamp[0])
-    return found[2:] if right else None
+    right = tuple(numbers[:2]) == stamp and (numbers[3], numbers[-1]) == (0, stamp[0])
+    return numbers[2:] if right else None
 
 
 def _keep(index: RecordIndex, offsets: np.ndarray) -> bool:

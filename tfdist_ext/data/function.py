@@ -9,11 +9,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.data.pipelines import Part, parts_of_dataset
+from tfdist_ext.data.batches import Batches, Readers
+from tfdist_ext.data.pipelines import Part, of_any_rows, parts_of_dataset
 from tfdist_ext.data.sharded import (
     ShardedDataset,
     check_reads_here,
     check_state,
+    named_state,
     sharded_already,
 )
 from tfdist_ext.data.shards import ReadBy, Remainder, Shard, bounds
@@ -106,9 +108,9 @@ class FunctionDataset(ShardedDataset):
             )
         shard = Shard(0, 1) if shard is None else Shard.of(shard)
         epoch = self._epoch if epoch is None else check_int(epoch, "epoch", error=DataError)
-        found = self.whole_epoch(shard, epoch)
+        dataset = self.whole_epoch(shard, epoch)
         if epoch != self._epoch:
-            return found
+            return dataset
         if self._done:
             if self._shards not in (None, shard.count):
                 raise DataError(
@@ -116,9 +118,9 @@ class FunctionDataset(ShardedDataset):
                     f" so {shard.count} shards cannot resume there. Resume with"
                     f" {self._shards} tasks, or from the end of an epoch."
                 )
-            found = found.skip(self._done)
+            dataset = dataset.skip(self._done)
         self._shards = shard.count
-        return found
+        return dataset
 
     def whole_epoch(self, shard: Shard, epoch: int = 0) -> tf.data.Dataset:
         """All batches of a shard, whatever the position.
@@ -138,10 +140,10 @@ class FunctionDataset(ShardedDataset):
         Args:
             alone: each batch is a whole global batch, not a part of one.
         """
-        found = self._function(shard, **({"epoch": epoch} if self.takes_epoch else {}))
-        if not isinstance(found, tf.data.Dataset):
+        dataset = self._function(shard, **({"epoch": epoch} if self.takes_epoch else {}))
+        if not isinstance(dataset, tf.data.Dataset):
             raise DataError(
-                f"the function returned {shown(found)} for {shard}, not a tf.data.Dataset."
+                f"the function returned {shown(dataset)} for {shard}, not a tf.data.Dataset."
             )
         if self._batch is not None:
             low, high = bounds(self._batch, *((0, 1) if alone else (shard.index, shard.count)))
@@ -150,18 +152,18 @@ class FunctionDataset(ShardedDataset):
                     f"global_batch_size={self._batch} leaves no example for {shard}. Use a larger"
                     " batch or fewer tasks."
                 )
-            found = found.batch(high - low, num_parallel_calls=tf.data.AUTOTUNE)
-            found = found.prefetch(tf.data.AUTOTUNE)
+            dataset = dataset.batch(high - low, num_parallel_calls=tf.data.AUTOTUNE)
+            dataset = dataset.prefetch(tf.data.AUTOTUNE)
         elif any(
             isinstance(part, tf.TensorSpec) and part.shape.rank == 0
-            for part in tf.nest.flatten(found.element_spec)
+            for part in tf.nest.flatten(dataset.element_spec)
         ):
             raise DataError(
                 "the function's dataset has single examples, not batches: its element_spec is"
-                f" {found.element_spec}. Call .batch(n) in the function, or give"
+                f" {dataset.element_spec}. Call .batch(n) in the function, or give"
                 " global_batch_size."
             )
-        return sharded_already(found, shard)
+        return sharded_already(dataset, shard)
 
     def distributed(
         self, strategy: tf.distribute.Strategy, remainder: Remainder = Remainder.KEEP
@@ -213,6 +215,60 @@ def _takes_epoch(function: Callable[..., tf.data.Dataset]) -> bool:
             " `def data(shard): ... dataset.shard(shard.count, shard.index)`."
         ) from None
     return takes_epoch
+
+
+class ShardBatches(Batches):
+    """Global batches that consist of one batch of each task's own shard.
+
+    Args:
+        moves: the data is trained on, from its position. Otherwise epoch 0 is read.
+    """
+
+    def __init__(self, data: FunctionDataset, readers: Readers, *, moves: bool):
+        # Several workers compare it. It is read before the shards, which may have other shapes.
+        self._state = data.state() if readers.shard.count > 1 else {}
+        self._shard = readers.shard
+        self._function = data
+        dataset = data.whole_epoch(readers.shard, data.position[0] if moves else 0)
+        steps, is_infinite = _agreed_length(dataset, readers)
+        if data.takes_epoch and moves:  # other epochs may have more batches, or fewer
+            steps = None
+        spec, is_shared = dataset.element_spec, readers.shard.count > 1
+        if is_shared:  # shards may have other sizes
+            spec = tf.nest.map_structure(of_any_rows, spec)
+        size = data.global_batch_size
+        super().__init__(spec, steps=steps, batch_size=size, is_infinite=is_infinite)
+        self.data = data if moves else None
+        self.needs_row_count = self.reads_own_shard = is_shared
+        self.has_order = not is_shared
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings, **named_state(self._state)}
+
+    @property
+    def position(self) -> int:
+        return 0 if self.data is None else self.data.steps_done
+
+    def parts(self, first: int, local: int, replicas: int, start: int) -> tf.data.Dataset:
+        """The parts from the data's own position: each iterator reads one epoch of the data."""
+        shard, data = self._shard, self._function
+        dataset = data.whole_epoch(shard) if self.data is None else data.dataset(shard)
+        if shard.count == 1:
+            return parts_of_dataset(dataset)(first, local, replicas)
+        return then_nothing(dataset, local, shard.count)
+
+    def pass_ended(self) -> None:
+        if self.data is not None:
+            self.data.end_epoch()
+
+
+def _agreed_length(dataset: tf.data.Dataset, readers: Readers) -> tuple[int | None, bool]:
+    """(steps of an epoch on the worker with most steps, whether one worker has endless data)."""
+    lengths = readers.from_each(dataset.cardinality().numpy())
+    if (lengths == tf.data.INFINITE_CARDINALITY).any():
+        return None, True
+    return None if lengths.min() < 0 else int(lengths.max()), False
 
 
 def then_nothing(dataset: tf.data.Dataset, local: int, readers: int) -> tf.data.Dataset:

@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.data.batches import Batches
 from tfdist_ext.data.pipelines import (
+    Part,
     batch_size_of,
     check_padded,
     in_own_memory,
@@ -32,11 +34,12 @@ from tfdist_ext.data.sharded import (
     ShardedDataset,
     check_reads_here,
     check_state,
+    named_state,
     sharded_already,
 )
 from tfdist_ext.data.shards import Number, ReadBy, Remainder, Shard, bounds, check_field
 from tfdist_ext.data.sources import Arrays, Source
-from tfdist_ext.errors import DataError
+from tfdist_ext.errors import DataError, TrainingError
 from tfdist_ext.messages import check_int, shown
 from tfdist_ext.user_frames import filter_traceback
 
@@ -137,8 +140,8 @@ class Order:
                 index=index, seed=key, max_index=largest, rounds=_ROUNDS
             )
 
-        found = shuffle(positions)
-        return tf.where(found == largest, shuffle(largest), found) if one_more else found
+        numbers = shuffle(positions)
+        return tf.where(numbers == largest, shuffle(largest), numbers) if one_more else numbers
 
     def _span(self, step: Number) -> tuple[tf.Tensor, tf.Tensor]:
         """The positions [start, stop) of a step's global batch."""
@@ -310,54 +313,8 @@ class OrderedDataset(ShardedDataset):
         self._epoch += 1 + epochs
         self._done = rest * self.global_batch_size
 
-    def parts(
-        self, first: int, local: int, replicas: int, begin: int = 0, *, counted: bool = True
-    ) -> tf.data.Dataset:
-        """Parts of global batches for the replicas of a task, epoch after epoch without an end.
-
-        Each element is a tuple with a part for each local replica: (examples of the part, examples
-        of the global batch, the part). A part without examples holds one of another part, because
-        most models cannot compute with none.
-
-        Args:
-            first: number of the first local replica.
-            local: replicas of this task.
-            replicas: number of replicas in all tasks.
-            begin: the global batch to begin with, counted from epoch 0 over whole epochs.
-            counted: whether the examples of the global batch are known; else the number is 1.
-        """
-
-        seed = self.order.seed
-        first_epoch, first_step = divmod(begin, self.steps)
-
-        def steps_of(epoch: tf.Tensor) -> tf.data.Dataset:
-            key = tf.constant(self.order.key(0))  # without a seed it has no effect
-            if seed is not None:
-                key = key_in_graph(tf.constant(seed, tf.int64), epoch)
-            start = tf.where(epoch == first_epoch, tf.constant(first_step, tf.int64), 0)
-            return tf.data.Dataset.range(start, self.steps).map(lambda step: (key, step))
-
-        def parts(key: tf.Tensor, step: tf.Tensor) -> Any:
-            size = self.order.size(step)
-
-            def part(replica: int) -> Any:
-                low, high = bounds(size, replica, replicas)
-                rows = self.order.rows(step, low, tf.maximum(high, low + 1), key)
-                taken = self._take(rows)
-                there = batch_size_of(taken)  # fewer if damaged records are skipped
-                of = size if counted else tf.ones_like(size)
-                return tf.minimum(high - low, there), of, one_at_least(taken, there)
-
-            return tuple(part(first + i) for i in range(local))
-
-        return in_parallel(tf.data.Dataset.counter(first_epoch).flat_map(steps_of), parts)
-
-    def in_order(self) -> OrderedDataset:
-        """The same data without a seed, from its start."""
-        return OrderedDataset(self.source, global_batch_size=self.global_batch_size)
-
     def _take(self, rows: tf.Tensor) -> Any:
-        """The examples with these numbers. Arrays are gathered; other sources may call Python."""
+        """Returns the examples with these numbers; all sources but arrays may call Python."""
         taken = self.source.take(rows)
         return taken if isinstance(self.source, Arrays) else in_own_memory(taken)
 
@@ -388,3 +345,62 @@ class OrderedDataset(ShardedDataset):
         if steps and remainder is Remainder.DROP and order.size(steps - 1) < count:
             steps -= 1  # each shard has a part in each step
         return steps, part
+
+
+class OrderedBatches(Batches):
+    """Global batches of examples in one order, epoch after epoch.
+
+    Args:
+        data: the dataset.
+        moves: the data is trained on, from its position. Otherwise its examples are read in order.
+    """
+
+    def __init__(self, data: OrderedDataset, *, moves: bool):
+        size = data.global_batch_size
+        super().__init__(data.element_spec, steps=data.steps, batch_size=size, is_infinite=True)
+        self.needs_row_count = data.loses_examples
+        self.data = data if moves else None
+        self._dataset = data
+        self._order = data.order if moves else Order(data.examples, size)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings, **named_state(self._dataset.state())}
+
+    @property
+    def position(self) -> int:
+        if self.data is None:
+            return 0
+        epoch, examples = self.data.position
+        if examples % self._order.global_batch_size:
+            raise TrainingError(
+                f"The position of the data is after {examples} examples of an epoch, inside a"
+                f" global batch of {self.batch_size}. Resume with the global batch size of the"
+                " earlier training."
+            )
+        return epoch * self._order.steps + self.data.steps_done
+
+    def parts(self, first: int, local: int, replicas: int, start: int) -> tf.data.Dataset:
+        order, steps, take = self._order, self._order.steps, self._dataset._take
+        first_epoch, first_step = divmod(start, steps)
+
+        def steps_of(epoch: tf.Tensor) -> tf.data.Dataset:
+            key = tf.constant(order.key(0))  # without a seed it has no effect
+            if order.seed is not None:
+                key = key_in_graph(tf.constant(order.seed, tf.int64), epoch)
+            begin = tf.where(epoch == first_epoch, tf.constant(first_step, tf.int64), 0)
+            return tf.data.Dataset.range(begin, steps).map(lambda step: (key, step))
+
+        def parts(key: tf.Tensor, step: tf.Tensor) -> tuple[Part, ...]:
+            size = order.size(step)
+
+            def part(replica: int) -> Part:
+                low, high = bounds(size, replica, replicas)
+                taken = take(order.rows(step, low, tf.maximum(high, low + 1), key))
+                there = batch_size_of(taken)  # fewer if damaged records are skipped
+                rows_of_all = tf.ones_like(size) if self.needs_row_count else size
+                return tf.minimum(high - low, there), rows_of_all, one_at_least(taken, there)
+
+            return tuple(part(first + i) for i in range(local))
+
+        return in_parallel(tf.data.Dataset.counter(first_epoch).flat_map(steps_of), parts)

@@ -8,6 +8,7 @@ with padding if they are weighted means, as Keras's are.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -90,6 +91,26 @@ def parts_of_dataset(dataset: tf.data.Dataset, readers: int = 1) -> PartsOf:
     return parts_of
 
 
+def distributed(
+    parts_of: PartsOf, strategy: tf.distribute.Strategy
+) -> tf.distribute.DistributedDataset:
+    """A distributed dataset: each element holds one part for each local replica."""
+
+    def pipeline(context: tf.distribute.InputContext | None) -> tf.data.Dataset:
+        context = context or tf.distribute.InputContext()
+        replicas = context.num_replicas_in_sync
+        local = replicas // context.num_input_pipelines
+        parts = parts_of(context.input_pipeline_id * local, local, replicas)
+        return parts.flat_map(_one_by_one).prefetch(tf.data.AUTOTUNE)
+
+    return strategy.distribute_datasets_from_function(pipeline)
+
+
+def _one_by_one(*parts: Part) -> tf.data.Dataset:
+    datasets = map(tf.data.Dataset.from_tensors, parts)
+    return functools.reduce(tf.data.Dataset.concatenate, datasets)
+
+
 def without_prefetch(dataset: tf.data.Dataset) -> tf.data.Iterator:
     """An iterator that reads nothing ahead."""
     options = tf.data.Options()
@@ -149,11 +170,11 @@ def data_errors_as_raised() -> Iterator[None]:
         yield
     except tf.errors.OpError as error:
         # TensorFlow's text, our message, and a Python traceback or the name of an operation.
-        found = re.search(r"\bDataError: (.*?)(\n+Traceback|\]\s*\[\[)", error.message, re.DOTALL)
-        if found is None:
+        match = re.search(r"\bDataError: (.*?)(\n+Traceback|\]\s*\[\[)", error.message, re.DOTALL)
+        if match is None:
             raise
-        message = found[1]
-        if found[2][0] == "]":  # from an assertion in a graph, which escapes characters
+        message = match[1]
+        if match[2][0] == "]":  # from an assertion in a graph, which escapes characters
             message = message.encode().decode("unicode_escape").encode("latin-1").decode()
         raise DataError(message) from None
 
@@ -173,6 +194,16 @@ def named_parts(batch: Any) -> Iterator[tuple[str, Any]]:
         ("x", "y", "sample_weight"), batch if isinstance(batch, tuple) else (batch,), strict=False
     ):
         yield from parts_of(name, part)
+
+
+def of_any_rows(spec: tf.TypeSpec) -> tf.TypeSpec:
+    """The spec of a batch with an unknown number of rows."""
+    shape = [None, *spec.shape[1:]]
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensorSpec(shape, spec.dtype)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return tf.TensorSpec(shape, spec.dtype)
 
 
 def batch_size_of(batch: Any) -> tf.Tensor:
@@ -259,8 +290,8 @@ def padded(part: tuple[Any, ...], width: int) -> tuple[Any, ...]:
     numbers = tf.minimum(tf.range(width), tf.maximum(there - 1, 0))
 
     def filled(rows: tf.Tensor) -> tf.Tensor:
-        found = tf.gather(tf.concat([rows, _one_of_zeros(rows)], axis=0), numbers)
-        return tf.ensure_shape(found, [width, *rows.shape[1:]])
+        taken = tf.gather(tf.concat([rows, _one_of_zeros(rows)], axis=0), numbers)
+        return tf.ensure_shape(taken, [width, *rows.shape[1:]])
 
     real = tf.range(width) < there
     x, y, *weights = tf.nest.map_structure(filled, part)

@@ -150,17 +150,17 @@ class RecordFiles:
         )
         payloads: list[bytes] = []
         checksums: list[bytes] = []
-        for file, mine in zip(files, np.split(rising, begins)[1:], strict=True):
-            of_file = self._read_file(int(file), mine - self._first[file])
+        for file, numbers_in_file in zip(files, np.split(rising, begins)[1:], strict=True):
+            of_file = self._read_file(int(file), numbers_in_file - self._first[file])
             payloads += of_file[0]
             checksums += of_file[1]
         computed = np.fromiter(map(crc32c(), payloads), np.uint64, len(payloads))
         right = masked(computed) == np.frombuffer(b"".join(checksums), "<u4")
         for number in rising[~right]:
             self._skip_damaged(int(number))
-        found, kept = np.empty(len(payloads), object), np.empty(len(payloads), bool)
-        found[order], kept[order] = np.fromiter(payloads, object, len(payloads)), right
-        return found if right.all() else found[kept]
+        rows, kept = np.empty(len(payloads), object), np.empty(len(payloads), bool)
+        rows[order], kept[order] = np.fromiter(payloads, object, len(payloads)), right
+        return rows if right.all() else rows[kept]
 
     def _read_file(self, file: int, rows: np.ndarray) -> tuple[list[bytes], list[bytes]]:
         """The payloads and checksums of records of a file. `rows` are sorted."""

@@ -90,7 +90,8 @@ class Shard:
         if isinstance(context, tf.distribute.MultiWorkerMirroredStrategy):
             resolver = context.cluster_resolver
             if resolver is not None and resolver.cluster_spec():
-                jobs = {job: tuple(of) for job, of in resolver.cluster_spec().as_dict().items()}
+                spec = resolver.cluster_spec().as_dict()
+                jobs = {job: tuple(addresses) for job, addresses in spec.items()}
                 task = Task(resolver.task_type, resolver.task_id)
                 return _shard_of_task(ClusterConfig(jobs, task))
         if isinstance(context, tf.distribute.Strategy):
@@ -198,10 +199,10 @@ def shard_files(patterns: Patterns, shard: Shard, *, check: bool = True) -> list
         )
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
         sizes = [size for size, _ in pool.map(stamp_of, files)]
-        mine = [files[i] for i in assign(sizes, shard.count)[shard.index]]
-        if check and any(list(pool.map(begins_with_record, mine))):
-            indexes_of(mine)
-    return mine
+        own = [files[i] for i in assign(sizes, shard.count)[shard.index]]
+        if check and any(list(pool.map(begins_with_record, own))):
+            indexes_of(own)
+    return own
 
 
 def assign(sizes: Sequence[int], count: int) -> list[list[int]]:

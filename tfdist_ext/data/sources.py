@@ -104,16 +104,16 @@ class Arrays:
         The hash is of the whole array up to 1 MiB. Of a larger array it is of rows at even
         distances, the first and the last one among them, so a change of a few rows may go unseen.
         """
-        found: Fingerprint = {"kind": "arrays"}
+        fields: Fingerprint = {"kind": "arrays"}
         for name, array in self._named.items():
             sample = array
             if array.nbytes > _SAMPLE:
                 count = max(2, _SAMPLE * len(array) // array.nbytes)
                 sample = array[np.linspace(0, len(array) - 1, count).astype(np.int64)]
-            found[f"{name}: shape"] = list(array.shape)
-            found[f"{name}: dtype"] = array.dtype.str
-            found[f"{name}: content"] = digest([sample.tobytes()])
-        return found
+            fields[f"{name}: shape"] = list(array.shape)
+            fields[f"{name}: dtype"] = array.dtype.str
+            fields[f"{name}: content"] = digest([sample.tobytes()])
+        return fields
 
 
 def difference(old: Fingerprint, new: Fingerprint) -> str:
@@ -127,11 +127,11 @@ def difference(old: Fingerprint, new: Fingerprint) -> str:
 
 def digest(parts: Iterable[bytes]) -> str:
     """A short hash of bytes that come in parts."""
-    found = hashlib.blake2b(digest_size=12)
+    checksum = hashlib.blake2b(digest_size=12)
     for part in parts:
-        found.update(len(part).to_bytes(8, "little"))  # "ab", "c" is not "a", "bc"
-        found.update(part)
-    return found.hexdigest()
+        checksum.update(len(part).to_bytes(8, "little"))  # "ab", "c" is not "a", "bc"
+        checksum.update(part)
+    return checksum.hexdigest()
 
 
 def _without_lists(value: Any) -> Any:

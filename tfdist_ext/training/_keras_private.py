@@ -1,4 +1,4 @@
-"""The one place where Keras's private names are used, each with the reason.
+"""The one place of `training/` where Keras's private names are used, each with the reason.
 
 `REPLACED` lists the functions of Keras and TensorFlow, private and public, that do something else
 while a step is traced. Keras's losses, layers and optimizers call each other, and
@@ -41,25 +41,8 @@ NAMES = PrivateNames(
         "backend.tensorflow.trainer.potentially_ragged_concat": "the outputs of predict",
         "models.functional.Functional": "the inputs of an exported model",
         "random.seed_generator.global_seed_generator": "random numbers without a seed",
-        "trainers.data_adapters.array_data_adapter.ArrayDataAdapter": "arrays as data",
-        "trainers.data_adapters.array_slicing.TensorflowSparseWrapper": "sparse arrays as data",
-        "trainers.data_adapters.array_slicing.convert_to_sliceable": "arrays as data",
-        "trainers.data_adapters.array_slicing.slice_tensorflow_sparse_wrapper": "sparse arrays",
-        "trainers.data_adapters.array_slicing.train_validation_split": "validation_split",
-        "trainers.data_adapters.get_data_adapter": "all forms of data",
     },
 )
-
-
-def train_validation_split(arrays: Structure, validation_split: float) -> Any:
-    """(the first part of each array, the rest). Private: there is no public function."""
-    split = NAMES("trainers.data_adapters.array_slicing.train_validation_split")
-    return split(arrays, validation_split=validation_split)
-
-
-def get_data_adapter(*data: Any, **options: Any) -> Any:
-    """Keras's adapter of any data. Private: Keras's checks of data have no public name."""
-    return NAMES("trainers.data_adapters.get_data_adapter")(*data, **options)
 
 
 def in_one_array(*parts: tf.Tensor | np.ndarray) -> np.ndarray | tf.RaggedTensor:
@@ -460,43 +443,6 @@ def set_strategy(
             else:
                 items = {keys.get(key, key): item for key, item in value.items()}
                 setattr(optimizer, name, items)
-
-
-def array_parts(adapter: Any) -> tuple[Structure, int, int] | None:
-    """Arrays as tensors, rows and global batch of an adapter; None if it holds no arrays.
-
-    Private because the adapter's own dataset shuffles in an order of this process alone.
-    """
-    if not isinstance(adapter, NAMES("trainers.data_adapters.array_data_adapter.ArrayDataAdapter")):
-        return None
-    use = "arrays as data"
-    inputs = NAMES.of(adapter, "_inputs", use)
-    sliceable = NAMES("trainers.data_adapters.array_slicing.convert_to_sliceable")
-    parts = sliceable(inputs, target_backend="tensorflow")
-    parts = keras.tree.map_structure(
-        lambda part: part if part is None or tf.is_tensor(part) else tf.convert_to_tensor(part),
-        keras.tree.lists_to_tuples(parts),
-    )
-    return parts, NAMES.of(adapter, "_num_samples", use), NAMES.of(adapter, "_batch_size", use)
-
-
-def batches_of(adapter: object) -> Iterator[Structure]:
-    """The batches of one pass. Private: the public iterators convert to NumPy, or begin again."""
-    return NAMES.of(adapter, "_get_iterator", "a PyDataset as data")()
-
-
-def take(parts: Structure, indices: tf.Tensor) -> Structure:
-    """The given rows of `parts`, dense or sparse. Private: how Keras slices sparse arrays."""
-    slicing = "trainers.data_adapters.array_slicing"
-
-    def rows(part: Any) -> Any:
-        if isinstance(part, NAMES(f"{slicing}.TensorflowSparseWrapper")):
-            return NAMES(f"{slicing}.slice_tensorflow_sparse_wrapper")(part, indices)
-        if isinstance(part, list | tuple | dict):
-            return None  # a structure: look inside
-        return tf.gather(part, indices) if tf.is_tensor(part) else part
-
-    return keras.tree.traverse(rows, parts)
 
 
 def symbolic_build(model: keras.Model, batch: Structure) -> None:

@@ -11,17 +11,22 @@ import functools
 import numbers
 import random
 from collections.abc import Callable, Iterator
-from typing import Any, TypeGuard
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist_ext.data.function import FunctionDataset
+from tfdist_ext.data._keras_private import train_validation_split
+from tfdist_ext.data.batches import Batches
+from tfdist_ext.data.epochs import Epochs
 from tfdist_ext.data.pipelines import Specs, Structure
-from tfdist_ext.data.sharded import ShardedDataset
+from tfdist_ext.data.reading import batches_of
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.messages import counted, shown
 from tfdist_ext.placement.specs import size_text
+from tfdist_ext.strategies.explanation import evaluates
 from tfdist_ext.strategies.owned_sums import narrow_sums_of, owned_sums_of
 from tfdist_ext.strategies.reductions import bucket_bytes_of
 from tfdist_ext.training._keras_private import layers_of, overrides, raw_value
@@ -43,9 +48,9 @@ from tfdist_ext.training.building import (
 )
 from tfdist_ext.training.callbacks.callback_state import Callbacks
 from tfdist_ext.training.callbacks.worker_tensorboard import WorkerTensorBoard
+from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
-from tfdist_ext.training.inputs import Epochs, GlobalBatches, read
 from tfdist_ext.training.loop import (
     Loop,
     MadeFor,
@@ -59,7 +64,6 @@ from tfdist_ext.training.parameter_server.engine import (
     ParameterServerEngine,
     ParameterServerPredictor,
 )
-from tfdist_ext.training.sharded_inputs import check_no_other_arguments, read_sharded
 from tfdist_ext.training.state import (
     broadcast_variables,
     run_on_chief,
@@ -86,6 +90,48 @@ _WRITING_CALLBACKS = (
     keras.callbacks.TensorBoard,
     *filter(None, [getattr(keras.callbacks, "OrbaxCheckpoint", None)]),  # since Keras 3.15
 )
+
+
+@dataclass(frozen=True)
+class FitArguments:
+    """The arguments of `DistributedModel.fit`."""
+
+    x: Any
+    y: Any
+    batch_size: int | None
+    epochs: int
+    verbose: str | int
+    callbacks: Callbacks
+    validation_split: float
+    validation_data: Any
+    shuffle: bool | str
+    class_weight: dict[int, float] | None
+    sample_weight: Any
+    initial_epoch: int
+    steps_per_epoch: int | None
+    validation_steps: int | None
+    validation_batch_size: int | None
+    validation_freq: int | list[int]
+    checkpoint_dir: str | Path | None
+    checkpoint_every: int | None
+    checkpoint_async: bool
+
+    @property
+    def validation_sizes(self) -> dict[str, int | None]:
+        """The arguments that `evaluate` gets."""
+        batch_size = self.validation_batch_size or self.batch_size
+        return {"batch_size": batch_size, "steps": self.validation_steps}
+
+    def resolved(self) -> FitArguments:
+        """Returns the arguments with Keras's limit of epochs, and with the data split."""
+        epochs = min(self.epochs, keras.config.max_epochs() or self.epochs)
+        if not self.validation_split or self.validation_data is not None:
+            return replace(self, epochs=epochs)
+        (x, y, sample_weight), validation_data = train_validation_split(
+            (self.x, self.y, self.sample_weight), validation_split=self.validation_split
+        )
+        data = {"x": x, "y": y, "sample_weight": sample_weight}
+        return replace(self, epochs=epochs, validation_data=validation_data, **data)
 
 
 class Distribution:
@@ -178,6 +224,77 @@ class Distribution:
                 optimizer.build(self.model.trainable_variables)
             build_sharded_optimizers(self.model, self.reduction)
 
+    def fit(self, call: FitArguments) -> keras.callbacks.History:
+        """Checks the arguments, makes batches, builds the model, resumes and trains."""
+        self._check_fit(call)
+        call = call.resolved()
+        if (cluster := evaluates(self.strategy)) is not None:
+            self.reduction.peers.enters("")  # it waits for checkpoints, as long as it takes
+            evaluate_checkpoints(
+                self.model,
+                cluster,
+                checkpoint_dir=call.checkpoint_dir,
+                epochs=call.epochs,
+                validation_data=call.validation_data,
+                callbacks=call.callbacks,
+                verbose=call.verbose,
+                **call.validation_sizes,
+            )
+        saved = (
+            None if call.checkpoint_dir is None else self._checkpoints(call, call.checkpoint_dir)
+        )
+        data = self.read(
+            "train",
+            *(call.x, call.y, call.sample_weight),
+            batch_size=call.batch_size,
+            steps=call.steps_per_epoch,
+            shuffle=call.shuffle,
+            class_weight=call.class_weight,
+            seed=self.new_seed if saved is None else saved.seed,
+        )
+        data.reset()
+        validation = self.validation(
+            call.validation_data, call.validation_sizes, call.validation_freq
+        )
+        params = {"epochs": call.epochs, "steps": data.steps, "add_history": True}
+        hooks = self.callbacks(call.callbacks, call.verbose, **params)
+        self.model.stop_training = False
+        first = call.initial_epoch
+        if saved is not None:
+            first = saved.resume(data, first, hooks.callbacks)
+        self.train(range(first, call.epochs), data, hooks, saved, validation)
+        return self.model.history
+
+    def _check_fit(self, call: FitArguments) -> None:
+        """Check the arguments of a `fit`; all workers must get the same ones."""
+        check_supported(call.callbacks, self.strategy)
+        counts = ["batch_size", "epochs", "initial_epoch", "steps_per_epoch", "validation_steps"]
+        counts += ["validation_batch_size", "checkpoint_every"]
+        equal = ["x", "shuffle", "class_weight", "validation_split", "validation_freq"]
+        is_given = {
+            name: "none" if getattr(call, name) is None else "given"
+            for name in ("validation_data", "checkpoint_dir")
+        }
+        self.check_call(
+            "fit",
+            {name: getattr(call, name) for name in counts},
+            **{name: getattr(call, name) for name in equal},
+            **is_given,
+        )
+        if call.checkpoint_every is not None and call.checkpoint_dir is None:
+            raise TrainingError("checkpoint_every needs checkpoint_dir, a folder for checkpoints.")
+
+    def _checkpoints(self, call: FitArguments, folder: str | Path) -> CheckpointManager:
+        in_background = call.checkpoint_async and isinstance(self.engine, SynchronousEngine)
+        return CheckpointManager(
+            folder,
+            self.model,
+            self.reduction,
+            call.checkpoint_every,
+            call.epochs,
+            in_background=in_background,
+        )
+
     def train(
         self,
         epochs: range,
@@ -250,7 +367,7 @@ class Distribution:
                 f" {frequency!r}."
             )
         arrays = keras.utils.unpack_x_y_sample_weight(data)
-        batches = self.global_batches(*arrays, **sizes)
+        batches = batches_of(*arrays, readers=self.engine.readers, **sizes)
         epochs = self.epochs(batches, sizes["steps"], "validation ")
         # What Keras's fit passes to the model's own evaluate.
         arguments = {**dict(zip(("x", "y", "sample_weight"), arrays, strict=True)), **sizes}
@@ -311,55 +428,34 @@ class Distribution:
         if self.reduction.multi_worker:
             check_equal_across_workers(self.reduction, {**counts, **arguments}, SAME_ARGUMENTS)
 
-    def workers_may_read(self, x: Any) -> TypeGuard[FunctionDataset]:
-        """Returns whether workers of parameter servers may read this data themselves."""
-        on_servers = isinstance(self.engine, ParameterServerEngine)
-        return on_servers and isinstance(x, FunctionDataset) and not x.takes_epoch
-
     def new_seed(self) -> int:
         """Returns a seed for the order of examples, from Python's generator, as in Keras."""
         return int(self.reduction.from_chief(random.randint(1, 2**31 - 1)))
 
-    def global_batches(
-        self,
-        x: Any,
-        y: Any = None,
-        sample_weight: Any = None,
-        *,
-        seed: Callable[[], int] | None = None,
-        **options: Any,
-    ) -> GlobalBatches:
-        """Reads the data of a call as global batches; see `inputs.read`.
-
-        Args:
-            seed: given for data to train on. Without it, a ShardedDataset is read from its start.
-        """
-        if not isinstance(x, ShardedDataset):
-            replicas = self.reduction.replicas
-            return read(x, y, sample_weight, seed=seed, replicas=replicas, **options)
-        settings = {name: options.get(name) for name in ("class_weight", "batch_size")}
-        check_no_other_arguments(x, y=y, sample_weight=sample_weight, **settings)
-        on_workers = None
-        if isinstance(self.engine, ParameterServerEngine) and self.workers_may_read(x):
-            on_workers = self.engine.batches_on_workers(x)
-        return on_workers or read_sharded(x, self.reduction, from_position=seed is not None)
-
     def read(self, kind: str, *data: Any, steps: int | None = None, **options: Any) -> Epochs:
         """Reads the data of a call, and builds the model for its kind of step."""
-        batches = self.global_batches(*data, steps=steps, **options)
+        batches = batches_of(*data, steps=steps, readers=self.engine.readers, **options)
+        if kind == "predict" and not batches.has_order:
+            raise TrainingError(
+                "`predict` cannot use from_dataset_fn on several workers, where examples have no"
+                " order. Use from_arrays, from_tfrecords, arrays, or a tf.data.Dataset."
+            )
         epochs = self.epochs(batches, steps)
         self.build(batches, kind)
         return epochs
 
-    def epochs(self, batches: GlobalBatches, steps: int | None, of: str = "") -> Epochs:
+    def epochs(self, batches: Batches, steps: int | None, of: str = "") -> Epochs:
         """Returns the epochs of a call, and compares the data of all workers."""
-        inspect = None
+        eagerly, inspect = bool(self.model.run_eagerly), None
+        if eagerly and batches.reads_own_shard:
+            raise TrainingError(
+                "run_eagerly=True computes each global batch on every worker, but from_dataset_fn"
+                " gives each worker its own examples. Debug with one worker, or with arrays, a"
+                " tf.data.Dataset, from_arrays or from_tfrecords."
+            )
         if self.reduction.multi_worker:
-            # TensorFlow may know the batch size of one worker's dataset and not of another's.
-            batch_size = batches.batch_size if batches.dataset is None else None
-            sizes = {"batch_size": batch_size, "batches in the data": batches.steps}
-            sizes = {f"{of}{name}": size for name, size in sizes.items()}
-            check_equal_across_workers(self.reduction, sizes, SAME_ARGUMENTS)
+            settings = {f"{of}{name}": value for name, value in batches.settings.items()}
+            check_equal_across_workers(self.reduction, settings, SAME_ARGUMENTS)
 
             def compare(data: Structure) -> None:
                 described = describe_data(data, of)
@@ -367,12 +463,11 @@ class Distribution:
 
             if batches.arrays is not None:
                 compare(batches.arrays)
-            if batches.dataset is not None:
-                inspect = compare
-        feed = functools.partial(self.engine.feed, eagerly=bool(self.model.run_eagerly))
+            inspect = compare if batches.is_read_by_all else None
+        feed = functools.partial(self.engine.feed, eagerly=eagerly)
         return Epochs(batches, feed, steps, inspect)
 
-    def build(self, batches: GlobalBatches, kind: str) -> None:
+    def build(self, batches: Batches, kind: str) -> None:
         """Create variables, metrics and optimizer slots, before a step is traced."""
         self.built_for = batches.element_spec
         self._move()

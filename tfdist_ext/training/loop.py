@@ -20,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.data.epochs import EMPTY, Epoch, Epochs
 from tfdist_ext.data.pipelines import Structure, data_errors_as_raised
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.launcher.exit_codes import PREEMPTED
@@ -28,12 +29,11 @@ from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.callbacks.callback_state import Callbacks
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
-from tfdist_ext.training.inputs import EMPTY, Epoch, Epochs, Execution
 from tfdist_ext.training.parameter_server.engine import (
     ParameterServerPredictor,
     ParameterServerProgram,
 )
-from tfdist_ext.training.steps.scope import Logs
+from tfdist_ext.training.steps.scope import Execution, Logs
 from tfdist_ext.training.synchronous.engine import Predictor, SynchronousProgram
 
 # Both kinds have the same methods.
@@ -216,7 +216,7 @@ class Loop:
                     break
                 done += result.steps
                 logs = result.logs
-                data.advance(result.steps)
+                data.batches.advance(result.steps)
                 peers.enters("callbacks")
                 getattr(hooks, f"on_{self._kind}_batch_end")(data.completed + done - 1, logs)
                 stop = self._stopped or one_only
@@ -240,7 +240,8 @@ class Loop:
         """
         uses_batches = uses_batch_hooks(hooks.callbacks, self._kind)
         spec = getattr(data.iterator, "element_spec", None)
-        data_kind = spec, data.batch_size, data.known_length, data.needs_row_count
+        batches = data.batches
+        data_kind = spec, batches.batch_size, batches.known_length, batches.needs_row_count
         # If a callback stops before the first batch, Keras still runs that batch.
         is_new = data_kind != self._tuned_for
         flags = np.array([uses_batches, self._stopped, is_new], np.int32)

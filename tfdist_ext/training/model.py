@@ -18,34 +18,24 @@ from typing import Any, NoReturn
 import keras
 import tensorflow as tf
 
-from tfdist_ext.data.function import FunctionDataset
-from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies import create_strategy
-from tfdist_ext.strategies.explanation import evaluates
 from tfdist_ext.strategies.factory import check_spans_cluster
-from tfdist_ext.training._keras_private import (
-    metrics_in_order,
-    stateless_scope,
-    train_validation_split,
-)
+from tfdist_ext.training._keras_private import metrics_in_order, stateless_scope
 from tfdist_ext.training._tf_private import records_gradients
 from tfdist_ext.training.agreement.barriers import peers_of
 from tfdist_ext.training.agreement.task_status import on_every_worker
 from tfdist_ext.training.building import input_signature, is_in, moved_out
 from tfdist_ext.training.callbacks.callback_state import Callbacks
-from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
 from tfdist_ext.training.checkpoints.format import Progress
-from tfdist_ext.training.checkpoints.manager import CheckpointManager
 from tfdist_ext.training.checkpoints.saving import (
     at_step,
     load_weights_on_chief,
     restore_checkpoint,
     write_checkpoint,
 )
-from tfdist_ext.training.distribution import Distribution, check_supported, rows_of_arrays
+from tfdist_ext.training.distribution import Distribution, FitArguments, rows_of_arrays
 from tfdist_ext.training.state import check_has_variables
-from tfdist_ext.training.synchronous.engine import SynchronousEngine
 from tfdist_ext.training.synchronous.model_step import OneTrace
 from tfdist_ext.user_frames import filter_traceback
 
@@ -130,75 +120,9 @@ class DistributedModel(keras.Model):
                 in use by a newer job.
             ValueError: Keras rejects an argument.
         """
-        state = self._tfdist_ext
-        epochs = min(epochs, keras.config.max_epochs() or epochs)
-        counts = {
-            "batch_size": batch_size,
-            "epochs": epochs,
-            "initial_epoch": initial_epoch,
-            "steps_per_epoch": steps_per_epoch,
-            "validation_steps": validation_steps,
-            "validation_batch_size": validation_batch_size,
-            "checkpoint_every": checkpoint_every,
-        }
-        check_supported(callbacks, state.strategy)
-        state.check_call(
-            "fit",
-            counts,
-            x=x,
-            shuffle=shuffle,
-            class_weight=class_weight,
-            validation_data="none" if validation_data is None else "given",
-            validation_split=validation_split,
-            validation_freq=validation_freq,
-            checkpoint_dir="none" if checkpoint_dir is None else "given",
-        )
-        if validation_split and validation_data is None:
-            (x, y, sample_weight), validation_data = train_validation_split(
-                (x, y, sample_weight), validation_split=validation_split
-            )
-        sizes = {"batch_size": validation_batch_size or batch_size, "steps": validation_steps}
-        if (cluster := evaluates(state.strategy)) is not None:
-            state.reduction.peers.enters("")  # it waits for checkpoints, as long as it takes
-            evaluate_checkpoints(
-                self,
-                cluster,
-                checkpoint_dir=checkpoint_dir,
-                epochs=epochs,
-                validation_data=validation_data,
-                callbacks=callbacks,
-                verbose=verbose,
-                **sizes,
-            )
-        saved = None
-        # Whether `fit` knows at each step where it is in this data.
-        keeps_position = isinstance(x, ShardedDataset) and not state.workers_may_read(x)
-        if checkpoint_dir is not None:
-            saved = CheckpointManager(
-                checkpoint_dir,
-                self,
-                state.reduction,
-                x if keeps_position else None,
-                checkpoint_every,
-                epochs,
-                in_background=checkpoint_async and isinstance(state.engine, SynchronousEngine),
-            )
-        elif checkpoint_every is not None:
-            raise TrainingError("checkpoint_every needs checkpoint_dir, a folder for checkpoints.")
-        how = {"batch_size": batch_size, "shuffle": shuffle, "class_weight": class_weight}
-        seed = state.new_seed if saved is None else saved.seed
-        arrays = x, y, sample_weight
-        data = state.read("train", *arrays, steps=steps_per_epoch, seed=seed, **how)
-        data.reset()
-        validation = state.validation(validation_data, sizes, validation_freq)
-        hooks = state.callbacks(
-            callbacks, verbose, epochs=epochs, steps=data.steps, add_history=True
-        )
-        self.stop_training = False
-        if saved is not None:
-            initial_epoch = saved.resume(data, initial_epoch, hooks.callbacks)
-        state.train(range(initial_epoch, epochs), data, hooks, saved, validation)
-        return self.history
+        arguments = dict(locals())
+        del arguments["self"]
+        return self._tfdist_ext.fit(FitArguments(**arguments))
 
     @on_every_worker
     def evaluate(
@@ -243,13 +167,6 @@ class DistributedModel(keras.Model):
         """
         state = self._tfdist_ext
         state.check_call("predict", {"batch_size": batch_size, "steps": steps}, x=x)
-        if isinstance(x, FunctionDataset) and (
-            state.reduction.multi_worker or state.workers_may_read(x)
-        ):
-            raise TrainingError(
-                "`predict` cannot use from_dataset_fn on several workers, where examples have no"
-                " order. Use from_arrays, from_tfrecords, arrays, or a tf.data.Dataset."
-            )
         epochs = state.read("predict", x, batch_size=batch_size, steps=steps)
         return state.predict(
             epochs, state.callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)

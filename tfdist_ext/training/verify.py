@@ -16,12 +16,13 @@ import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.data._keras_private import get_data_adapter
 from tfdist_ext.data.pipelines import Structure, batch_size_of, rows_between
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TfDistError, TrainingError, address_of
 from tfdist_ext.messages import counted
 from tfdist_ext.strategies.owned_sums import narrow_sums_of
-from tfdist_ext.training._keras_private import get_data_adapter, layers_of
+from tfdist_ext.training._keras_private import layers_of
 from tfdist_ext.training.agreement.equality import describe_data
 from tfdist_ext.training.distribution import check_counts
 from tfdist_ext.training.model import distribute_on

@@ -23,7 +23,7 @@ def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     words = (str(request.param), file)
     (found,) = results_of("train_parameter_server_exact.py", *words, timeout=450)
     assert found["pieces"] == max(1, request.param)
-    assert len(found["optimizers"]) == 6
+    assert len(found["optimizers"]) == 8
     return found
 
 

@@ -1,4 +1,4 @@
-"""Which answers of workers count, and what the coordinator does for absent workers and servers."""
+"""Which answers of workers count, and what happens without a worker or a server."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import tensorflow as tf
 
 import tfdist_ext as tfd
 from tfdist_ext.data import Shard
+from tfdist_ext.data.worker_batches import Answer, WorkerIterators, why_not_remote
 from tfdist_ext.training.agreement.task_status import TaskStatus
 from tfdist_ext.training.parameter_server.calls import CoordinatorReduction, shorten_error
-from tfdist_ext.training.parameter_server.worker_data import Answer, ShardIterators, why_not_remote
 
 
-def pass_of(workers: int) -> ShardIterators:
-    shards = [tf.data.Dataset.range(10 * n, 10 * n + 8).batch(1) for n in range(workers)]
-    batches: Any = SimpleNamespace(workers=workers, on_workers=[], shards=lambda: shards)
-    return ShardIterators(batches)
+def pass_of(workers: int) -> WorkerIterators:
+    batches: Any = SimpleNamespace(workers=workers, on_workers=[])
+    return WorkerIterators(batches)
 
 
 def answer(shard: int, end: int, steps: int, is_done: bool = False) -> Answer:
@@ -40,14 +39,12 @@ def test_an_answer_counts_if_it_follows_those_that_are_counted() -> None:
     assert data.unfinished == {1}
 
 
-def test_the_coordinator_reads_the_rest_of_an_absent_worker() -> None:
+def test_the_rest_of_an_absent_worker_is_left_out() -> None:
     data = pass_of(3)
     data.count([answer(0, 5, 5), answer(1, 8, 8, True), answer(2, 6, 6)])
-    with pytest.warns(UserWarning, match="no answer from worker 0, 2 for 10 s"):
-        data.read_rest()
+    with pytest.warns(UserWarning, match="no answer from worker 0, 2 for 60 s"):
+        data.leave_out()
     assert not data.unfinished
-    rows = [int(batch[0]) for ((_, _, batch),) in data.rest]
-    assert rows == [5, 6, 7, 26, 27]
 
 
 def test_a_server_that_is_lost_between_steps() -> None:

@@ -132,6 +132,28 @@ def test_lazy_updates_of_tables_in_other_places(name: str, options: dict[str, An
     assert_close(trained(LAZY["AdamW"], strategy, **options), trained(LAZY["AdamW"]), 1e-5)
 
 
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop", "EMA", "loss scaling", "of a user"])
+@pytest.mark.parametrize("placement", ["sharded(2)", "device CPU:1"])
+def test_large_tables_are_updated_in_blocks_with_the_numbers_of_one_device(
+    name: str, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_updates, "BLOCK_BYTES", 12)  # one row
+    blocks: list[tf.Tensor] = []  # that were traced
+    update_rows = RowUpdates._update_rows
+
+    def counted(updates: RowUpdates, update: Any, table: Any, ids: tf.Tensor, *rest: Any) -> None:
+        blocks.append(ids)
+        update_rows(updates, update, table, ids, *rest)
+
+    monkeypatch.setattr(RowUpdates, "_update_rows", counted)
+    devices = ["CPU:0", "CPU:1"]
+    strategy = tfd.create_strategy("placed", devices=devices, placement={".*table.*": placement})
+    plain, _ = plain_fit(builder(LAZY[name]), IDS, Y, **FIT)
+    ours = trained(LAZY[name], strategy, lazy_updates=False)
+    assert_close(ours, [*weights_of(plain), *map(np.asarray, plain.optimizer.variables)], 1e-5)
+    assert blocks
+
+
 def test_xla_compiles_lazy_updates() -> None:
     assert_close(trained(LAZY["Adam"], jit_compile=True), trained(LAZY["Adam"]), 1e-5)
 

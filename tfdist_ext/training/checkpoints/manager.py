@@ -17,7 +17,7 @@ import keras
 import numpy as np
 
 from tfdist_ext.cluster.liveness import log_line
-from tfdist_ext.data.sharded import ShardedDataset
+from tfdist_ext.data.epochs import Epochs
 from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.launcher.exit_codes import PREEMPTED, command_line, is_launched, is_started_again
 from tfdist_ext.training._keras_private import step_variables
@@ -32,9 +32,8 @@ from tfdist_ext.training.callbacks.callback_state import (
 from tfdist_ext.training.checkpoints.folder import CheckpointFolder, FolderTakenError
 from tfdist_ext.training.checkpoints.format import Progress, differences
 from tfdist_ext.training.checkpoints.saving import arrays_of, at_step, restore_checkpoint
-from tfdist_ext.training.inputs import Epochs, Execution
 from tfdist_ext.training.state import run_on_chief, snapshot, whole_slots
-from tfdist_ext.training.steps.scope import Logs
+from tfdist_ext.training.steps.scope import Execution, Logs
 from tfdist_ext.training.variables import optimizers_of
 from tfdist_ext.user_frames import warn
 
@@ -49,7 +48,6 @@ class CheckpointManager:
 
     Args:
         folder: where checkpoints are, or will be.
-        data: the training data, if it knows its position, which is part of a checkpoint.
         every: also save in the middle of an epoch, after each `every` of its global batches.
         epochs: of the whole training.
         in_background: write files in a thread.
@@ -63,7 +61,6 @@ class CheckpointManager:
         folder: str | Path,
         model: keras.Model,
         reduction: Reduction,
-        data: ShardedDataset | None,
         every: int | None,
         epochs: int,
         in_background: bool,
@@ -71,7 +68,7 @@ class CheckpointManager:
         self._model = model
         self._reduction = reduction
         self._callbacks: Sequence[keras.callbacks.Callback] = ()  # those that run on this task
-        self._data = data
+        self._data: Epochs  # since `resume`
         self._every = every
         self._epochs = epochs
         self._progress = Progress()
@@ -109,11 +106,11 @@ class CheckpointManager:
             TrainingError: `checkpoint_every` is not possible; another loss; other data inside an
                 epoch.
         """
-        self._check_every(data)
+        self._data, self._resumes_inside = data, data.resumes_inside
+        self._check_every()
         folder, model = self._folder, self._model
         self._callbacks = callbacks
-        settings: dict[str, Any] = {} if self._data is not None else data.sizes
-        settings["shuffle"] = self._progress.seed != 0
+        settings: dict[str, Any] = {**data.sizes, "shuffle": self._progress.seed != 0}
         settings |= compile_texts(model, LOSS_AND_METRICS)
         self._progress = replace(
             self._progress, epoch=initial_epoch, first_epoch=initial_epoch, settings=settings
@@ -137,16 +134,7 @@ class CheckpointManager:
             resumes = "; ".join([f"resuming after {progress}, from {path}", *changes])
             log_line(complete if is_done else resumes)
         epochs = progress.epoch - progress.first_epoch
-        if self._data is None:
-            if not is_done:
-                data.begin_after(epochs, completed=progress.batches)
-        else:
-            if progress.data is not None:
-                self._data.restore(progress.data)
-            else:  # the job before had other data
-                for _ in range(epochs):
-                    self._data.end_epoch()
-            data.begin_at_position(completed=progress.batches)
+        data.resume(epochs, progress.batches, progress.data, reads=not is_done)
         return max(self._epochs, progress.epoch) if is_done else progress.epoch
 
     def _check_can_resume(self, path: str, progress: Progress, changes: list[str]) -> None:
@@ -165,12 +153,8 @@ class CheckpointManager:
                 " data and arguments to the end of the epoch, or another checkpoint_dir."
             )
 
-    def _check_every(self, data: Epochs) -> None:
+    def _check_every(self) -> None:
         """Raises TrainingError if `checkpoint_every` is given, and is not possible."""
-        known = self._data
-        self._resumes_inside = (
-            data.can_begin_anywhere if known is None else known.resumes_inside_epochs
-        )
         if self._every is not None and not self._resumes_inside:
             raise TrainingError(
                 "checkpoint_every needs data that can resume inside an epoch: arrays,"
@@ -298,8 +282,7 @@ class CheckpointManager:
 
     def _save(self, progress: Progress) -> None:
         """Begins to write a checkpoint; every task must call."""
-        data = None if self._data is None else self._data.state()
-        progress = at_step(replace(progress, data=data), self._model)
+        progress = at_step(replace(progress, data=self._data.state()), self._model)
         self._progress = self._unannounced = progress
 
         def begin(folder: CheckpointFolder) -> None:

@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
+from tfdist_ext.data.batches import BatchIterator
 from tfdist_ext.data.pipelines import Specs, Structure
 from tfdist_ext.errors import PeerError
 from tfdist_ext.training.agreement.task_status import Reduction, TaskStatus
-from tfdist_ext.training.inputs import BatchIterator
 from tfdist_ext.training.variables import default_strategy_scope
 
 BATCHES_IN_A_CALL = 8  # at most

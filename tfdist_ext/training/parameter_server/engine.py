@@ -18,14 +18,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.function import FunctionDataset
-from tfdist_ext.data.pipelines import Specs, Structure
+from tfdist_ext.data import worker_batches
+from tfdist_ext.data.batches import Readers
+from tfdist_ext.data.epochs import Epoch
+from tfdist_ext.data.pipelines import PartsOf, Specs, Structure
+from tfdist_ext.data.worker_batches import Answer, WorkerIterators
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training._keras_private import raw_value, step_of, step_variables
 from tfdist_ext.training._tf_private import busy_workers
 from tfdist_ext.training.agreement.task_status import single_task
-from tfdist_ext.training.inputs import Epoch, Execution, GlobalBatches
-from tfdist_ext.training.parameter_server import worker_data
 from tfdist_ext.training.parameter_server.calls import (
     BATCHES_IN_A_CALL,
     Call,
@@ -34,9 +35,8 @@ from tfdist_ext.training.parameter_server.calls import (
     traced,
 )
 from tfdist_ext.training.parameter_server.scope import WorkerScope, step_on_worker
-from tfdist_ext.training.parameter_server.worker_data import Answer, ShardIterators, WorkerBatches
 from tfdist_ext.training.steps.row_updates import RowRules
-from tfdist_ext.training.steps.scope import Logs, StepOutputs, metrics_and_others
+from tfdist_ext.training.steps.scope import Execution, Logs, StepOutputs, metrics_and_others
 from tfdist_ext.training.variables import default_strategy_scope, optimizers_of
 from tfdist_ext.user_frames import warn
 
@@ -55,6 +55,7 @@ class ParameterServerEngine:
 
     Attributes:
         reduction: of the coordinator alone.
+        readers: this process, and the workers that may read for themselves.
     """
 
     def __init__(
@@ -66,25 +67,13 @@ class ParameterServerEngine:
         peers = single_task("chief:0", busy_workers, servers)
         self.reduction = CoordinatorReduction(strategy, peers)
         self._calls = Calls(strategy, peers)
+        self.readers = Readers(coordinator=self._calls.coordinator, workers=self._calls.workers)
 
-    def batches_on_workers(self, data: FunctionDataset) -> WorkerBatches | None:
-        """The data as the workers read it; None with a warning if they cannot."""
-        why = worker_data.why_not_remote(data, self._calls.workers)
-        if not why:
-            return WorkerBatches(self._calls, data)
-        warn(
-            f"the workers cannot read this data themselves: {why}. This process reads all"
-            " of the data and sends the batches."
-        )
-        return None
-
-    def feed(self, batches: GlobalBatches, *, eagerly: bool) -> tf.data.Dataset | WorkerBatches:
+    def feed(self, parts_of: PartsOf, *, eagerly: bool) -> tf.data.Dataset:
         """The input that programs iterate over."""
         del eagerly  # `make_program` warns
-        if isinstance(batches, WorkerBatches):
-            return batches
         with tf.device("CPU:0"):
-            return batches.on_host(0, 1, 1)
+            return parts_of(0, 1, 1).prefetch(tf.data.AUTOTUNE)
 
     def finalize(self, model: keras.Model) -> None:
         """End a training: averaged weights replace the last ones."""
@@ -195,24 +184,22 @@ class ParameterServerProgram:
         if self._states().tobytes() != self._assigned.tobytes():  # a callback has changed a metric
             self.reset(resume=True)
         first = 0 if self._counter is None else int(raw_value(self._counter).numpy())
-        iterator, done, used, found, sent = data.iterator, 0, 0, [], 0
+        iterator, sent = data.iterator, 0
 
         def arguments(before: int, steps: int) -> tuple[np.int64]:
             nonlocal sent
-            sent = max(sent, done + before + steps)
-            return (np.int64(first + (done + before) * self._counted),)
+            sent = max(sent, before + steps)
+            return (np.int64(first + before * self._counted),)
 
         try:
-            if isinstance(iterator, ShardIterators):
+            if isinstance(iterator, WorkerIterators):
                 answers = self._on_shards(iterator, n, arguments)
-                done = used = sent = sum(int(answer.steps) for answer in answers)
+                used = sent = sum(int(answer.steps) for answer in answers)
                 found = [answer.values for answer in answers]
-                iterator = iterator.rest
-            if iterator is not None:
-                steps, read, values = self._calls.on_batches(
-                    self._on_batches, iterator, n - done, self._specs, arguments
+            else:
+                _, used, found = self._calls.on_batches(
+                    self._on_batches, iterator, n, self._specs, arguments
                 )
-                done, used, found = done + steps, used + read, found + values
         finally:  # the calls before an error have updated the weights
             with contextlib.suppress(tf.errors.OpError):  # a lost server has an error of its own
                 if self._counter is not None and sent:
@@ -224,7 +211,7 @@ class ParameterServerProgram:
         return Execution(logs, used, seconds, stop_requested=stop_requested)
 
     def _on_shards(
-        self, data: ShardIterators, n: int, arguments: Callable[[int, int], Sequence[np.int64]]
+        self, data: WorkerIterators, n: int, arguments: Callable[[int, int], Sequence[np.int64]]
     ) -> list[Answer]:
         """Take `n` steps, or fewer if all shards end; returns the answers that count."""
         batches, found = data.batches, []
@@ -245,10 +232,10 @@ class ParameterServerProgram:
             done += sum(int(answer.steps) for answer in counted)
             if counted:
                 progress = time.monotonic()
-            elif time.monotonic() - progress < worker_data.PATIENCE:
+            elif time.monotonic() - progress < worker_batches.PATIENCE:
                 time.sleep(0.1)  # the workers that have answered are done with their shards
             else:
-                data.read_rest()
+                data.leave_out()
         return found
 
     def _steps_on_shard(

@@ -8,6 +8,9 @@ That changes no number if the optimizer leaves rows without a gradient as they a
 It changes the training, and must be asked for, if slots decay in each step, as those of Adam do.
 It is impossible if the update of a row depends on other rows. Which of these an optimizer does is
 found out by trying its update on a small table.
+
+A large table whose rows must all be updated is updated in blocks of rows, where its values lie in
+one place. The temporary values of an update then need the memory of a block, not of the table.
 """
 
 from __future__ import annotations
@@ -26,17 +29,19 @@ from tfdist_ext.placement.live._tf_private import piece_being_updated
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.placement.specs import size_text
 from tfdist_ext.training._keras_private import key_of, stateless_scope
-from tfdist_ext.training.variables import PartOfVariable
+from tfdist_ext.training.variables import PartOfVariable, UpdatesInPlace
 from tfdist_ext.user_frames import warn
 
 # The update of a variable: (variable, gradient, learning rate).
 Update: TypeAlias = Callable[[Any, Any, Any], object]
 
-# What a gradient in slices updates: the whole table; its rows, which changes no number; or its rows
-# with the slices of a row summed first, so that rows without a gradient rest.
-Way: TypeAlias = Literal["whole", "rows", "lazy rows"]
+# What a gradient in slices updates: the whole table at once; all rows of it, in blocks; its own
+# rows, which changes no number; or its own rows with the slices of a row summed first, so that rows
+# without a gradient rest.
+Way: TypeAlias = Literal["whole", "blocks", "rows", "lazy rows"]
 
 _LARGE = 100_000_000  # bytes of a table
+BLOCK_BYTES = 1 << 22  # of a table; one of less than 8 blocks is updated whole
 
 
 @dataclass
@@ -105,7 +110,10 @@ class RowUpdates:
             if (way := self._rules.ways[key]) != "whole":
 
                 def of_rows(var: Any, gradient: tf.IndexedSlices, rate: Any) -> None:
-                    self._update_rows(update, var, gradient, rate, summed=way == "lazy rows")
+                    if way == "blocks":
+                        self._update_blocks(update, var, gradient, rate)
+                    else:
+                        self._update_slices(update, var, gradient, rate, summed=way == "lazy rows")
 
                 return self._inner.extended.update(var, of_rows, args=args, group=group)
         return self._inner.extended.update(var, update, args=args, group=group)
@@ -137,7 +145,8 @@ class RowUpdates:
                 " tfd.distribute(..., lazy_updates=True) updates the rows of a batch only; see"
                 f" {address_of('docs/parameter_servers.md#optimizers-and-memory')}"
             )
-        return "whole"
+        in_place = isinstance(self._inner, UpdatesInPlace)
+        return "blocks" if in_place and trial.slots and trial.found != "whole" else "whole"
 
     def _no_rows(self, why: str) -> TrainingError:
         return TrainingError(
@@ -146,10 +155,35 @@ class RowUpdates:
             " Adam or Adagrad, or leave lazy_updates out."
         )
 
-    def _update_rows(
+    def _update_blocks(
+        self, update: Update, table: Any, gradient: tf.IndexedSlices, rate: Any
+    ) -> None:
+        """Update all rows of one piece of a table, one block after the other."""
+        rows, *width = piece_being_updated(table).shape
+        count = max(1, BLOCK_BYTES // (math.prod(width) * tf.as_dtype(table.dtype).size))
+        if rows < 8 * count:
+            update(table, gradient, rate)
+            return
+        indices = tf.cast(gradient.indices, tf.int64)
+
+        def update_block(start: tf.Tensor) -> list[tf.Tensor]:
+            stop = tf.minimum(start + count, rows)
+            inside = tf.where((indices >= start) & (indices < stop))[:, 0]
+            block = tf.IndexedSlices(
+                tf.gather(gradient.values, inside),
+                tf.gather(indices, inside) - start,
+                tf.stack([stop - start, *width]),
+            )
+            self._update_rows(update, table, tf.range(start, stop), block, rate)
+            return [stop]
+
+        first = tf.zeros([], tf.int64)
+        tf.while_loop(lambda start: start < rows, update_block, [first], parallel_iterations=1)
+
+    def _update_slices(
         self, update: Update, table: Any, gradient: tf.IndexedSlices, rate: Any, *, summed: bool
     ) -> None:
-        """Update the rows of one piece of a table."""
+        """Update those rows of one piece of a table that have a gradient."""
         ids, positions = tf.unique(gradient.indices)
         values: Any = gradient.values
         if summed:
@@ -157,6 +191,12 @@ class RowUpdates:
         else:  # Keras squares the slices of a row one by one
             shape = tf.concat([[tf.size(ids)], tf.shape(values)[1:]], 0)
             values = tf.IndexedSlices(values, positions, shape)
+        self._update_rows(update, table, ids, values, rate)
+
+    def _update_rows(
+        self, update: Update, table: Any, ids: tf.Tensor, gradient: Any, rate: Any
+    ) -> None:
+        """Call an update with rows in place of one piece of a table and of its slots."""
         outer = stateless_scope()
         assert outer is not None, "a step's update runs in a scope"
         views: dict[int, Rows] = {}
@@ -170,7 +210,7 @@ class RowUpdates:
             return views[id(variable)]
 
         with _Instead(rows_of, outer):
-            update(Rows(table, ids), values, rate)
+            update(Rows(table, ids), gradient, rate)
 
 
 def _has_rows_of(slot: keras.Variable, table: Any) -> bool:

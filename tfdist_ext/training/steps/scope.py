@@ -15,6 +15,7 @@ some strategies wrong. So `ReplicaScope` decides what a write does:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import keras
@@ -50,6 +51,23 @@ from tfdist_ext.user_frames import warn
 
 # The value of each metric by name. An output that is not a single number is an array.
 Logs: TypeAlias = dict[str, float | np.ndarray]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """The result of an execution: several steps of an epoch.
+
+    Attributes:
+        logs: over the epoch so far, the same on every worker.
+        steps: global batches that were used.
+        chief_seconds: how long the execution before this one took on the chief.
+        stop_requested: a task received SIGTERM before this execution began.
+    """
+
+    logs: Logs
+    steps: int
+    chief_seconds: float
+    stop_requested: bool = False
 
 
 class StepScope(keras.StatelessScope):

@@ -16,12 +16,15 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from tfdist_ext.data.pipelines import Structure
-from tfdist_ext.errors import TrainingError
+from tfdist_ext.data.batches import BatchIterator, Parts, Readers
+from tfdist_ext.data.epochs import Epoch
+from tfdist_ext.data.pipelines import PartsOf, Structure, distributed
+from tfdist_ext.data.shards import Shard
 from tfdist_ext.strategies._tf_private import per_replica
 from tfdist_ext.training._keras_private import raw_value
-from tfdist_ext.training.inputs import BatchIterator, Epoch, Execution, GlobalBatches, Parts
+from tfdist_ext.training.agreement.equality import from_each_worker
 from tfdist_ext.training.steps.row_updates import RowRules
+from tfdist_ext.training.steps.scope import Execution
 from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.synchronous.model_step import ModelStep, OneTrace, Seeds
 from tfdist_ext.training.synchronous.reduction import States, SynchronousReduction
@@ -49,7 +52,7 @@ class SynchronousProgram:
         if step.reduction.multi_worker:
             with default_strategy_scope(), tf.device("CPU:0"):
                 self._batches_read = tf.Variable(0, trainable=False, dtype=tf.int64)
-        # By the kind of data: (known_length, needs_row_count) of an Epoch.
+        # By the kind of data: (known_length, needs_row_count) of Batches.
         self._executions: dict[tuple[bool, bool], Callable[..., Any]] = {}
         self._states: States = []
         self._totals: list[bytes] = []  # of the metrics, after the last execution
@@ -81,11 +84,11 @@ class SynchronousProgram:
         """
         if self._metric_values() != self._totals:  # a callback has changed a metric
             self.reset(resume=True)
-        self._step.batch_size = data.batch_size
+        self._step.batch_size = data.batches.batch_size
         if self._batches_read is not None:
             self._reduction.peers.reads_batches(self._batches_read.numpy)
         report = tf.constant([seconds if self._reduction.is_chief else 0.0, float(stop_requested)])
-        kind = data.known_length, data.needs_row_count
+        kind = data.batches.known_length, data.batches.needs_row_count
         if kind not in self._executions:
             self._executions[kind] = self._step.in_graph(functools.partial(self._run, *kind))
         args = data.iterator, tf.constant(n), report, self._states
@@ -235,12 +238,12 @@ class Predictor:
     def _next_outputs(self, data: Epoch) -> Structure:
         call = self._step.call
         if data.steps is not None or not self._reduction.multi_worker:
-            return call(self._of_next, data.iterator, data.needs_row_count)
+            return call(self._of_next, data.iterator, data.batches.needs_row_count)
         # gather is a collective: no worker may continue alone.
         batch = data.iterator.get_next_as_optional()
         if self._reduction.any_worker(not bool(batch.has_value())):
             raise StopIteration
-        return call(self._of_batch, batch.get_value(), data.needs_row_count)
+        return call(self._of_batch, batch.get_value(), data.batches.needs_row_count)
 
     def _outputs_of_batch(self, batch: Parts, needs_row_count: bool) -> Structure:
         step, on = self._step, self._reduction
@@ -271,6 +274,7 @@ class SynchronousEngine:
 
     Attributes:
         reduction: over the workers that have to agree.
+        readers: the workers.
     """
 
     def __init__(
@@ -282,6 +286,8 @@ class SynchronousEngine:
     ):
         self._strategy = strategy
         self.reduction = on = SynchronousReduction(strategy)
+        shard, from_each = Shard(on.worker, on.workers), functools.partial(from_each_worker, on)
+        self.readers = Readers(on.replicas, shard, from_each)
         self._one_trace: OneTrace = one_trace
         self._lazy_updates = lazy_updates
         # On a TPU steps cannot write what was made outside; they run in the calling thread. So does
@@ -289,27 +295,20 @@ class SynchronousEngine:
         devices = [] if isinstance(strategy, tf.distribute.TPUStrategy) else on.devices
         self._seeds = Seeds(devices, on.from_chief)
 
-    def feed(self, batches: GlobalBatches, *, eagerly: bool) -> Iterable[Parts]:
+    def feed(self, parts_of: PartsOf, *, eagerly: bool) -> Iterable[Parts]:
         """The input that the programs iterate over: the parts of this task's replicas.
+
+        Replicas on CPUs get a plain dataset, because TensorFlow's distributed iterator costs more
+        than a small step.
 
         Args:
             eagerly: steps run once on each task, on the whole global batch.
-
-        Raises:
-            TrainingError: the workers read different batches, and steps run eagerly.
         """
         on = self.reduction
-        if eagerly and batches.reads_own_shard:
-            raise TrainingError(
-                "run_eagerly=True computes each global batch on every worker, but from_dataset_fn"
-                " gives each worker its own examples. Debug with one worker, or with arrays, a"
-                " tf.data.Dataset, from_arrays or from_tfrecords."
-            )
-        if eagerly:
-            return batches.on_host(0, 1, 1)
-        if on.feeds_on_host:
-            return batches.on_host(on.first_replica, on.local_replicas, on.replicas)
-        return batches.distributed(self._strategy)
+        if not eagerly and not on.feeds_on_host:
+            return distributed(parts_of, self._strategy)
+        replicas = (0, 1, 1) if eagerly else (on.first_replica, on.local_replicas, on.replicas)
+        return parts_of(*replicas).prefetch(tf.data.AUTOTUNE)
 
     def finalize(self, model: keras.Model) -> None:
         """End a training: averaged weights replace the last ones."""

@@ -16,7 +16,8 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.cluster.liveness import FIRST_AFTER, log_line
-from tfdist_ext.data.pipelines import Structure, batch_size_of, rows_between
+from tfdist_ext.data.batches import Parts
+from tfdist_ext.data.pipelines import Part, Structure, batch_size_of, rows_between
 from tfdist_ext.errors import StrategyError, TfDistError, TrainingError
 from tfdist_ext.strategies._tf_private import lightly_optimized
 from tfdist_ext.strategies.owned_sums import owned_sums_of
@@ -33,7 +34,6 @@ from tfdist_ext.training._keras_private import (
     substitutes,
     uses_keras_step,
 )
-from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.state import broadcast_state
 from tfdist_ext.training.steps import exact
 from tfdist_ext.training.steps.context import ReplicaSums, StepContext, running_step

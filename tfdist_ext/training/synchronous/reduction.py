@@ -10,6 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.data.batches import Parts
+from tfdist_ext.data.pipelines import Part
 from tfdist_ext.strategies._tf_private import of_replica, per_replica
 from tfdist_ext.strategies.explanation import computing_tasks, devices_listed
 from tfdist_ext.strategies.reductions import (
@@ -23,7 +25,6 @@ from tfdist_ext.training._keras_private import raw_value
 from tfdist_ext.training.agreement.barriers import SAME_CALLS, peers_of
 from tfdist_ext.training.agreement.equality import check_equal_across_workers
 from tfdist_ext.training.agreement.task_status import Reduction
-from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.steps.scope import assign_each
 
 # For each local replica, the states of its metrics, stacked.

@@ -1,22 +1,22 @@
-"""Data that each worker reads for itself. Metrics count each batch once, also after a crash.
+"""Data that workers of parameter servers read themselves. Metrics count each batch once.
 
 A call takes steps on the shard that its worker reads. The batches of a shard have numbers, and an
 answer says which of them the call has used. The coordinator counts an answer only if it begins
 after the batches that are counted. A restarted worker reads its shard from the beginning, without
-steps up to the position that comes with each call; the weights may see the batches after that
-position twice. If a worker stays away, the coordinator reads
-the rest of its shard.
+steps up to the position that comes with each call. The weights may see the batches after that
+position twice. If a worker does not return, the rest of its shard is left out of the epoch.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.data.batches import Batches, Feed, Readers
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.pipelines import (
     PY_FUNCTIONS,
@@ -25,13 +25,11 @@ from tfdist_ext.data.pipelines import (
     without_autotune,
 )
 from tfdist_ext.data.shards import Shard
-from tfdist_ext.training.inputs import BatchIterator, GlobalBatches, parts_of_dataset
-from tfdist_ext.training.parameter_server.calls import Calls
 from tfdist_ext.user_frames import warn
 
-# Seconds without progress after which the coordinator reads the shard of a worker that does not
-# answer. A process needs as long to restart.
-PATIENCE = 10.0
+# Seconds without progress after which the shard of a worker that does not answer is left out. A new
+# process needs less to start.
+PATIENCE = 60.0
 
 
 class Answer(NamedTuple):
@@ -44,21 +42,23 @@ class Answer(NamedTuple):
     values: Any  # what the last step returned
 
 
-class WorkerBatches(GlobalBatches):
-    """The data sets that a function makes, one for each worker. A batch is the batch of a step."""
+class WorkerBatches(Batches):
+    """The datasets that a function makes, one for each worker. A batch is the batch of a step."""
 
-    def __init__(self, calls: Calls, data: FunctionDataset):
-        self.workers = calls.workers
-        self._coordinator = calls.coordinator
+    has_order = False
+
+    def __init__(self, data: FunctionDataset, readers: Readers):
+        self.workers = readers.workers
+        self._coordinator = readers.coordinator
         self._data = data
         with tf.device("CPU:0"):
             shards = self.shards()
-        endless = all(bool(each.cardinality() == tf.data.INFINITE_CARDINALITY) for each in shards)
+        endless = all(bool(shard.cardinality() == tf.data.INFINITE_CARDINALITY) for shard in shards)
         self.batch_spec = shards[0].element_spec
-        super().__init__(parts_of=parts_of_dataset(shards[0]), is_infinite=endless)
+        super().__init__(self.batch_spec, is_infinite=endless)
 
-    def __iter__(self) -> ShardIterators:
-        return ShardIterators(self)
+    def iterator(self, feed: Feed, start: int) -> WorkerIterators:
+        return WorkerIterators(self)
 
     @functools.cached_property
     def on_workers(self) -> Iterable[Any]:
@@ -74,7 +74,7 @@ class WorkerBatches(GlobalBatches):
     def _shard_of_worker(self) -> tf.data.Dataset:
         """On a worker: its batches, then empty optionals, so that an answer can tell the end.
 
-        The user's function takes a number, not a tensor, so the data sets of all shards are made
+        The user's function takes a number, not a tensor, so the datasets of all shards are made
         and one of them is read. A `tf.switch_case` would not make them all, but cannot use lookup
         tables ("You must feed a value for placeholder tensor").
         """
@@ -84,29 +84,28 @@ class WorkerBatches(GlobalBatches):
         if len(shards) == 1:  # TensorFlow cannot stack one variant
             batches = shards[0]
         else:
-            variants = tf.stack([tf.data.experimental.to_variant(each) for each in shards])
+            variants = tf.stack([tf.data.experimental.to_variant(dataset) for dataset in shards])
             batches = tf.data.experimental.from_variant(variants[shard], self.batch_spec)
-        found = batches.map(takes_elements(batches, tf.experimental.Optional.from_value))
+        present = batches.map(takes_elements(batches, tf.experimental.Optional.from_value))
         end = tf.data.Dataset.from_tensors(tf.experimental.Optional.empty(self.batch_spec)).repeat()
-        elements = found.concatenate(end).enumerate()
+        elements = present.concatenate(end).enumerate()
         elements = elements.map(lambda number, batch: (shard, number, batch))
         # Autotuning delays shutdown.
         return without_autotune(elements.prefetch(tf.data.AUTOTUNE))
 
     def shards(self) -> list[tf.data.Dataset]:
-        """The data set of each shard."""
+        """The dataset of each shard."""
         shards = [Shard(number, self.workers) for number in range(self.workers)]
         return [self._data.made(shard, alone=True) for shard in shards]
 
 
-class ShardIterators:
+class WorkerIterators:
     """One pass over all shards.
 
     Attributes:
         of_workers: an iterator on each worker.
         positions: the number of the next batch of each shard.
         unfinished: the shards whose workers have further batches.
-        rest: what the coordinator reads of the shards of absent workers; None: nothing.
     """
 
     def __init__(self, batches: WorkerBatches):
@@ -114,14 +113,10 @@ class ShardIterators:
         self.of_workers: Iterator[Any] = iter(batches.on_workers)
         self.positions = np.zeros(batches.workers, np.int64)
         self.unfinished = set(range(batches.workers))
-        self.rest: BatchIterator | None = None
-
-    def __next__(self) -> NoReturn:
-        raise NotImplementedError  # the workers read
 
     def count(self, answers: Iterable[Answer]) -> list[Answer]:
         """The answers that count, of those that have used batches."""
-        found = []
+        counted = []
         for answer in sorted(answers, key=lambda answer: (answer.end - answer.steps, answer.end)):
             shard = int(answer.shard)
             follows = answer.end - answer.steps == self.positions[shard]
@@ -129,28 +124,23 @@ class ShardIterators:
                 continue
             self.positions[shard] = answer.end
             self.unfinished -= {shard} if answer.is_done else set()
-            found += [answer] if answer.steps else []
-        return found
+            counted += [answer] if answer.steps else []
+        return counted
 
-    def read_rest(self) -> None:
-        """Let the coordinator read what is left of the unfinished shards."""
-        absent = sorted(self.unfinished)
+    def leave_out(self) -> None:
+        """Ends the pass without the rest of the unfinished shards, with a warning."""
+        absent = ", ".join(map(str, sorted(self.unfinished)))
         warn(
-            f"no answer from worker {', '.join(map(str, absent))} for {PATIENCE:.0f} s, and the"
-            " other workers have read their data: this process reads the remaining data."
+            f"no answer from worker {absent} for {PATIENCE:.0f} s, and the other workers have read"
+            " their data: the remaining data of its shard is not used in this epoch."
         )
-        with tf.device("CPU:0"):
-            shards = self.batches.shards()
-            rests = [shards[shard].skip(self.positions[shard]) for shard in absent]
-            rest = functools.reduce(tf.data.Dataset.concatenate, rests)
-            self.rest = iter(parts_of_dataset(rest)(0, 1, 1))
         self.unfinished.clear()
 
 
 def why_not_remote(data: FunctionDataset, workers: int) -> str:
     """Why the workers cannot read the data, in words; "" if they can.
 
-    A worker receives graphs and tensors. It cannot receive a data set or a Python function.
+    A worker receives graphs and tensors. It cannot receive a dataset or a Python function.
     """
     function = tf.function(
         lambda: tf.data.experimental.to_variant(data.made(Shard(0, workers), alone=True)),

@@ -1,0 +1,45 @@
+"""Epochs of a dataset: looking at the first batch changes nothing in what is read."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from tfdist_ext.data.batches import Readers
+from tfdist_ext.data.epochs import Epochs
+from tfdist_ext.data.reading import batches_of
+
+
+def shuffled() -> tf.data.Dataset:
+    return tf.data.Dataset.range(10).shuffle(10, seed=3).batch(4)
+
+
+def read(data: tf.data.Dataset, steps: int | None, inspect: Any) -> list[list[list[int]]]:
+    batches = batches_of(data, steps=steps, readers=Readers())
+    epochs = Epochs(batches, lambda parts_of: parts_of(0, 1, 1), steps, inspect)
+    found = []
+    for _ in range(4):
+        with epochs.next() as epoch:
+            rows: list[list[int]] = []
+            with contextlib.suppress(StopIteration):
+                while epoch.steps is None or len(rows) < epoch.steps:
+                    rows.append(next(epoch.iterator)[0][2].numpy().tolist())
+        epochs.end_epoch(epoch, len(rows), stopped=False)
+        found.append(rows)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:the data ended after")
+@pytest.mark.parametrize("steps", [None, 2, 3])
+@pytest.mark.parametrize("known", [True, False])
+def test_an_inspected_batch_is_read_once(steps: int | None, known: bool) -> None:
+    def data() -> tf.data.Dataset:
+        return shuffled() if known else shuffled().filter(lambda _: True)
+
+    seen: list[Any] = []
+    found = read(data(), steps, lambda batch: seen.append(batch.numpy().tolist()))
+    assert found == read(data(), steps, None)
+    assert seen == found[0][:1]
