@@ -26,6 +26,7 @@ FLOORS = [
     "cli",
     "testing",
     "ray",
+    "step_costs",
     "training",
     "strategies",
     "flags",

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from tfdist_ext.launcher.functions import launch as launch
     from tfdist_ext.placement import PlacementPlan as PlacementPlan
     from tfdist_ext.placement.live.learning import plan_placement as plan_placement
+    from tfdist_ext.placement.scaling import WorkersPlan as WorkersPlan
+    from tfdist_ext.step_costs import plan_workers as plan_workers
     from tfdist_ext.strategies import available_strategies as available_strategies
     from tfdist_ext.strategies import create_strategy as create_strategy
     from tfdist_ext.strategies import explain as explain
@@ -61,6 +63,8 @@ _HOME = {
         "launcher.functions": "launch",
         "placement": "PlacementPlan",
         "placement.live.learning": "plan_placement",
+        "placement.scaling": "WorkersPlan",
+        "step_costs": "plan_workers",
         "strategies": "available_strategies create_strategy explain register_strategy run",
         "training": "DistributedModel WorkerTensorBoard all_rows distribute finished_checkpoints"
         " training_is_done",
