@@ -82,7 +82,7 @@ COMMANDS_BY = {
     "tests/test_configs.py::test_plain_keras_reads_what_they_wrote": [
         "python docs/examples/check_saved_model.py runs/digits_multi_worker",
     ],
-    "tests/launcher/test_one_machine_page.py::test_sessions": [
+    "tests/launcher/test_one_machine_page.py::test_sessions_on_the_page_are_real": [
         "tfdist run --workers 2 --dry-run -- python train.py",
         "tfdist run --workers 2 --log-dir logs -- python train.py",
     ],

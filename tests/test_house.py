@@ -35,6 +35,7 @@ FLOORS = [
     "cluster",
     "messages",
     "private_names",
+    "failures",
     "errors",
     "user_frames",
 ]
@@ -45,6 +46,7 @@ WITHOUT_TENSORFLOW = (
     "cluster",
     "messages",
     "private_names",
+    "failures",
     "errors",
     "user_frames",
 )

@@ -88,8 +88,7 @@ def launch(
         ended = run_with_restarts(planned, policy, logs, env, Limits(), stop)
         raise_stop_signal(stop.first)
         if ended.exit_status:
-            message = failure_message(ended, folder)
-            raise TaskError(message, (str(ended.failed_task),))
+            raise TaskError(failure_message(ended), (str(ended.failed_task),))
         return results_in(folder, ended)
 
 
@@ -187,16 +186,15 @@ def results_in(folder: Path, ended: RunResult) -> dict[str, Any]:
     return {name: pickle.loads(file.read_bytes()) for name, file in files.items() if file.exists()}
 
 
-def failure_message(ended: RunResult, folder: Path) -> str:
+def failure_message(ended: RunResult) -> str:
     """The root cause of a failed run, with the traceback of its exception or its last lines."""
     cause = str(ended.failed_task)
     text = "\n".join(ended.last_lines[cause])
     # A task that was killed, or has left, has no traceback: the task that needed it has one.
-    for name in sorted(ended.returncodes, key=lambda name: name != cause):
-        file = folder / (name + function_task.TRACEBACK)
-        if file.exists():
+    for name in sorted(ended.failures, key=lambda name: name != cause):
+        if traceback := ended.failures[name].traceback:
             text = "" if name == cause else f"{name} failed because of {cause}:\n"
-            text += file.read_text(encoding="utf-8")
+            text += traceback
             break
     return f"{cause} failed first, exit status {ended.exit_status}:\n{text}".rstrip()
 

@@ -102,11 +102,11 @@ def local_plan(
 def _configs(counts: Mapping[str, int], ports: Sequence[int]) -> Iterator[ClusterConfig]:
     """The cluster as each task sees it."""
     free = iter(ports)
-    everyone = {
+    addresses = {
         job: tuple(f"127.0.0.1:{next(free)}" for _ in range(count)) for job, count in counts.items()
     }
     for job, count in counts.items():
-        cluster = Jobs(seen_by(job, everyone))
+        cluster = Jobs(seen_by(job, addresses))
         for index in range(count):
             yield ClusterConfig(cluster, task=Task(job, index))
 

@@ -115,10 +115,10 @@ def gpus_of(env: Mapping[str, str]) -> list[str]:
         return []
     command = [program, "--query-gpu=index", "--format=csv,noheader"]
     try:  # it is slow on machines with many GPUs
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise LaunchError(
             f"nvidia-smi failed: {error}. Set CUDA_VISIBLE_DEVICES to the GPUs to use, or to -1 for"
             " none."
         ) from error
-    return done.stdout.split()
+    return result.stdout.split()
