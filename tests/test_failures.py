@@ -22,8 +22,8 @@ def missing_error(missing: str) -> StrategyError:
     return error
 
 
-def caused(error: Exception, cause: Exception) -> Exception:
-    error.__cause__ = cause
+def caused(error: BaseException, cause: Exception) -> BaseException:
+    error.__context__ = cause
     return error
 
 
@@ -35,12 +35,13 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (peer_error(""), ""),
         (missing_error("ps:0 (a:1), ps:1 (b:1)"), "ps:0"),
         (caused(RuntimeError("training failed"), peer_error("worker:2")), "worker:2"),
+        (caused(SystemExit("training failed"), peer_error("worker:2")), "worker:2"),
         # As TensorFlow's collectives raise it after the end of a worker.
         (RuntimeError("Error reported from /job:worker/task:12: it is gone"), "worker:12"),
     ],
 )
 def test_failure_blames_the_peer_of_the_error_or_its_cause(
-    error: Exception, peer: str, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, peer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "last_value", None, raising=False)
     failure = record(error)

@@ -50,12 +50,8 @@ class Failure:
     time: float = field(default_factory=time.time)
 
     def __str__(self) -> str:
-        return f"{self.type}: {self.first_line}"
-
-    @property
-    def first_line(self) -> str:
-        """The first line of the message."""
-        return self.message.strip().partition("\n")[0]
+        first_line = self.message.strip().partition("\n")[0]
+        return f"{self.type}: {first_line}"
 
     def write(self, file: str | os.PathLike[str]) -> None:
         """Write the failure for the launcher. A disk that is full is no other failure."""
@@ -110,13 +106,8 @@ def watch() -> None:
 def record(error: BaseException) -> Failure:
     """Keep an exception as the cause of the end of this process, and write it for the launcher."""
     sys.last_value = error  # as Python does
-    is_exit = isinstance(error, SystemExit)
-    failure = Failure(
-        type(error).__name__,
-        str(error),
-        _blamed_peer(error),
-        "" if is_exit else "".join(traceback.format_exception(error)),
-    )
+    lines = [] if isinstance(error, SystemExit) else traceback.format_exception(error)
+    failure = Failure(type(error).__name__, str(error), _blamed_peer(error), "".join(lines))
     if _Task.error_file and _Task.pid == os.getpid():
         failure.write(_Task.error_file)
     return failure
@@ -124,12 +115,14 @@ def record(error: BaseException) -> Failure:
 
 def _exit(status: object = None, /) -> NoReturn:
     """`sys.exit`, which records a failure of the main thread."""
-    end, handled = SystemExit(status), sys.exc_info()[1]
+    end = SystemExit(status)
+    end.__context__ = sys.exc_info()[1]  # as `raise` does
+    is_number = status is None or isinstance(status, int)
     if threading.current_thread() is threading.main_thread():
-        if status in (None, 0):
+        if is_number and not status:
             sys.last_value = None
         else:  # in an `except` clause, a number says less than the exception
-            record(handled if handled is not None and isinstance(status, int) else end)
+            record(end.__context__ if is_number and end.__context__ else end)
     raise end
 
 

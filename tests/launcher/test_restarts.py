@@ -211,7 +211,8 @@ def test_preempted_task_restarts_all_tasks(tfdist) -> None:
     status, out, err = run(tfdist, script, "--workers", "2", "--max-restarts", "1")
     assert status == 0
     assert out.count("saved") == 2
-    assert said(err)[0].startswith("tfdist: restart 1 of 1")  # within ten seconds it counts
+    # On a busy machine, it takes longer than the ten seconds in which a preemption counts.
+    assert re.match("tfdist: (restart 1 of 1|preempted;)", said(err)[0])
 
 
 def test_worker_of_parameter_servers_restarts_alone(tfdist) -> None:

@@ -104,8 +104,8 @@ def function_plan(
     """The plan of tasks that run a function.
 
     Args:
-        tasks: as of `local_plan`; None: one process without TF_CONFIG, named "process".
-        folder: for the call, and the answers of the tasks; those of an earlier start are removed.
+        tasks: arguments of `local_plan`; None: one process named "process", without TF_CONFIG.
+        folder: for the call and the results of the tasks. Earlier results are removed.
 
     Raises:
         LaunchError: the tasks are not a cluster, or `fn` cannot be sent to them.
@@ -181,7 +181,7 @@ def _pickler_class() -> type[pickle.Pickler]:
 
 
 def results_in(folder: Path, ended: RunResult) -> dict[str, Any]:
-    """What the tasks have returned, in the order of tasks; without tasks that did not return."""
+    """The results of the tasks that returned one, in the order of tasks."""
     files = {name: folder / (name + function_task.RESULT) for name in ended.returncodes}
     return {name: pickle.loads(file.read_bytes()) for name, file in files.items() if file.exists()}
 

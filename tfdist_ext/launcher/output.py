@@ -25,7 +25,7 @@ _REWRITE = 1.0  # seconds between two states of a progress bar
 # Seconds to wait for the end of a pipe after the task has ended: a grandchild may hold it open.
 _DRAIN = 1.0
 _TICK = 0.2
-_READ = 65_536  # bytes; all that a pipe holds, so one read empties that of a task that has ended
+_READ = 65_536  # bytes; the capacity of a pipe, so one read empties it
 _LONGEST = 65_536  # characters; a longer line comes in pieces
 # A carriage return at the very end stays undecided: the next byte may be its newline.
 _END = re.compile(r"\r?\n|\r(?!\Z)")

@@ -151,10 +151,10 @@ class Tasks:
     """The tasks of a run, and the processes that they start.
 
     Args:
-        plan: the run.
-        env: what the environment of tasks starts from.
+        plan: the tasks.
+        env: environment variables of all tasks.
         screen: shows the lines of tasks.
-        report: shows what the launcher itself says.
+        report: shows the messages of the launcher.
         start: starts a process.
         error_folder: for the files in which tasks write why they fail.
     """
@@ -222,8 +222,8 @@ class Tasks:
         try:
             pid, wait, free = self._start_process(self._argv(plan), env, output.write_end)
             # Before anybody can see the output of the task.
-            others = [task.pid for task in self.all if task.plan is not plan]
-            self._watchdog.watch([pid, *others])
+            groups = [pid, *(task.pid for task in self.all if task.plan is not plan)]
+            self._watchdog.watch(groups)
         except (OSError, ValueError) as error:
             raise LaunchError(
                 f"{plan.name} could not be started: {plan.argv[0]!r}: {error}; "
@@ -265,7 +265,7 @@ class Tasks:
             task.signal_group(number)
 
     def kill(self) -> None:
-        """Kill what is left, and wait until it has ended."""
+        """Kill all remaining processes, and wait until they have ended."""
         self.signal_all(signal.SIGKILL)
         deadline = time.monotonic() + _UNKILLABLE
         while self._has_leftovers() and time.monotonic() < deadline:

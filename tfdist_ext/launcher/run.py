@@ -148,7 +148,7 @@ class _Run:
     failed: TaskProcess | None = None  # the root cause
     verb: Verb = "failed"  # what the root cause did
     victim: TaskProcess | None = None  # failed because of another
-    others: Sequence[TaskProcess] = ()  # still running when the run began to end them
+    still_running: Sequence[TaskProcess] = ()  # when the run began to end them
 
     def run(self) -> RunResult:
         """Start, watch, end."""
@@ -231,10 +231,10 @@ class _Run:
     def _find_root_cause(self, task: TaskProcess) -> None:
         """Find the root cause: this task, which failed first, or the task that it blames."""
         failure = task.failure
-        others = {other.name: other for other in self.tasks.all if other is not task}
+        tasks = {other.name: other for other in self.tasks.all if other is not task}
         self.failed = task
-        if failure is not None and failure.peer in others:
-            blamed = others[failure.peer]
+        if failure is not None and failure.peer in tasks:
+            blamed = tasks[failure.peer]
             self.failed, self.victim = blamed, task
             self._wait_while(lambda: blamed.returncode is None)
         self.status = shell_status(self.failed.returncode or task.returncode or 0)
@@ -258,7 +258,7 @@ class _Run:
         grace, running = self.limits.grace, self.tasks.running()
         if self.status != PREEMPTED:
             grace = min(grace, _GRACE_OF_CTRL_C if self.failed is None else _GRACE_OF_FAILURE)
-        self.others = [task for task in running if task is not self.failed]
+        self.still_running = [task for task in running if task is not self.failed]
         if self.failed is not None and running:
             ending = "all tasks" if self.verb == "does not answer" else "the other tasks"
             self._say(f"{self.failed.name} {self.verb}; ending {ending}")
@@ -307,12 +307,14 @@ class _Run:
     def _report_failure(self) -> None:
         if self.failed is not None:
             self.report.write(
-                failure_report(self.failed, self.verb, self.others, self.victim, self.start_time)
+                failure_report(
+                    self.failed, self.verb, self.still_running, self.victim, self.start_time
+                )
             )
         elif self.ended_by == "timeout":
             after = f"{self.limits.timeout:g} s (--timeout)"
             self._say(f"not finished after {after}; these tasks were still running:")
-            for task in self.others:
+            for task in self.still_running:
                 last = task.output.last_lines[-1] if task.output.last_lines else "(wrote nothing)"
                 self.report.write(f"    {task.name}: {last}\n")
 
@@ -336,7 +338,7 @@ def outcome(returncode: int | None) -> str:
 def failure_report(
     task: TaskProcess,
     verb: Verb,
-    others: Sequence[TaskProcess],
+    still_running: Sequence[TaskProcess],
     victim: TaskProcess | None,
     start_time: float,
 ) -> str:
@@ -345,7 +347,7 @@ def failure_report(
     Args:
         task: the root cause.
         verb: "left" if it ended with 0 and was needed; "does not answer" if it had not ended.
-        others: the tasks that were still running then.
+        still_running: the tasks that were running then.
         victim: the task that failed because of it.
         start_time: when the run started, in seconds since 1970.
     """
@@ -376,7 +378,7 @@ def failure_report(
             f" {outcome(victim.returncode)}"
         )
         lines.append(f"    {victim.failure}")
-    if others:
-        ended = ", ".join(f"{other.name} {outcome(other.returncode)}" for other in others)
+    if still_running:
+        ended = ", ".join(f"{other.name} {outcome(other.returncode)}" for other in still_running)
         lines.append(f"then the other tasks ended: {ended}")
     return "".join(f"{line}\n" if line.startswith(" ") else f"tfdist: {line}\n" for line in lines)

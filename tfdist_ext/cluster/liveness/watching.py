@@ -1,12 +1,12 @@
-"""Who has died, who is frozen (stopped, swapped out, its machine paused), and who is done.
+"""Which tasks have died, are frozen (stopped, swapped out, machine paused), or are done.
 
 TensorFlow waits for the answers of a frozen task without a limit. But a gRPC server answers from
-threads of its own, however busy its process is. So a task that was there and does not answer any
-more is frozen, and one whose port refuses connections is gone.
+its own threads, however busy its process is. So a started task that stops answering is frozen, and
+a task whose port refuses connections is gone.
 
-The coordinator of parameter servers is watched over by a process of its own, because TensorFlow
-holds Python's lock while it waits for a frozen worker, and no Python thread of the coordinator
-runs: measured in `fit` with a worker that was stopped.
+A separate process watches the servers for the coordinator. TensorFlow holds Python's lock while it
+waits for a frozen worker, so no Python thread of the coordinator runs (measured in `fit` with a
+stopped worker).
 
 TensorFlow's servers never end by themselves. The coordinator opens a gRPC session with each of them
 while they still listen for it, and keeps the session while it trains. At its end it sends its
@@ -61,14 +61,14 @@ _NOWHERE = os.open(os.devnull, os.O_WRONLY)  # as long as the process
 class TaskWatch:
     """The state of one task, by its address.
 
-    Only questions that this process has asked count: while it was frozen itself, none was missed.
+    Missed answers are counted, not seconds: this process may have been frozen itself.
 
     Args:
         frozen_after: seconds without an answer.
 
     Attributes:
         task: the name of the task.
-        state: EXPECTED until it was seen, ALIVE, GONE or FROZEN.
+        state: EXPECTED until the first answer, ALIVE, GONE or FROZEN.
         silent: seconds without an answer.
     """
 
@@ -109,7 +109,7 @@ class TaskWatch:
 
     @property
     def failure(self) -> str:
-        """What has happened to a task that is gone or frozen; "" in another state."""
+        """A sentence about a task that is gone or frozen; "" in another state."""
         if self.state == GONE:
             return (
                 f"{self._name} is gone: nothing listens there (it ended, crashed or was killed, or"
@@ -124,10 +124,9 @@ class TaskWatch:
 
 
 class Watcher:
-    """A process that ends this one, and says why, when one of the tasks is frozen.
+    """A process that ends this process, with a message, when one of the tasks is frozen.
 
-    It ends with this object, or with this process. It sends SIGTERM, and SIGKILL if that has not
-    helped.
+    It sends SIGTERM, and then SIGKILL. It ends with this object or with this process.
 
     Args:
         me: this task, for the message.
