@@ -36,6 +36,7 @@ FLOORS = [
     "cluster",
     "messages",
     "private_names",
+    "failures",
     "errors",
     "user_frames",
 ]
@@ -46,6 +47,7 @@ WITHOUT_TENSORFLOW = (
     "cluster",
     "messages",
     "private_names",
+    "failures",
     "errors",
     "user_frames",
 )

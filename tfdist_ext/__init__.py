@@ -13,6 +13,7 @@ need no TensorFlow, do not wait for its import.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,11 @@ if TYPE_CHECKING:
     from tfdist_ext.training import training_is_done as training_is_done
     from tfdist_ext.training.verify import Verification as Verification
     from tfdist_ext.training.verify import verify as verify
+
+if "TFDIST_ERROR_FILE" in os.environ:  # this process is a task of a launcher
+    from tfdist_ext import failures
+
+    failures.watch()
 
 __version__ = "0.1.0"
 

@@ -32,7 +32,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_the_plan_of_a_script(
+def test_plan_shows_the_placement_of_a_script(
     script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture, json = tmp_path / "plan.svg", tmp_path / "plan.json"
@@ -51,7 +51,7 @@ def test_the_plan_of_a_script(
         assert strategy in printed
 
 
-def test_the_plan_of_workers_that_share_the_optimizer(
+def test_plan_of_workers_with_a_sharded_optimizer(
     script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["plan", f"{script}:build", "--workers", "4", "--optimizer", "adam"]) == 0
@@ -111,7 +111,7 @@ NETWORK = ["{script}:build", "--workers", "1,2", "--network", "10Gbit"]
         (["{script}:build"], "--ps"),
     ],
 )
-def test_mistakes_are_named(
+def test_invalid_arguments_are_refused(
     words: list[str], said: str, script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["plan", *(word.format(script=script) for word in words)]) == 2

@@ -33,9 +33,7 @@ def test_a_resolver_is_accepted_as_it_is() -> None:
 
 
 def test_a_config_becomes_a_resolver() -> None:
-    config = tfd.ClusterConfig(
-        jobs={"worker": ("h:1", "h:2", "h:3")}, task=tfd.Task("worker", 2), rpc_layer="grpc"
-    )
+    config = tfd.ClusterConfig(jobs={"worker": ("h:1", "h:2", "h:3")}, task=tfd.Task("worker", 2))
     resolver = resolver_of(config)
     assert resolver.cluster_spec().as_dict() == {"worker": ["h:1", "h:2", "h:3"]}
     assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 2, "grpc")
