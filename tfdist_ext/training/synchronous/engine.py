@@ -175,7 +175,7 @@ class SynchronousProgram:
         if self._batches_read is not None:
             read = batch.has_value() if if_any else batch
             tensors = tf.nest.flatten(read, expand_composites=True)
-            with tf.control_dependencies([each for each in tensors if each is not None]):
+            with tf.control_dependencies([tensor for tensor in tensors if tensor is not None]):
                 self._batches_read.assign_add(1, read_value=False)
         return batch
 
@@ -188,7 +188,7 @@ class SynchronousProgram:
     def _one_step(self, batch: Parts, before: Carried, rows: tf.Tensor | None = None) -> Carried:
         """One global batch, in cross-replica context."""
         states, outputs = self._step(batch, before[0], rows)
-        return states, {name: _sum([each[name] for each in outputs]) for name in outputs[0]}
+        return states, {name: _sum([replica[name] for replica in outputs]) for name in outputs[0]}
 
     def _empty_outputs(self, batches: BatchIterator, before: Carried) -> dict[str, tf.Tensor]:
         """Zeros of the structure that an overridden step returns, so that a loop can carry it."""
@@ -243,12 +243,14 @@ class Predictor:
         return call(self._of_batch, batch.get_value(), data.needs_row_count)
 
     def _outputs_of_batch(self, batch: Parts, needs_row_count: bool) -> Structure:
-        step, on = self._step, self._reduction
+        step = self._step
         if not tf.executing_eagerly():
-            on.peers.enters("compiling")
+            self._reduction.peers.enters("compiling")
         rows_of_all = step.rows_of_all(batch)[0] if needs_row_count else None
-        states, outputs = step(batch, step.states.at_start(), rows_of_all)
-        if step.updates_metrics:  # layers may update metrics in their call
+        before = step.states.at_start()
+        states, outputs = step(batch, before, rows_of_all)
+        # Layers may update metrics in their call.
+        if any(new is not old for new, old in zip(states[0], before[0], strict=True)):
             step.states.over_all(states, {}, tf.constant(0.0))
         return keras.tree.map_structure(self._rows_of_all, *outputs)
 
@@ -281,13 +283,13 @@ class SynchronousEngine:
         lazy_updates: bool = False,
     ):
         self._strategy = strategy
-        self.reduction = on = SynchronousReduction(strategy)
+        self.reduction = reduction = SynchronousReduction(strategy)
         self._one_trace: OneTrace = one_trace
         self._lazy_updates = lazy_updates
         # On a TPU steps cannot write what was made outside; they run in the calling thread. So does
         # the one replica of the default strategy, which has no devices.
-        devices = [] if isinstance(strategy, tf.distribute.TPUStrategy) else on.devices
-        self._seeds = Seeds(devices, on.from_chief)
+        devices = [] if isinstance(strategy, tf.distribute.TPUStrategy) else reduction.devices
+        self._seeds = Seeds(devices, reduction.from_chief)
 
     def feed(self, batches: GlobalBatches, *, eagerly: bool) -> Iterable[Parts]:
         """The input that the programs iterate over: the parts of this task's replicas.
@@ -298,7 +300,7 @@ class SynchronousEngine:
         Raises:
             TrainingError: the workers read different batches, and steps run eagerly.
         """
-        on = self.reduction
+        reduction = self.reduction
         if eagerly and batches.reads_own_shard:
             raise TrainingError(
                 "run_eagerly=True computes each global batch on every worker, but from_dataset_fn"
@@ -307,8 +309,9 @@ class SynchronousEngine:
             )
         if eagerly:
             return batches.on_host(0, 1, 1)
-        if on.feeds_on_host:
-            return batches.on_host(on.first_replica, on.local_replicas, on.replicas)
+        if reduction.feeds_on_host:
+            local = reduction.first_replica, reduction.local_replicas
+            return batches.on_host(*local, reduction.replicas)
         return batches.distributed(self._strategy)
 
     def finalize(self, model: keras.Model) -> None:
@@ -317,7 +320,7 @@ class SynchronousEngine:
         with self.reduction.peers.barrier("averaged weights"), strategy.scope():
             if (parts := parts_of(optimizer)) is None:
                 optimizer.finalize_variable_values(model.trainable_weights)
-            elif any(getattr(each, "use_ema", False) for each in with_inner_optimizers(optimizer)):
+            elif any(getattr(opt, "use_ema", False) for opt in with_inner_optimizers(optimizer)):
                 tf.function(lambda: strategy.run(parts.finalize), autograph=False)()
 
     def make_program(
