@@ -234,6 +234,7 @@ class ParameterServerProgram:
                 progress = time.monotonic()
             elif time.monotonic() - progress < worker_batches.PATIENCE:
                 time.sleep(0.1)  # the workers that have answered are done with their shards
+                self._calls.peers.enters("steps")  # no stall: this wait has a limit of its own
             else:
                 data.leave_out()
         return answers
