@@ -24,13 +24,13 @@ import pytest
 
 from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.errors import LaunchError, StrategyError
-from tfdist_ext.launcher.function_task import DONE, PID
+from tfdist_ext.launcher.function_task import PID
 from tfdist_ext.testing.matrix import case_of, logical_cpus
 from tfdist_ext.testing.tasks import check_timeout, run_function, tasks_of
 
-# Suffixes of files by which the tasks of a test know of each other. A task that was killed is
-# started again, and waits until the test restarts it, or until all other tasks are done.
-_REPORTS, _STARTS, _KILLED, _RESTART = ".reports", ".starts", ".killed", ".restart"
+# Suffixes of files of a task: its reports, and whether it was killed. The process that replaces a
+# task that was killed runs no test.
+_REPORTS, _KILLED = ".reports", ".killed"
 _LOOK_EVERY = 0.02  # seconds
 
 
@@ -112,13 +112,11 @@ class Cluster:
 
     Attributes:
         config: the `ClusterConfig` of this task.
-        attempt: how often this task was restarted.
     """
 
     def __init__(self, folder: Path, config: ClusterConfig):
         self._folder = folder
         self.config = config
-        self.attempt = len((folder / f"{config.task}{_STARTS}").read_bytes()) - 1
 
     @property
     def task(self) -> Task:
@@ -131,29 +129,12 @@ class Cluster:
         Raises:
             LaunchError: there is no such task.
         """
-        _kill(self._other("kill", type, index))
-
-    def restart(self, type: str, index: int) -> None:
-        """Kill a task if it still runs, and start it again at its address.
-
-        The task runs the test from the beginning.
-
-        Raises:
-            LaunchError: there is no such task.
-        """
-        other = self._other("restart", type, index)
-        _kill(other)
-        Path(f"{other}{_RESTART}").touch()
-        while Path(f"{other}{_KILLED}").exists():  # until it has begun
-            time.sleep(_LOOK_EVERY)
-
-    def _other(self, verb: str, type: str, index: int) -> Path:
         name, names = f"{type}:{index}", [str(task) for task in self.config.tasks()]
         if name not in names:
             raise LaunchError(f"there is no task {name}. The tasks are {', '.join(names)}.")
         if name == str(self.task):
-            raise LaunchError(f"{name} cannot {verb} itself. Call {verb} in another task.")
-        return self._folder / name
+            raise LaunchError(f"{name} cannot kill itself. Call kill in another task.")
+        _kill(self._folder / name)
 
 
 def _kill(task: Path) -> None:
@@ -173,8 +154,8 @@ def _kill(task: Path) -> None:
 
 def run_isolated(item: pytest.Item, needs: Needs) -> None:
     """Run the test in its processes, and report its result as the result of this item."""
-    with tempfile.TemporaryDirectory(prefix="tfdist-") as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(prefix="tfdist-") as name:
+        folder = Path(name)
 
         def replaces(task: str, *_: Any) -> bool:
             return (folder / f"{task}{_KILLED}").exists()
@@ -184,27 +165,26 @@ def run_isolated(item: pytest.Item, needs: Needs) -> None:
         ended = run_function(
             _run, arguments, needs.cluster, needs.timeout, folder=folder, replaces=replaces
         )
-        found = {file.stem: _reports_in(file, item) for file in folder.glob(f"*{_REPORTS}")}
+        reports = {file.stem: _reports_in(file, item) for file in folder.glob(f"*{_REPORTS}")}
     for task, text in ended.outputs.items():
         if text:
             item.add_report_section("call", f"output of {task}", text)
             if item.config.getoption("capture") == "no":
                 sys.stdout.write(f"---- output of {task}\n{text}")
-    for report in itertools.chain.from_iterable(found.values()):
+    for report in itertools.chain.from_iterable(reports.values()):
         if hasattr(report, "wasxfail"):
             pytest.xfail(report.wasxfail)
     # The task that failed first comes first; a task that was killed may have failed before.
-    for task in sorted(found, key=lambda name: name not in ended.failed[:1]):
-        if wrong := [_text_of(report) for report in found[task] if report.failed]:
-            pytest.fail(f"{task}: {wrong[0]}", pytrace=False)
+    for task in sorted(reports, key=lambda name: name not in ended.failed[:1]):
+        if failed := [_text_of(report) for report in reports[task] if report.failed]:
+            pytest.fail(f"{task}: {failed[0]}", pytrace=False)
     if ended.failed:
         pytest.fail(ended.message, pytrace=False)
-    _skip_as(found)
+    _skip_as([report for of_task in reports.values() for report in of_task])
 
 
-def _skip_as(found: Mapping[str, list[pytest.TestReport]]) -> None:
+def _skip_as(reports: list[pytest.TestReport]) -> None:
     """Skip the test where all tasks have skipped it; fail where no task has run it."""
-    reports = [report for reports in found.values() for report in reports]
     if any(report.when == "call" and report.passed for report in reports):
         return
     skipped = [report for report in reports if report.skipped]
@@ -266,16 +246,13 @@ def _run(folder: str, test: str, options: dict[str, Any], cpus: int) -> None:
     """Run the test in a pytest of this task."""
     config = ClusterConfig.from_env()
     task = Path(folder) / ("process" if config is None else str(config.task))
-    others = [] if config is None else [str(each) for each in config.tasks()]
-    if not _is_wanted(task, [Path(folder) / name for name in others if name != task.name]):
+    if Path(f"{task}{_KILLED}").exists():
         return
-    with open(f"{task}{_STARTS}", "ab") as file:
-        file.write(b".")
     if cpus > 1:
         logical_cpus(cpus)
     os.chdir(options.pop("invocation_dir"))
     # Not the folder that all runs of pytest share: concurrent runs would share that folder.
-    own = f"{task.with_name(task.name.replace(':', '-'))}-{os.path.getsize(f'{task}{_STARTS}') - 1}"
+    own = str(task.with_name(task.name.replace(":", "-")))
     options |= {"basetemp": own, "tfdist_folder": folder}
     options["override_ini"] = [*(options["override_ini"] or ()), f"cache_dir={own}-cache"]
     session = pytest.Config.fromdictargs(options, [test])
@@ -287,21 +264,7 @@ def _run(folder: str, test: str, options: dict[str, Any], cpus: int) -> None:
         sys.exit(1)  # which ends the other tasks
     if not reporter.has_ended:
         sys.exit("The test exited before its end.")
-
-
-def _is_wanted(task: Path, others: list[Path]) -> bool:
-    """Whether a task is to run the test: one that was killed waits for its restart."""
-    killed, restart = Path(f"{task}{_KILLED}"), Path(f"{task}{_RESTART}")
-    while killed.exists():
-        if restart.exists():
-            restart.unlink()
-            killed.unlink()
-            return True
-        ends = [(Path(f"{other}{DONE}"), Path(f"{other}{_KILLED}")) for other in others]
-        if all(done.exists() or gone.exists() for done, gone in ends):
-            return False
-        time.sleep(_LOOK_EVERY)
-    return True
+    sys.last_value = None  # of an exit that the test has caught
 
 
 class _Reporter:
