@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import enum
 import functools
+import graphlib
 import importlib
 import inspect
 import re
@@ -21,15 +22,8 @@ PACKAGE = ROOT / "tfdist_ext"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TEXTS = {path: path.read_text(encoding="utf-8") for path in MODULES}
 
-# Imports point down this list only.
-FLOORS = [
+WITHOUT_TENSORFLOW = [
     "cli",
-    "testing",
-    "ray",
-    "training",
-    "strategies",
-    "flags",
-    "data",
     "placement",
     "launcher",
     "cluster",
@@ -38,67 +32,37 @@ FLOORS = [
     "errors",
     "user_frames",
 ]
-WITHOUT_TENSORFLOW = (
-    "cli",
-    "placement",
-    "launcher",
-    "cluster",
-    "messages",
-    "private_names",
-    "errors",
-    "user_frames",
-)
 QUARANTINED = {"_keras_private.py", "_tf_private.py"}
 
-
-# The same inside of training/. Rooms side by side do not know each other.
-TRAINING_FLOORS = [
-    {"verify"},
-    {"model"},
-    {"distribution"},
-    {"loop"},
-    {"checkpoints"},
-    {"callbacks"},
-    {"building"},
-    {"synchronous", "parameter_server"},
-    {"steps"},
-    {"state"},
-    {"variables"},
-    {"agreement"},
-    {"_keras_private", "_tf_private"},
-]
+# Package -> its floors. Imports point down only, and rooms side by side do not know each other.
+FLOORS: dict[str, list[set[str]]] = {
+    "tfdist_ext": [
+        {"cli"},
+        {"testing"},
+        {"ray"},
+        {"training"},
+        {"strategies"},
+        {"flags"},
+        {"data"},
+        *({room} for room in WITHOUT_TENSORFLOW[1:]),
+    ],
+    "tfdist_ext.training": [
+        {"verify"},
+        {"model"},
+        {"distribution"},
+        {"loop"},
+        {"checkpoints"},
+        {"callbacks"},
+        {"building"},
+        {"synchronous", "parameter_server"},
+        {"steps"},
+        {"state"},
+        {"variables"},
+        {"agreement"},
+        {"_keras_private", "_tf_private"},
+    ],
+}
 LARGEST_ROOM = 11
-
-
-def floor_of(name: str) -> str:
-    return name.split(".")[1] if "." in name else ""
-
-
-def imported_rooms(path: Path) -> set[str]:
-    rooms = set()
-    for node in ast.walk(ast.parse(TEXTS[path])):
-        if isinstance(node, ast.Import):
-            rooms |= {floor_of(a.name) for a in node.names if a.name.startswith("tfdist_ext")}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tfdist_ext"):
-            if node.module == "tfdist_ext":
-                rooms |= {alias.name for alias in node.names if alias.name in FLOORS}
-            else:
-                rooms.add(floor_of(node.module or ""))
-    return rooms - {""}
-
-
-def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
-def test_imports_point_downwards() -> None:
-    for path in MODULES:
-        room = room_of(path)
-        if room == "__init__":
-            continue  # it names everything, and imports it when it is asked for
-        assert room in FLOORS, f"{room} has no place in the list of floors"
-        above = FLOORS[: FLOORS.index(room)]
-        assert not imported_rooms(path) & set(above), path
 
 
 def module_name(path: Path) -> str:
@@ -107,34 +71,14 @@ def module_name(path: Path) -> str:
 
 def imports_of(tree: ast.AST) -> set[str]:
     """Names of what is imported anywhere in a module: in functions and for type checkers, too."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports inside of the package name it in full"
-            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
-
-
-def import_cycles(imports: dict[str, set[str]]) -> list[tuple[str, ...]]:
-    """Modules that import each other, directly or through others."""
-    reached: dict[str, set[str]] = {}
-    for module in imports:
-        seen: set[str] = set()
-        left = [module]
-        while left:
-            for other in imports[left.pop()] - seen:
-                seen.add(other)
-                left.append(other)
-        reached[module] = seen
-    return sorted(
-        {
-            tuple(sorted(other for other in seen if module in reached[other]))
-            for module, seen in reached.items()
-            if module in seen
-        }
-    )
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
 
 
 @functools.cache
@@ -144,35 +88,32 @@ def imports_by_module() -> dict[str, set[str]]:
     # `from package import name` runs the package's __init__ only as a step to `package.name`.
     imports = {}
     for name, tree in trees.items():
-        found = imports_of(tree) & trees.keys()
-        packages = {each for each in found if any(f"{each}." in other for other in found)}
-        imports[name] = found - packages - {name}
+        modules = imports_of(tree) & trees.keys()
+        packages = {one for one in modules if any(f"{one}." in other for other in modules)}
+        imports[name] = modules - packages - {name}
     return imports
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    assert import_cycles(imports_by_module()) == []
+    graphlib.TopologicalSorter(imports_by_module()).prepare()  # raises CycleError with the cycle
 
 
-def training_room(name: str) -> str:
-    """The room of a module of training/, as "steps" of tfdist_ext.training.steps.scope."""
-    return name.removeprefix("tfdist_ext.training").lstrip(".").split(".")[0]
+def room_of(module: str, package: str) -> str:
+    """The room of a package that a module is in: "steps" of tfdist_ext.training.steps.scope."""
+    return module.removeprefix(package).lstrip(".").split(".")[0]
 
 
-def test_every_room_of_training_has_a_floor() -> None:
-    names = [name for name in imports_by_module() if name.startswith("tfdist_ext.training")]
-    rooms = {training_room(name) for name in names}
-    assert rooms - {""} == set().union(*TRAINING_FLOORS)
-
-
-def test_imports_of_training_point_downwards() -> None:
-    for name, known in imports_by_module().items():
-        if name.startswith("tfdist_ext.training."):
-            room = training_room(name)
-            (floor,) = (n for n, rooms in enumerate(TRAINING_FLOORS) if room in rooms)
-            forbidden = set().union(*TRAINING_FLOORS[: floor + 1]) - {room}
-            rooms = {training_room(n) for n in known if n.startswith("tfdist_ext.training.")}
-            assert not rooms & forbidden, name
+@pytest.mark.parametrize("package", FLOORS)
+def test_imports_point_downwards(package: str) -> None:
+    floors = FLOORS[package]
+    inside = [name for name in imports_by_module() if name.startswith(f"{package}.")]
+    assert {room_of(name, package) for name in inside} == set().union(*floors)
+    for name in inside:
+        room = room_of(name, package)
+        (floor,) = (number for number, rooms in enumerate(floors) if room in rooms)
+        forbidden = set().union(*floors[: floor + 1]) - {room}
+        imported = imports_by_module()[name] & set(inside)
+        assert not {room_of(other, package) for other in imported} & forbidden, name
 
 
 def test_a_room_says_what_belongs_there_and_is_not_crowded() -> None:
@@ -203,15 +144,8 @@ def modules_with(pattern: str) -> list[Path]:
 def test_private_names_stay_in_quarantine() -> None:
     private = r"keras\.src|tensorflow\.python|tf\.python|__internal__"
     assert {path.name for path in modules_with(private)} <= QUARANTINED
-
-
-def test_public_names_are_what_all_says() -> None:
-    import tfdist_ext as tfd
-
-    for name in tfd.__all__:
-        assert getattr(tfd, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        _ = tfd.nonsense
+    # An import would break all that imports the module; a look-up breaks what needs the name.
+    assert not modules_with(r"(?m)^\s*(from|import) (tensorflow\.python|keras\.src)")
 
 
 def test_all_lists_what_is_there() -> None:
@@ -219,6 +153,8 @@ def test_all_lists_what_is_there() -> None:
         module = importlib.import_module(name)
         for public in getattr(module, "__all__", []):
             assert hasattr(module, public), f"{name}.__all__ names {public}, which is not there"
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = importlib.import_module("tfdist_ext").nonsense
 
 
 def test_no_default_is_a_live_object() -> None:
@@ -229,8 +165,9 @@ def test_no_default_is_a_live_object() -> None:
             for function in vars(owner).values():
                 function = getattr(function, "__func__", function)
                 if inspect.isfunction(function) and function.__module__ == name:
-                    for each in inspect.signature(function).parameters.values():
-                        assert not is_live(each.default), f"{function.__qualname__}: {each.name}"
+                    for parameter in inspect.signature(function).parameters.values():
+                        where = f"{function.__qualname__}: {parameter.name}"
+                        assert not is_live(parameter.default), where
 
 
 def is_live(value: object) -> bool:
