@@ -1,4 +1,4 @@
-"""Strategies on the template, each with another hook of its own, and a model to train on them."""
+"""Strategies on the template, where their variables are, and a model to train on them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.strategies import StrategyTemplate
+
+ON_DEVICE = "/job:localhost/replica:0/task:0/device:"
+
+
+def devices_of(strategy: Any, variable: Any) -> list[str]:
+    return [copy.device.removeprefix(ON_DEVICE) for copy in strategy.copies(variable)]
+
+
+def values_of(strategy: Any, variable: Any) -> list[Any]:
+    return [copy.numpy().tolist() for copy in strategy.copies(variable)]
 
 
 class Shared(StrategyTemplate):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,46 +12,22 @@ import tfdist_ext as tfd
 from tfdist_ext.strategies import registry
 
 PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
-OURS = (
-    "strategy",
-    "strategy_config",
-    "devices",
-    "logical_cpus",
-    "communication",
-    "bucket_bytes",
-    "wait",
-)
 
 
-@pytest.fixture
-def _as_before() -> Iterator[None]:
-    table = dict(registry._TABLE)
-    yield
-    registry._TABLE.clear()
-    registry._TABLE.update(table)
-    for name in OURS:
-        if name in flags.FLAGS:
-            delattr(flags.FLAGS, name)
-    flags.FLAGS.unparse_flags()
-
-
-@pytest.mark.usefixtures("_as_before")
 def test_the_python_on_the_page_runs_and_prints_what_it_says(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    table = dict(registry._TABLE)
     (toml,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     Path("strategy.toml").write_text(toml)
     printed = ""
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-        exec(compile(block, "docs/configuration.md", "exec"), {})
+        # Flags and registered strategies are of one block only.
+        with monkeypatch.context() as patch:
+            patch.setattr(flags, "FLAGS", flags.FlagValues())
+            patch.setattr(registry, "_TABLE", dict(registry._TABLE))
+            exec(compile(block, "docs/configuration.md", "exec"), {})
         printed += capsys.readouterr().out
-        registry._TABLE.clear()
-        registry._TABLE.update(table)
-        for name in OURS:
-            if name in flags.FLAGS:
-                delattr(flags.FLAGS, name)  # of one block only
     outputs = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
     assert len(outputs) == 2
     assert [text for text in outputs if text not in printed] == []

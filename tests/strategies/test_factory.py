@@ -15,7 +15,7 @@ import tfdist_ext as tfd
 from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.strategies import factory
 from tfdist_ext.strategies.explanation import evaluates
-from tfdist_ext.strategies.factory import Environment, Settings, choose
+from tfdist_ext.strategies.factory import Environment, choose
 
 TWO_WORKERS = {"worker": ["127.0.0.1:21", "127.0.0.1:22"]}
 MADE = [
@@ -46,10 +46,11 @@ def _cluster(jobs: dict[str, list[str]], task: tuple[str, int]) -> tfd.ClusterCo
 OPTIONS = tf.distribute.experimental.CommunicationOptions()
 PARTITIONER = tf.distribute.experimental.partitioners.MinSizePartitioner()
 SERVERS = {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]}
+WITH_EVALUATOR = {**SERVERS, "evaluator": ["h:4"]}
 
 
 @pytest.mark.parametrize(("name", "options", "kind", "replicas"), MADE)
-def test_the_real_object_of_tensorflow(
+def test_the_strategy_is_tensorflows_own_object(
     name: str, options: dict[str, Any], kind: type, replicas: int
 ) -> None:
     strategy = tfd.create_strategy(name, **options)
@@ -128,18 +129,20 @@ def test_mirrored_reduces_with_the_given_operations(ops: tf.distribute.CrossDevi
             },
             ["cluster and cluster_resolver are the same option. Pass only one."],
         ),
+        (
+            "multi_worker_mirrored",
+            {"bucket_bytes": "big"},
+            ["bucket_bytes must be a size, got 'big'"],
+        ),
         ("auto", {"wait": 0}, ["wait must be a number of seconds above 0, got 0"]),
         ("auto", {"alone": "yes"}, ["alone must be True or False, got 'yes'"]),
         ("mirrored", {"cluster": _cluster(TWO_WORKERS, ("worker", 0))}, ["has no option cluster="]),
     ],
 )
-def test_what_cannot_be_is_said(name: str, options: dict[str, Any], words: list[str]) -> None:
+def test_wrong_options_are_refused(name: str, options: dict[str, Any], words: list[str]) -> None:
     message = _refused(name, **options)
     for word in words:
         assert word in message
-
-
-PS = {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"], "evaluator": ["h:4"]}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +151,7 @@ PS = {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"], "evaluator": ["h:4"]}
         ("auto", TWO_WORKERS, ("worker", 0), ["before TensorFlow starts", "to the top"]),
         (
             "multi_worker_mirrored",
-            PS,
+            WITH_EVALUATOR,
             ("chief", 0),
             ["has ps and evaluator tasks", "parameter_server"],
         ),
@@ -166,7 +169,7 @@ PS = {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"], "evaluator": ["h:4"]}
         ),
     ],
 )
-def test_clusters_that_a_strategy_cannot_use(
+def test_a_cluster_that_a_strategy_cannot_use_is_refused(
     name: str,
     jobs: dict[str, list[str]],
     task: tuple[str, int],
@@ -174,9 +177,9 @@ def test_clusters_that_a_strategy_cannot_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cluster = _cluster(jobs, task)
-    given = _refused(name, cluster=cluster)
+    of_argument = _refused(name, cluster=cluster)
     monkeypatch.setenv("TF_CONFIG", cluster.to_tf_config())
-    for message in (given, _refused(name)):
+    for message in (of_argument, _refused(name)):
         for word in words:
             assert word in message
 
@@ -192,10 +195,10 @@ def test_clusters_that_a_strategy_cannot_use(
 def test_an_evaluator_gets_a_strategy_for_its_own_devices(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = _cluster(PS, ("evaluator", 0))
+    cluster = _cluster(WITH_EVALUATOR, ("evaluator", 0))
     monkeypatch.setenv("TF_CONFIG", cluster.to_tf_config())
-    for given in ({}, {"cluster": cluster}):
-        strategy = tfd.create_strategy(name, **given, **options)
+    for arguments in ({}, {"cluster": cluster}):
+        strategy = tfd.create_strategy(name, **arguments, **options)
         assert isinstance(strategy, tf.distribute.MirroredStrategy)
         assert strategy.num_replicas_in_sync == 4
         assert evaluates(strategy) is not None
@@ -206,7 +209,7 @@ def test_an_evaluator_gets_a_strategy_for_its_own_devices(
 
 
 @pytest.mark.parametrize("name", ["default", "mirrored"])
-def test_one_machine_in_a_cluster_has_to_be_meant(
+def test_a_strategy_of_one_machine_in_a_cluster_needs_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {} if name == "default" else {"devices": 1}
@@ -219,10 +222,10 @@ def test_one_machine_in_a_cluster_has_to_be_meant(
     text = str(tfd.explain(tfd.create_strategy(name, alone=True, **options)))
     assert "alone = True from the call" in text
     # A cluster of one task is no other training; nor is an evaluator, whoever trains.
-    for jobs, task in (({"worker": ["h:1"]}, ("worker", 0)), (PS, ("evaluator", 0))):
+    for jobs, task in (({"worker": ["h:1"]}, ("worker", 0)), (WITH_EVALUATOR, ("evaluator", 0))):
         monkeypatch.setenv("TF_CONFIG", _cluster(jobs, task).to_tf_config())
         tfd.create_strategy(name, **options)
-    monkeypatch.setenv("TF_CONFIG", _cluster(PS, ("chief", 0)).to_tf_config())
+    monkeypatch.setenv("TF_CONFIG", _cluster(WITH_EVALUATOR, ("chief", 0)).to_tf_config())
     assert "create_strategy('parameter_server')" in _refused(name, **options)
 
 
@@ -267,21 +270,12 @@ def test_a_wrong_tf_config_is_an_error(name: str, monkeypatch: pytest.MonkeyPatc
     assert tfd.create_strategy("one_device", alone=True).num_replicas_in_sync == 1
 
 
-def test_inside_the_scope_of_another_strategy() -> None:
+def test_the_default_strategy_is_refused_inside_another_ones_scope() -> None:
     outer = tfd.create_strategy("mirrored")
     with outer.scope():
         assert "outside the scope of MirroredStrategy." in _refused("default")
         inner = tfd.create_strategy("one_device")
     assert type(inner) is tf.distribute.OneDeviceStrategy
-
-
-def test_the_first_place_with_a_value_wins() -> None:
-    settings = Settings()
-    settings.add("the call", {"a": None, "b": 1})
-    settings.add("flags", {"a": 2, "b": 3})
-    assert settings.values == {"a": 2, "b": 1}
-    assert list(settings.lines()) == ["b = 1 from the call", "a = 2 from flags"]
-    assert list(settings.lines(without="flags")) == ["b = 1 from the call"]
 
 
 @pytest.mark.parametrize(
@@ -302,7 +296,7 @@ def test_the_first_place_with_a_value_wins() -> None:
         ),
     ],
 )
-def test_what_is_wrong_in_a_settings_file(
+def test_a_wrong_settings_file_is_refused_by_its_path(
     tmp_path: Path, text: str | None, words: list[str]
 ) -> None:
     file = tmp_path / "f.toml"
@@ -322,17 +316,22 @@ def _described(task: str, *jobs: str) -> ClusterDescription:
     return ClusterDescription({job: (f"{job}:1",) for job in jobs}, tfd.Task(task, 0), "TF_CONFIG")
 
 
-WORKERS = _described("worker", "worker")
-SERVERS = _described("chief", "chief", "worker", "ps")
-EVALUATOR = _described("evaluator", "chief", "worker", "ps", "evaluator")
+IN_WORKER = _described("worker", "worker")
+IN_CHIEF = _described("chief", "chief", "worker", "ps")
+IN_EVALUATOR = _described("evaluator", "chief", "worker", "ps", "evaluator")
 
 
 @pytest.mark.parametrize(
     ("name", "known", "chosen", "because"),
     [
-        ("auto", {"cluster": WORKERS}, "multi_worker_mirrored", "TF_CONFIG describes a cluster"),
-        ("auto", {"cluster": SERVERS}, "parameter_server", "TF_CONFIG has ps tasks (chief, worker"),
-        ("auto", {"cluster": WORKERS, "tpu": TPU}, "multi_worker_mirrored", "TF_CONFIG"),
+        ("auto", {"cluster": IN_WORKER}, "multi_worker_mirrored", "TF_CONFIG describes a cluster"),
+        (
+            "auto",
+            {"cluster": IN_CHIEF},
+            "parameter_server",
+            "TF_CONFIG has ps tasks (chief",
+        ),
+        ("auto", {"cluster": IN_WORKER, "tpu": TPU}, "multi_worker_mirrored", "TF_CONFIG"),
         ("auto", {"tpu": TPU}, "tpu", "names the TPU 't'"),
         ("auto", {"tpu": TPU, "asked_for": 2}, "mirrored", "devices= asks for 2"),
         ("auto", {"asked_for": 1}, "one_device", "devices= asks for 1"),
@@ -340,9 +339,9 @@ EVALUATOR = _described("evaluator", "chief", "worker", "ps", "evaluator")
         ("auto", {"devices": GPU}, "one_device", "one GPU on this machine"),
         ("auto", {}, "mirrored", "2 logical CPUs on this machine, no cluster"),
         ("auto", {"devices": CPU}, "default", "one CPU on this machine"),
-        ("parameter_server", {"cluster": EVALUATOR}, "mirrored", "evaluator:0 works by itself"),
-        ("multi_worker_mirrored", {"cluster": EVALUATOR, "tpu": TPU}, "tpu", "names the TPU"),
-        ("placed", {"cluster": EVALUATOR}, "placed", "by name in the call"),
+        ("parameter_server", {"cluster": IN_EVALUATOR}, "mirrored", "evaluator:0 works by itself"),
+        ("multi_worker_mirrored", {"cluster": IN_EVALUATOR, "tpu": TPU}, "tpu", "names the TPU"),
+        ("placed", {"cluster": IN_EVALUATOR}, "placed", "by name in the call"),
     ],
 )
 def test_the_most_specific_signal_wins(

@@ -6,25 +6,12 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from template_cases import ON_DEVICE, devices_of, values_of
 
 import tfdist_ext as tfd
 from tfdist_ext.placement import OnDevice, Rule
 from tfdist_ext.strategies import PlacedStrategy
-
-FULL = "/job:localhost/replica:0/task:0/device:"
-
-
-def devices_of(strategy: Any, variable: Any) -> list[str]:
-    return [copy.device.removeprefix(FULL) for copy in strategy.copies(variable)]
-
-
-def number() -> tf.Tensor:
-    """0.0 on the first replica, 1.0 on the second, and so on."""
-    return tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
-
-
-def values_of(strategy: Any, variable: Any) -> list[Any]:
-    return [copy.numpy().tolist() for copy in strategy.copies(variable)]
+from tfdist_ext.testing.conformance.replica_checks import replica_number
 
 
 def test_where_variables_and_their_slots_are() -> None:
@@ -58,7 +45,7 @@ def test_an_owned_variable_is_updated_once_and_sent_out() -> None:
     updated = []
 
     def update(copy: Any, amount: Any) -> None:
-        updated.append(copy.device.removeprefix(FULL))
+        updated.append(copy.device.removeprefix(ON_DEVICE))
         steps.assign_add(1.0)
         copy.assign_add(amount)
 
@@ -72,8 +59,8 @@ def test_an_owned_variable_is_updated_once_and_sent_out() -> None:
     assert values_of(strategy, steps) == [1.0]
     variable.assign(2.0)
     assert values_of(strategy, variable) == [2.0, 2.0, 2.0]
-    strategy.run(lambda: variable.assign_add(number()))
-    assert values_of(strategy, variable) == [5.0, 5.0, 5.0]
+    strategy.run(lambda: variable.assign_add(replica_number()))
+    assert values_of(strategy, variable) == [8.0, 8.0, 8.0]  # 2 + 1 + 2 + 3
 
 
 @pytest.mark.parametrize(
@@ -83,7 +70,7 @@ def test_an_owned_variable_is_updated_once_and_sent_out() -> None:
         (["CPU:1"], [Rule("k", OnDevice("GPU:0"))], ["'k' cannot be on device GPU:0"]),
     ],
 )
-def test_bad_input(devices: Any, rules: Any, said: list[str]) -> None:
+def test_devices_that_do_not_exist_are_refused(devices: Any, rules: Any, said: list[str]) -> None:
     """Other rules that cannot be: tests/placement/test_placer.py."""
     with pytest.raises(tfd.StrategyError) as error:
         PlacedStrategy(devices, rules)
@@ -91,7 +78,7 @@ def test_bad_input(devices: Any, rules: Any, said: list[str]) -> None:
         assert words in str(error.value)
 
 
-def test_by_name() -> None:
+def test_create_strategy_makes_it_by_name() -> None:
     strategy = tfd.create_strategy("placed", devices=2, placement={"table": "device CPU:0"})
     assert type(strategy) is PlacedStrategy
     assert strategy.devices == ("CPU:0", "CPU:1")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,11 +26,8 @@ class _OfResolver(tf.distribute.OneDeviceStrategy):
 
 
 @pytest.fixture(autouse=True)
-def _table_as_before() -> Iterator[None]:
-    before = dict(registry._TABLE)
-    yield
-    registry._TABLE.clear()
-    registry._TABLE.update(before)
+def _table_of_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_TABLE", dict(registry._TABLE))
 
 
 def test_a_registered_strategy_gets_its_options() -> None:
@@ -53,7 +49,9 @@ def test_a_registered_strategy_gets_its_options() -> None:
         tfd.create_strategy("mine", twic=True)
 
 
-def test_it_gets_the_cluster_that_was_given_or_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_strategy_gets_the_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     got: list[Any] = []
 
     def mine(cluster: Any = None) -> tf.distribute.Strategy:
@@ -62,15 +60,12 @@ def test_it_gets_the_cluster_that_was_given_or_found(monkeypatch: pytest.MonkeyP
 
     tfd.register_strategy("mine", mine, "my own")
     config = tfd.ClusterConfig(jobs={"worker": ("a:1", "b:1")}, task=tfd.Task("worker", 1))
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec({"worker": ["a:1"]}), task_type="worker", task_id=0
-    )
     tfd.create_strategy("mine")
     tfd.create_strategy("mine", cluster=config)
-    strategy = tfd.create_strategy("mine", cluster=resolver)
+    strategy = tfd.create_strategy("mine", cluster=_ONE_WORKER)
     assert got[0] is None
     assert got[1] is config
-    assert got[2] is resolver
+    assert got[2] is _ONE_WORKER
     assert "worker:0, the chief, in a cluster of 1 worker" in str(tfd.explain(strategy))
     monkeypatch.setenv("TF_CONFIG", config.to_tf_config())
     tfd.create_strategy("mine")
@@ -103,7 +98,7 @@ def test_a_class_of_tensorflow_gets_its_resolver() -> None:
         assert strategy.cluster_resolver is _ONE_WORKER
 
 
-def test_a_factory_that_returns_no_strategy() -> None:
+def test_a_factory_that_returns_no_strategy_is_refused() -> None:
     tfd.register_strategy("mine", lambda: tf.distribute.OneDeviceStrategy, "my own")
     with pytest.raises(tfd.StrategyError, match=r"which is not a tf\.distribute\.Strategy"):
         tfd.create_strategy("mine")
@@ -117,7 +112,7 @@ def test_a_factory_that_returns_no_strategy() -> None:
         ("mine", "mirrored", "is not a function: 'mirrored'"),
     ],
 )
-def test_refused_registrations(name: Any, factory: Any, message: str) -> None:
+def test_wrong_registrations_are_refused(name: Any, factory: Any, message: str) -> None:
     before = tfd.available_strategies()
     with pytest.raises(tfd.StrategyError) as error:
         tfd.register_strategy(name, factory, "my own")
@@ -132,7 +127,7 @@ def test_refused_registrations(name: Any, factory: Any, message: str) -> None:
         (["mirrored"], "Use one of: auto, default, one_device, mirrored, multi_worker_mirrored"),
     ],
 )
-def test_an_unknown_name(name: Any, advice: str) -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones(name: Any, advice: str) -> None:
     with pytest.raises(tfd.StrategyError) as error:
         tfd.create_strategy(name)
     assert advice in str(error.value)

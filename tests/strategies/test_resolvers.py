@@ -32,19 +32,7 @@ def test_a_resolver_is_accepted_as_it_is() -> None:
         tfd.create_strategy(cluster=resolver)
 
 
-def test_a_config_becomes_a_resolver() -> None:
-    config = tfd.ClusterConfig(
-        jobs={"worker": ("h:1", "h:2", "h:3")}, task=tfd.Task("worker", 2), rpc_layer="grpc"
-    )
-    resolver = resolver_of(config)
-    assert resolver.cluster_spec().as_dict() == {"worker": ["h:1", "h:2", "h:3"]}
-    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 2, "grpc")
-    described = describe(_simple({"worker": ["h:1", "h:3"]}))
-    assert described.addresses == {"worker:0": "h:1", "worker:1": "h:3"}
-    assert str(described) == "2 workers"
-
-
-def test_a_resolver_that_describes_no_cluster() -> None:
+def test_a_resolver_without_a_cluster_is_one_machine() -> None:
     for empty in (resolvers.TFConfigClusterResolver(), _simple({})):
         strategy = tfd.create_strategy(cluster=empty)
         assert strategy.num_replicas_in_sync == 4  # this machine's devices
@@ -65,7 +53,7 @@ def test_a_resolver_that_describes_no_cluster() -> None:
         (_simple({"worker": {0: "h:1", 2: "h:3"}}), "cluster.worker[1] is blank"),
     ],
 )
-def test_what_would_hang_is_refused(resolver: Any, message: str) -> None:
+def test_a_resolver_that_would_hang_is_refused(resolver: Any, message: str) -> None:
     with pytest.raises(tfd.TfDistError) as error:
         tfd.create_strategy("multi_worker_mirrored", cluster=resolver)
     assert message in str(error.value)
@@ -87,7 +75,7 @@ class _Own(resolvers.ClusterResolver):  # type: ignore[misc]
         return ""
 
 
-def test_a_resolver_that_fails_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resolver_that_fails_or_hangs_is_an_error_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise OSError("no route to host")
 
