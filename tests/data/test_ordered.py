@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tfdist_ext.data import DataError, Shard, from_arrays, from_tfrecords
 from tfdist_ext.data.ordered import Order, OrderedBatches
-from tfdist_ext.data.shards import bounds
 
 ROWS = 53
 X = np.arange(ROWS * 3, dtype="float32").reshape(ROWS, 3)
@@ -38,7 +37,7 @@ def parse(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.ensure_shape(x, [3]), row
 
 
-def of(kind: str, files: str, folder: Path, **options: Any) -> Any:
+def data_of(kind: str, files: str, folder: Path, **options: Any) -> Any:
     settings = {"global_batch_size": 10, "seed": 3, **options}
     if kind == "records":
         return from_tfrecords(files, parse, **settings)
@@ -51,7 +50,7 @@ def of(kind: str, files: str, folder: Path, **options: Any) -> Any:
 @pytest.mark.long("mapped")
 @pytest.mark.parametrize("kind", ["arrays", "mapped", "records"])
 def test_parts_of_shards_are_the_global_batches(kind: str, files: str, tmp_path: Path) -> None:
-    data = of(kind, files, tmp_path)
+    data = data_of(kind, files, tmp_path)
     assert (data.examples, len(data), data.steps) == (ROWS, 6, 6)
     first = next(iter(data.dataset()))[1].numpy().tolist()
     assert first[:6] == FIRST  # of all sources: the order is one of numbers
@@ -67,7 +66,7 @@ def test_parts_of_shards_are_the_global_batches(kind: str, files: str, tmp_path:
             np.testing.assert_array_equal(np.concatenate(parts), y)
 
 
-def test_epochs_and_seeds_are_other_orders() -> None:
+def test_each_epoch_and_each_seed_has_its_own_order() -> None:
     def order(seed: int | None, epoch: int) -> list[int]:
         data = from_arrays(Y, global_batch_size=10, seed=seed)
         return np.concatenate([y.numpy() for y in data.dataset(epoch=epoch)]).tolist()
@@ -76,20 +75,21 @@ def test_epochs_and_seeds_are_other_orders() -> None:
     assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
 
 
-def test_a_state_goes_on_with_another_number_of_shards() -> None:
+@pytest.mark.parametrize("batch", [10, 7])
+def test_a_state_goes_on_with_other_shards_and_batches(batch: int) -> None:
     data = from_arrays({"x": X, "y": Y}, global_batch_size=10, seed=1)
     expected = [batch["y"].numpy() for epoch in (0, 1) for batch in data.dataset(epoch=epoch)]
     data.advance(6 + 2)
     state = data.state()
     assert (state["epoch"], state["examples"], state["seed"]) == (1, 20, 1)
-    again = from_arrays({"x": X, "y": Y}, global_batch_size=10, seed=1)
+    again = from_arrays({"x": X, "y": Y}, global_batch_size=batch, seed=1)
     again.restore(state)
     parts = [list(again.dataset(Shard(i, 3))) for i in range(3)]
-    rest = [np.concatenate([part[k]["y"].numpy() for part in parts]) for k in range(4)]
-    assert len(parts[0]) == 4
-    for found, wanted in zip(rest, expected[8:], strict=True):
-        np.testing.assert_array_equal(found, wanted)
-    again.advance(4)
+    steps = -(-(ROWS - 20) // batch)
+    assert len(parts[0]) == steps
+    rest = [part[step]["y"].numpy() for step in range(steps) for part in parts]
+    np.testing.assert_array_equal(np.concatenate(rest), np.concatenate(expected[8:]))
+    again.advance(steps)
     assert again.position == (2, 0)
 
 
@@ -105,22 +105,21 @@ def test_a_state_of_other_data_or_another_order_is_refused(files: str, tmp_path:
         with pytest.raises(DataError, match=f"state must have|{next(iter(change))} (must be|is)"):
             data.restore({**state, **change})
     with pytest.raises(DataError, match="changed"):
-        of("records", files, tmp_path, seed=1).restore(state)
+        data_of("records", files, tmp_path, seed=1).restore(state)
 
 
 def test_parts_for_replicas_go_through_epochs() -> None:
     data = from_arrays(Y, global_batch_size=10, seed=5)
     expected = [y.numpy() for epoch in (0, 1) for y in data.dataset(epoch=epoch)]
-    found = list(
-        OrderedBatches(data, moves=True).parts(0, 4, 4, 5).take(3)
-    )  # a batch of 3 rows for 4 replicas first
-    assert [[int(mine) for mine, _, _ in parts] for parts in found] == [
+    # A batch of 3 rows for 4 replicas first.
+    steps = list(OrderedBatches(data, moves=True).parts(0, 4, 4, 5).take(3))
+    assert [[int(own) for own, _, _ in parts] for parts in steps] == [
         [0, 1, 1, 1],
         [2, 3, 2, 3],
         [2, 3, 2, 3],
     ]
-    for parts, wanted in zip(found, expected[5:], strict=False):
-        rows = np.concatenate([rows.numpy()[: int(mine)] for mine, _, rows in parts])
+    for parts, wanted in zip(steps, expected[5:], strict=False):
+        rows = np.concatenate([rows.numpy()[: int(own)] for own, _, rows in parts])
         np.testing.assert_array_equal(rows, wanted)
         assert {int(size) for _, size, _ in parts} == {len(wanted)}
         assert all(len(rows) >= 1 for _, _, rows in parts)
@@ -131,60 +130,28 @@ def examples(order: Order, step: int | tf.Tensor, epoch: int = 0) -> np.ndarray:
     return order.rows(step, 0, order.size(step), order.key(epoch)).numpy()
 
 
-def epoch_of(order: Order, count: int = 1, epoch: int = 0) -> np.ndarray:
-    """All examples of an epoch as `count` shards read them, put together step by step."""
-    parts = [
-        order.rows(step, *bounds(order.size(step), i, count), order.key(epoch)).numpy()
-        for step in range(order.steps)
-        for i in range(count)
-    ]
-    return np.concatenate(parts)
-
-
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 3000), st.integers(1, 500), st.integers(0, 2**63 - 1), st.integers(0, 99))
+@example(1024, 1024, 3, 0)
+@example(1025, 1025, 3, 0)
+@example(2**16 + 1, 2**16 + 1, 3, 0)
 def test_an_epoch_has_every_example_once(n: int, batch: int, seed: int, epoch: int) -> None:
     batch = max(min(batch, n), n // 8 + 1)  # few steps: each is a call of TensorFlow
     order = Order(n, batch, seed)
     assert order.steps == (n + batch - 1) // batch
-    np.testing.assert_array_equal(np.sort(epoch_of(order, epoch=epoch)), np.arange(n))
-
-
-@pytest.mark.parametrize("n", [1024, 1025, 2**16 + 1])
-def test_an_epoch_has_every_example_once_around_powers_of_two(n: int) -> None:
-    found = examples(Order(n, n, seed=3), 0)
-    np.testing.assert_array_equal(np.sort(found), np.arange(n))
-
-
-@pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("count", [3, 16])
-def test_the_order_does_not_depend_on_the_number_of_workers(seed: int | None, count: int) -> None:
-    order = Order(103, 10, seed)  # 10 does not divide by 3 and 16; the last batch has 3
-    np.testing.assert_array_equal(epoch_of(order, count, 2), epoch_of(order, 1, 2))
+    steps = [examples(order, step, epoch) for step in range(order.steps)]
+    np.testing.assert_array_equal(np.sort(np.concatenate(steps)), np.arange(n))
 
 
 def test_the_order_is_written_down() -> None:
     """Positions in old checkpoints mean these orders; they must not change."""
-    order = Order(8, 3, seed=42)
-    np.testing.assert_array_equal(epoch_of(order), [0, 4, 3, 6, 7, 5, 1, 2])
-    np.testing.assert_array_equal(epoch_of(order, epoch=1), [6, 5, 2, 1, 0, 7, 3, 4])
+    order = Order(8, 8, seed=42)
+    np.testing.assert_array_equal(examples(order, 0), [0, 4, 3, 6, 7, 5, 1, 2])
+    np.testing.assert_array_equal(examples(order, 0, epoch=1), [6, 5, 2, 1, 0, 7, 3, 4])
     order = Order(2000, 8, seed=42)
     np.testing.assert_array_equal(examples(order, 0), [476, 175, 600, 1770, 962, 238, 821, 1468])
-    found = examples(order, 3, epoch=5)
-    np.testing.assert_array_equal(found, [1027, 886, 1705, 1902, 925, 1387, 118, 1342])
-
-
-def test_the_rest_of_an_epoch_after_a_stop() -> None:
-    order = Order(103, 10, seed=9)
-    whole = epoch_of(order, epoch=3)
-    rest = order.after(30)
-    assert rest.steps == 8
-    np.testing.assert_array_equal(epoch_of(rest, 3, epoch=3), whole[30:])
-    # Also when the batch is another one from there on.
-    np.testing.assert_array_equal(
-        epoch_of(Order(103, 7, 9, examples_seen=30), 2, epoch=3), whole[30:]
-    )
-    assert order.after(103).steps == 0
+    later = [1027, 886, 1705, 1902, 925, 1387, 118, 1342]
+    np.testing.assert_array_equal(examples(order, 3, epoch=5), later)
 
 
 def sigmas(a: np.ndarray, b: np.ndarray) -> float:
@@ -218,7 +185,7 @@ def test_seeds_and_epochs_are_whole_numbers(number: Any) -> None:
         Order(10, 2, 1).key(number)
 
 
-def test_orders_that_cannot_be() -> None:
+def test_a_batch_of_more_than_all_examples_is_refused() -> None:
     with pytest.raises(DataError, match=r"number of examples .*got 0"):
         Order(0, 1)
     with pytest.raises(DataError, match="global_batch_size=11 is more than the 10 examples"):

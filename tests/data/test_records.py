@@ -48,7 +48,9 @@ def flip(path: str, offset: int) -> None:
         file.write(bytes([byte[0] ^ 0x10]))
 
 
-def test_read_any_records(files: list[str], tmp_path: Path) -> None:
+def test_read_reads_only_the_bytes_of_the_records_asked_for(
+    files: list[str], tmp_path: Path
+) -> None:
     for path in files:
         tf.io.gfile.copy(path, f"ram://{path}", overwrite=True)
     order = np.random.default_rng(0).permutation(100)
@@ -62,12 +64,12 @@ def test_read_any_records(files: list[str], tmp_path: Path) -> None:
 
 
 def test_each_of_four_shards_reads_a_fourth(files: list[str]) -> None:
-    found, read = [], []
+    records, read = [], []
     for i in range(4):
         data = from_tfrecords(files, tf.identity, global_batch_size=20, seed=1)
-        found += [one for batch in data.dataset(Shard(i, 4)) for one in batch.numpy()]
+        records += [one for batch in data.dataset(Shard(i, 4)) for one in batch.numpy()]
         read.append(data.source.bytes_read)  # type: ignore[attr-defined]
-    assert sorted(found) == sorted(PAYLOADS)
+    assert sorted(records) == sorted(PAYLOADS)
     assert sum(read) == TOTAL
     assert max(read) / TOTAL == pytest.approx(1 / 4, rel=0.15)
 
@@ -90,23 +92,7 @@ def test_a_fingerprint_changes_with_the_files(tmp_path: Path, write_records: Wri
         assert re.search(message, difference(known, other))
 
 
-@pytest.mark.parametrize("place", [14, -1])
-def test_a_damaged_record(files: list[str], place: int) -> None:
-    """In its payload, or in its checksum."""
-    start = sum(len(one) + 16 for one in PAYLOADS[30 : 37 + (place < 0)])
-    flip(files[2], start + place)
-    where = r"2\.tfrecord: record 7 at byte \d+ is damaged"
-    with pytest.raises(DataError, match=rf"{where}.* use on_error=\"skip\""):
-        records_of(files).read(np.array([1, 37]))
-    records = records_of(files, on_error="skip")
-    with pytest.warns(UserWarning, match=where + r".*skipped so far: 1"):
-        found = records.read(np.array([38, 37, 36]))
-    assert found.tolist() == [PAYLOADS[38], PAYLOADS[36]]
-    assert records.read(np.array([37])).tolist() == []  # without another warning
-    assert records.skipped == {37}
-
-
-def test_arguments_that_are_wrong(tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match='on_error must be "raise" or "skip"'):
         records_of(["a"], on_error="ignore")
     (tmp_path / "a").touch()
@@ -146,7 +132,9 @@ def test_a_batch_of_records_is_parsed_at_once(files: list[str]) -> None:
         (lambda record: tf.strings.split([record]).to_sparse(), False, "must return dense tensors"),
     ],
 )
-def test_parse_without_rows(files: list[str], parse: Any, batched: bool, message: str) -> None:
+def test_parse_must_give_a_row_of_each_record(
+    files: list[str], parse: Any, batched: bool, message: str
+) -> None:
     with pytest.raises(DataError, match=message):
         from_tfrecords(files, parse, global_batch_size=4, batched=batched)
 
@@ -161,19 +149,26 @@ def test_parse_that_fails_is_named(files: list[str]) -> None:
         from_tfrecords(files, "parse", global_batch_size=4)  # type: ignore[arg-type]
 
 
-def test_damaged_records_in_datasets(files: list[str]) -> None:
-    flip(files[0], 14)  # the payload of record 0
-    for batched in (False, True):
-        options: Any = {"global_batch_size": 30, "batched": batched}
-        broken = from_tfrecords(files, numbers, **options)
-        with pytest.raises(DataError, match=r"^/.*0\.tfrecord: record 0 at byte 0 is damaged: "):
-            list(broken)
-        with pytest.raises(tf.errors.InvalidArgumentError, match=r"0\.tfrecord: record 0 at byte"):
-            list(broken.dataset())
-        data = from_tfrecords(files, numbers, **options, on_error="skip")
-        with pytest.warns(UserWarning, match="skipped so far: 1"):
-            found = [batch["number"].numpy().tolist() for batch in data.dataset()]
-        assert found == [[*range(1, 30)], [*range(30, 60)], [*range(60, 90)], [*range(90, 100)]]
+@pytest.mark.parametrize("place", [14, 19], ids=["payload", "checksum"])
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_damaged_record_is_named_or_skipped(files: list[str], batched: bool, place: int) -> None:
+    flip(files[0], place)  # of record 0
+    options: Any = {"global_batch_size": 30, "batched": batched}
+    broken = from_tfrecords(files, numbers, **options)
+    where = r"0\.tfrecord: record 0 at byte 0 is damaged"
+    with pytest.raises(DataError, match=rf"^/.*{where}: .*use on_error=\"skip\""):
+        list(broken)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=where):
+        list(broken.dataset())
+    data = from_tfrecords(files, numbers, **options, on_error="skip")
+    with pytest.warns(UserWarning, match=rf"{where}.*skipped so far: 1"):
+        rows = [batch["number"].numpy().tolist() for batch in data.dataset()]
+    assert rows == [[*range(1, 30)], [*range(30, 60)], [*range(60, 90)], [*range(90, 100)]]
+    assert len(list(data.dataset())) == 4  # without another warning
+
+
+def test_a_batch_of_skipped_records_alone_is_empty(files: list[str]) -> None:
+    flip(files[0], 14)
     data = from_tfrecords(files, numbers, global_batch_size=1, on_error="skip", batched=True)
     with pytest.warns(UserWarning, match="skipped so far: 1"):
         assert next(iter(data.dataset()))["number"].shape == (0,)

@@ -12,20 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_models import criteo_tables, resnet50
 from test_planner import models, ruled
+from test_planning import SPECS
 
 from tfdist_ext.placement import Owned, PlacementError, PlacementPlan, VariableSpec, plan
 
 QUICK = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
-SPECS = [
-    VariableSpec("users", (1000, 16), slots=2, load=3.0),
-    VariableSpec("items", (100, 16), slots=2),
-    VariableSpec("head/kernel", (16, 4), slots=1),
-    VariableSpec("steps", (), "int64", trainable=False),
-]
 
-
-def test_the_table() -> None:
+def test_the_table_shows_variables_tasks_and_the_budget() -> None:
     specs = [
         *resnet50(),
         VariableSpec("a", (10_000_000, 250)),
@@ -71,14 +65,16 @@ def test_a_plan_for_another_model_names_the_differences() -> None:
         made.check([*SPECS, *(VariableSpec(f"n{i}", ()) for i in range(50))])
 
 
-def test_a_path_that_the_plan_does_not_have() -> None:
+def test_an_unknown_path_is_refused_with_a_known_one() -> None:
     with pytest.raises(PlacementError, match=r"no variable 'user'.* 'users'"):
         plan(SPECS, 2).tasks_of("user")
 
 
 @QUICK
 @given(st.data(), models(), st.integers(1, 9))
-def test_json_round_trip(data: st.DataObject, specs: list[VariableSpec], tasks: int) -> None:
+def test_a_plan_is_read_back_from_its_json(
+    data: st.DataObject, specs: list[VariableSpec], tasks: int
+) -> None:
     rules = data.draw(ruled(specs, tasks))
     budget = sum(spec.bytes for spec in specs) if data.draw(st.booleans()) else None
     made = plan(specs, tasks, rules=rules, budget=budget)
@@ -98,20 +94,20 @@ def test_json_round_trip(data: st.DataObject, specs: list[VariableSpec], tasks: 
         ({"variables": [{"path": "a", "shape": [4], "held": "pieces", "on": [-1]}]}, "no task -1"),
     ],
 )
-def test_json_that_was_changed(change: dict[str, Any], named: str) -> None:
+def test_changed_json_is_refused(change: dict[str, Any], named: str) -> None:
     content = json.loads(plan(SPECS, 2).to_json())
     with pytest.raises(PlacementError, match=named):
         PlacementPlan.from_json(json.dumps(content | change))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, 3])
-def test_text_that_is_no_plan(text: Any) -> None:
+def test_other_texts_than_plans_are_refused(text: Any) -> None:
     with pytest.raises(PlacementError, match="the placement plan") as error:
         PlacementPlan.from_json(text)
     assert len(str(error.value)) < 500
 
 
-def test_the_picture(tmp_path: Path) -> None:
+def test_the_picture_shows_tasks_and_large_variables(tmp_path: Path) -> None:
     specs = [*criteo_tables(), VariableSpec("odd$x_{/$<k>&", (2_000_000, 16), slots=2)]
     made = plan(specs, 2, rules={"table_2/embeddings": "sharded(2)"})
     made.save_picture(tmp_path / "plan.svg")
