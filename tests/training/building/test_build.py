@@ -8,7 +8,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from training_cases import X, Y, assert_trains_as_keras, distributed_fit, mirrored
+from training_cases import (
+    X,
+    Y,
+    assert_same_weights,
+    assert_trains_as_keras,
+    distributed_fit,
+    mirrored,
+    plain_fit,
+)
 
 import tfdist_ext as tfd
 from tfdist_ext.training.building import reject_stateful_rnns
@@ -78,8 +86,17 @@ def test_models_without_a_call() -> None:
     # Nothing is tried again, and the training goes on.
     for model in (plain, ours):
         model.fit(X, batch_size=12, shuffle=False, verbose=0)
-    for a, b in zip(plain.weights, ours.keras_model.weights, strict=True):
-        np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-6, err_msg=a.path)
+    assert_same_weights(plain, ours)
+
+
+def test_several_optimizers_of_an_existing_model_come_along() -> None:
+    """Both go on with their moments and momenta, although `compile` has arguments of its own."""
+    plain, ours = (plain_fit(lambda: gan(True), X, batch_size=16)[0] for _ in range(2))
+    tfd.distribute(ours, mirrored())
+    ours.run_eagerly = False
+    for model in (plain, ours):
+        model.fit(X, batch_size=16, shuffle=False, verbose=0)
+    assert_same_weights(plain, ours)
 
 
 def test_layers_get_their_variables_from_the_step() -> None:
