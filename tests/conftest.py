@@ -41,12 +41,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         long = [item for item in items if is_long(item)]
         items[:] = [item for item in items if not is_long(item)]
         config.hook.pytest_deselected(items=long)
-        config.stash[DESELECTED] = len(long)
-        if hasattr(config, "workeroutput"):
-            config.workeroutput["deselected_long"] = len(long)
-
-
-DESELECTED = pytest.StashKey[int]()
 
 
 def is_everything_run(config: pytest.Config) -> bool:
@@ -68,26 +62,19 @@ def is_long(item: pytest.Item) -> bool:
 
 def check_words_of_long(items: list[pytest.Item]) -> None:
     """Each word of a `long` mark is in the name of a test: a case that is renamed stays marked."""
-    found: dict[int, tuple[pytest.Item, set[str]]] = {}
+    marks: dict[int, tuple[pytest.Item, set[str]]] = {}
     for item in items:
         for mark in item.iter_markers("long"):
-            _, unused = found.setdefault(id(mark), (item, set(mark.args)))
+            _, unused = marks.setdefault(id(mark), (item, set(mark.args)))
             unused -= {word for word in mark.args if word in item.name}
-    for item, unused in found.values():
+    for item, unused in marks.values():
         if unused:
             raise pytest.UsageError(f"{item.nodeid}: no case of it has {unused} in its name")
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Of pytest-xdist: each worker collects all tests."""
-    if "deselected_long" in getattr(node, "workeroutput", ()):
-        node.config.stash[DESELECTED] = node.workeroutput["deselected_long"]
-
-
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if count := config.stash.get(DESELECTED, 0):
-        terminalreporter.write_line(f"{count} long tests were not run: scripts/test --long")
+    if not is_everything_run(config) and not is_task(config):
+        terminalreporter.write_line("Tests marked `long` were not run: scripts/test --long")
 
 
 @pytest.fixture(autouse=True)
