@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
 
-def test_there_are_configs() -> None:
+def test_configs_are_listed() -> None:
     assert len(CONFIGS) >= 5
 
 
@@ -51,7 +51,7 @@ def test_config_trains(config: Path, outputs: Path, tmp_path: Path) -> None:
     assert "test accuracy" in text
 
 
-def test_plain_keras_reads_what_they_wrote(outputs: Path) -> None:
+def test_plain_keras_loads_models_of_configs(outputs: Path) -> None:
     """Of all tests above: one Python reads what each has written."""
     written = sorted(map(str, outputs.iterdir()))
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
@@ -70,7 +70,7 @@ def _with_parameter_servers(command: list[str], folder: Path, env: dict[str, str
     return list(logs.values())
 
 
-def test_too_low_an_accuracy_fails(tmp_path: Path) -> None:
+def test_accuracy_below_the_minimum_fails(tmp_path: Path) -> None:
     command = [sys.executable, "docs/examples/digits.py", "--epochs=1", f"--output={tmp_path}"]
     command.append("--config=configs/digits_one_device.toml")
     run = run_program(command, tmp_path, cwd=ROOT, timeout=100)

@@ -80,10 +80,10 @@ COMMANDS_BY = {
         "tfdist run --workers 2 -- python docs/examples/digits.py"
         " --config configs/digits_multi_worker.toml",
     ],
-    "tests/test_configs.py::test_plain_keras_reads_what_they_wrote": [
+    "tests/test_configs.py::test_plain_keras_loads_models_of_configs": [
         "python docs/examples/check_saved_model.py runs/digits_multi_worker",
     ],
-    "tests/launcher/test_one_machine_page.py::test_sessions": [
+    "tests/launcher/test_one_machine_page.py::test_sessions_on_the_page_are_real": [
         "tfdist run --workers 2 --dry-run -- python train.py",
         "tfdist run --workers 2 --log-dir logs -- python train.py",
     ],

@@ -45,7 +45,7 @@ cli.main(["env"])
 """
 
 
-def test_a_training_needs_none_of_them(tmp_path: Path) -> None:
+def test_training_needs_no_optional_package(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS]
     env = {**os.environ, "PYTHONPATH": LEFT_OUT}
     subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=100)
@@ -64,7 +64,7 @@ def read_records(path: Path) -> None:
         ("cloudpickle", "cloudpickle", lambda _: tfd.launch(print, workers=1)),
     ],
 )
-def test_the_feature_names_the_package(
+def test_missing_package_is_named_by_its_feature(
     module: str,
     package: str,
     call: Callable[[Path], Any],
@@ -77,7 +77,7 @@ def test_the_feature_names_the_package(
         call(tmp_path)
 
 
-def test_files_of_text_are_sharded_without_it(
+def test_text_files_are_sharded_without_optional_packages(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "google_crc32c", None)

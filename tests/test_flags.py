@@ -36,7 +36,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> flags.FlagValues:
         (["--bucket_bytes=16MB"], {"bucket_bytes": "16MB"}),
     ],
 )
-def test_what_flags_say(
+def test_flags_set_the_strategy(
     given: flags.FlagValues, arguments: list[str], settings: dict[str, object]
 ) -> None:
     given(["program", *arguments])
@@ -55,15 +55,13 @@ def test_what_flags_say(
         ("--strategy_config=", "cannot be read"),
     ],
 )
-def test_errors_say_that_a_flag_was_it(
-    given: flags.FlagValues, argument: str, message: str
-) -> None:
+def test_errors_name_the_flag(given: flags.FlagValues, argument: str, message: str) -> None:
     given(["program", argument])
     with pytest.raises(tfd.StrategyError, match=message):
         tfd.create_strategy()
 
 
-def test_flags_over_file_over_environment(
+def test_flags_take_precedence_over_file_and_environment(
     given: flags.FlagValues, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = tfd.ClusterConfig(jobs={"worker": ("a:1", "b:1")}, task=tfd.Task("worker", 1))
@@ -80,7 +78,7 @@ def test_flags_over_file_over_environment(
     assert f"devices = ['CPU:1', 'CPU:2', 'CPU:3'] from the file {file}" in text
 
 
-def test_a_file_of_the_call_goes_over_one_of_the_flags(
+def test_file_of_the_call_takes_precedence_over_flags(
     given: flags.FlagValues, tmp_path: Path
 ) -> None:
     file = tmp_path / "s.toml"
@@ -90,6 +88,6 @@ def test_a_file_of_the_call_goes_over_one_of_the_flags(
 
 
 @pytest.mark.usefixtures("given")
-def test_flags_that_were_not_parsed_are_an_error() -> None:
+def test_unparsed_flags_are_an_error() -> None:
     with pytest.raises(flags.UnparsedFlagAccessError, match=r"call .*mark_as_parsed\(\)"):
         tfd.create_strategy("mirrored")

@@ -29,6 +29,7 @@ WITHOUT_TENSORFLOW = [
     "cluster",
     "messages",
     "private_names",
+    "failures",
     "errors",
     "user_frames",
 ]
@@ -40,6 +41,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"cli"},
         {"testing"},
         {"ray"},
+        {"step_costs"},
         {"training"},
         {"strategies"},
         {"flags"},

@@ -31,7 +31,7 @@ def test_every_private_name_is_there(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["distribute.values.Gone", "distribute.gone.Mirrored"])
-def test_a_missing_name_is_named(path: str) -> None:
+def test_missing_private_name_raises_with_its_feature(path: str) -> None:
     names = PrivateNames("tensorflow.python", tfd.StrategyError, {path: "values per replica"})
     said = f"does not have the private name tensorflow.python.{path}, which is needed for values"
     with pytest.raises(tfd.StrategyError, match=said) as caught:
@@ -40,7 +40,7 @@ def test_a_missing_name_is_named(path: str) -> None:
     assert f"Install a release from {oldest} to {newest}" in str(caught.value)
 
 
-def test_mirrored_needs_none() -> None:
+def test_mirrored_training_needs_few_private_names() -> None:
     """In a process of its own, where every look-up of ours fails from the start."""
     code = """
 from tfdist_ext import private_names

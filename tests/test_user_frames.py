@@ -105,19 +105,19 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_the_traceback_of_a_mistake_ends_at_the_call(name: str) -> None:
+def test_traceback_of_a_wrong_call_ends_at_the_call(name: str) -> None:
     assert [module for module, _ in frames_of(MISTAKES[name])] == [__name__]
 
 
 @pytest.mark.parametrize("eagerly", [False, True])
-def test_an_error_in_a_users_step_ends_there(eagerly: bool) -> None:
+def test_traceback_of_an_error_in_a_step_ends_in_the_step(eagerly: bool) -> None:
     model = tfd.distribute(lambda: build(FailingModel(), run_eagerly=eagerly), mirrored())
     call, step = frames_of(lambda: model.fit(X, Y))
     assert call == (__name__, "call, step = frames_of(lambda: model.fit(X, Y))")
     assert step == (__name__, 'return {"loss": tf.zeros([2]) + tf.zeros([3])}')
 
 
-def test_errors_in_a_users_functions_end_there() -> None:
+def test_traceback_of_an_error_in_a_user_function_ends_there() -> None:
     model = distributed()
     last = frames_of(lambda: model.fit(failing_generator(), steps_per_epoch=3, verbose=0))[-1]
     assert last == (__name__, 'raise KeyError("mine")')
@@ -125,7 +125,7 @@ def test_errors_in_a_users_functions_end_there() -> None:
     assert last == (__name__, "return keras.Sequential([keras.layers.Dense(-1)])")
 
 
-def test_causes_are_filtered_too() -> None:
+def test_tracebacks_of_causes_are_filtered() -> None:
     with pytest.raises(tfd.ClusterConfigError) as caught:
         ClusterConfig.from_tf_config("{")
     each: BaseException | None = caught.value

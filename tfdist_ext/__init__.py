@@ -13,6 +13,7 @@ need no TensorFlow, do not wait for its import.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from tfdist_ext.launcher.functions import launch as launch
     from tfdist_ext.placement import PlacementPlan as PlacementPlan
     from tfdist_ext.placement.live.learning import plan_placement as plan_placement
+    from tfdist_ext.placement.scaling import WorkersPlan as WorkersPlan
+    from tfdist_ext.step_costs import plan_workers as plan_workers
     from tfdist_ext.strategies import available_strategies as available_strategies
     from tfdist_ext.strategies import create_strategy as create_strategy
     from tfdist_ext.strategies import explain as explain
@@ -50,6 +53,11 @@ if TYPE_CHECKING:
     from tfdist_ext.training.verify import Verification as Verification
     from tfdist_ext.training.verify import verify as verify
 
+if "TFDIST_ERROR_FILE" in os.environ:  # this process is a task of a launcher
+    from tfdist_ext import failures
+
+    failures.watch()
+
 __version__ = "0.1.0"
 
 _HOME = {
@@ -61,6 +69,8 @@ _HOME = {
         "launcher.functions": "launch",
         "placement": "PlacementPlan",
         "placement.live.learning": "plan_placement",
+        "placement.scaling": "WorkersPlan",
+        "step_costs": "plan_workers",
         "strategies": "available_strategies create_strategy explain register_strategy run",
         "training": "DistributedModel WorkerTensorBoard all_rows distribute finished_checkpoints"
         " training_is_done",

@@ -74,8 +74,8 @@ def strategy_flags() -> dict[str, Any]:
             " parsed yet. Call it in the function that absl.app.run starts. If this program only"
             " imports the script, call absl.flags.FLAGS.mark_as_parsed() first."
         )
-    given = {_SETTINGS.get(name, name): getattr(flags.FLAGS, name) for name in _NAMES}
-    settings = {name: value for name, value in given.items() if value is not None}
+    values = {_SETTINGS.get(name, name): getattr(flags.FLAGS, name) for name in _NAMES}
+    settings = {name: value for name, value in values.items() if value is not None}
     devices = settings.get("devices", ())
     if len(devices) == 1 and devices[0].strip().lstrip("-").isdecimal():
         settings["devices"] = int(devices[0])

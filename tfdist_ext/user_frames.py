@@ -76,11 +76,11 @@ def _filter_chain(error: BaseException) -> None:
     left: list[BaseException | None] = [error]
     seen: set[int] = set()
     while left:
-        each = left.pop()
-        if each is not None and id(each) not in seen:
-            seen.add(id(each))
-            each.__traceback__ = _frames_of_user(each.__traceback__)
-            left += [each.__cause__, each.__context__]
+        current = left.pop()
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
+            current.__traceback__ = _frames_of_user(current.__traceback__)
+            left += [current.__cause__, current.__context__]
 
 
 def _frames_of_user(trace: TracebackType | None) -> TracebackType | None:
@@ -91,8 +91,8 @@ def _frames_of_user(trace: TracebackType | None) -> TracebackType | None:
         if not hidden:
             shown.append(trace)
         trace = trace.tb_next
-    for each in reversed(shown):
-        trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    for entry in reversed(shown):
+        trace = TracebackType(trace, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return trace
 
 

@@ -17,7 +17,7 @@ def check(tfdist: Any, index: int, addresses: list[str], *options: str) -> Any:
     return tfdist("check", *options, TF_CONFIG=json.dumps(config))
 
 
-def test_tasks_that_are_there(tfdist) -> None:
+def test_check_succeeds_when_all_tasks_are_there(tfdist) -> None:
     with reserve_ports(2) as ports:
         addresses = [f"127.0.0.1:{port}" for port in ports]
         tasks = [check(tfdist, index, addresses) for index in (1, 0)]
@@ -29,7 +29,7 @@ def test_tasks_that_are_there(tfdist) -> None:
             assert last.startswith("all 2 tasks are ready, with the same cluster and python 3.")
 
 
-def test_who_is_missing(tfdist) -> None:
+def test_check_names_the_missing_task(tfdist) -> None:
     with reserve_ports(2) as ports:
         addresses = [f"127.0.0.1:{port}" for port in ports]
         alone = check(tfdist, 0, addresses, "--wait", "0.5")

@@ -6,5 +6,5 @@ import pytest
 from pages import check_of
 
 
-def test_the_page_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_shows_the_help_texts(capsys: pytest.CaptureFixture[str]) -> None:
     assert check_of("command_line.py") == 0, capsys.readouterr().out[-2000:]

@@ -11,7 +11,7 @@ from warm_programs import run_program
 from tfdist_ext.cli.env import relevant_variables
 
 
-def test_env_is_for_bug_reports(tmp_path: Path) -> None:
+def test_env_prints_what_a_bug_report_needs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tfdist_ext.cli", "env"]
     env = {**os.environ, "TF_CONFIG": "", "TFDIST_WANDB_TOKEN": "hunter2"}
     out = run_program(command, tmp_path, timeout=50, check=True, env=env).stdout
@@ -24,7 +24,7 @@ def test_env_is_for_bug_reports(tmp_path: Path) -> None:
     assert "  default: one CPU on this machine, no cluster\n" in out
 
 
-def test_variables_come_without_secrets() -> None:
+def test_env_hides_secrets() -> None:
     env = {
         "TF_CONFIG": '{"cluster": {}}',
         "NCCL_DEBUG": "INFO",

@@ -32,7 +32,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_the_plan_of_a_script(
+def test_plan_shows_the_placement_of_a_script(
     script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture, json = tmp_path / "plan.svg", tmp_path / "plan.json"
@@ -51,7 +51,7 @@ def test_the_plan_of_a_script(
         assert strategy in printed
 
 
-def test_the_plan_of_workers_that_share_the_optimizer(
+def test_plan_of_workers_with_a_sharded_optimizer(
     script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["plan", f"{script}:build", "--workers", "4", "--optimizer", "adam"]) == 0
@@ -62,9 +62,40 @@ def test_the_plan_of_workers_that_share_the_optimizer(
     assert "on every worker, slots on worker 0, worker 1, worker 2, worker 3" in printed
 
 
+def test_the_plan_of_more_workers_from_a_time_measured_elsewhere(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "plan.svg"
+    words = [f"{script}:build", "--workers", "4,1,2", "--network", "1Gbit", "--step", "0.35s"]
+    assert cli.main(["plan", *words, "--batch-size", "64", "--picture", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert "64 examples in 350 ms on one device" in printed
+    assert "610.35 MiB of gradients" in printed  # without data, the whole table
+    assert "On 1 Gbit/s, 2 workers would be slower than one" in printed
+    assert "examples per second" in picture.read_text()
+
+
+NETWORK = ["{script}:build", "--workers", "1,2", "--network", "10Gbit"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ([*NETWORK[:-1], "10", "--step", "1s"], "--network must be a rate with a unit"),
+        ([*NETWORK, "--step", "-1s"], "--step must be a time"),
+        ([*NETWORK, "--step", "1s", "--latency", "1"], "--latency must be a time"),
+        ([*NETWORK, "--step", "1s", "--picture", "plan.gif"], "a .svg or a .png file"),
+        ([*NETWORK, "--step", "1s", "--batch-size", "0"], "batch_size must be"),
+        (NETWORK, "needs data to time steps (data=, --data)"),
+        ([*NETWORK, "--step", "1s", "--json", "p.json"], "cannot be combined with"),
+        (["{script}:build", "--ps", "2", "--network", "10Gbit"], "--network needs --workers"),
+        (
+            ["{script}:build", "--workers", "0,1", "--network", "1Gbit", "--step", "1s"],
+            "at least 1",
+        ),
+        (["{script}:build", "--workers", "1,2"], "needs --network"),
+        (["{script}:build", "--workers", "two"], "invalid numbers value: 'two'"),
+        (["{script}:build", "--workers", "2", "--step", "1s"], "--data and --step need --network"),
         (["{script}:build", "--workers", "2", "--rule", "users/.*=task 1"], "cannot be combined"),
         (["{script}:build", "--workers", "2", "--compare"], "--compare needs --ps"),
         (["{script}:build", "--workers", "0"], "workers must be"),
@@ -80,7 +111,7 @@ def test_the_plan_of_workers_that_share_the_optimizer(
         (["{script}:build"], "--ps"),
     ],
 )
-def test_mistakes_are_named(
+def test_invalid_arguments_are_refused(
     words: list[str], said: str, script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["plan", *(word.format(script=script) for word in words)]) == 2

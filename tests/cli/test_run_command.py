@@ -33,7 +33,7 @@ def start_stubborn(tfdist, mark, *options):
     return launcher
 
 
-def test_a_signal_ends_everything_within_the_grace(tfdist, mark):
+def test_signal_ends_all_processes_within_the_grace(tfdist, mark):
     launcher = start_stubborn(tfdist, mark, "--grace", "0.5")
     start = time.monotonic()
     launcher.send_signal(signal.SIGHUP)
@@ -46,7 +46,7 @@ def test_a_signal_ends_everything_within_the_grace(tfdist, mark):
     assert "failed" not in err
 
 
-def test_a_second_ctrl_c_kills_at_once(tfdist, mark):
+def test_second_ctrl_c_kills_at_once(tfdist, mark):
     launcher = start_stubborn(tfdist, mark, "--grace", "60")
     assert "process ids" in launcher.stderr.readline()
     launcher.send_signal(signal.SIGINT)
@@ -59,7 +59,7 @@ def test_a_second_ctrl_c_kills_at_once(tfdist, mark):
     assert mark.pids() == []
 
 
-def test_a_terminals_ctrl_c_reaches_the_launcher_alone(tfdist):
+def test_ctrl_c_of_a_terminal_reaches_only_the_launcher(tfdist):
     # A terminal sends it to its whole foreground group; the tasks are to get SIGTERM, once.
     script = "trap 'echo INT' INT; trap 'echo TERM; exit' TERM; echo ready; sleep 60 & wait; wait"
     launcher = tfdist("run", "--", "sh", "-c", script)
@@ -69,7 +69,7 @@ def test_a_terminals_ctrl_c_reaches_the_launcher_alone(tfdist):
     assert (launcher.returncode, out) == (130, "[worker:0] TERM\n")
 
 
-def test_kill_9_of_the_launcher_and_its_group_leaves_nothing(tfdist, mark):
+def test_killed_launcher_leaves_no_process(tfdist, mark):
     script = f"env -i sleep 60 & echo $!; {STUBBORN}"  # a child with another environment, too
     launcher = tfdist("run", "--", "sh", "-c", script)
     pid = int(launcher.stdout.readline().split()[1])
@@ -77,18 +77,22 @@ def test_kill_9_of_the_launcher_and_its_group_leaves_nothing(tfdist, mark):
     os.killpg(launcher.pid, signal.SIGKILL)
     launcher.wait(timeout=5)
     assert mark.wait_for(0, seconds=8) == []
-    assert not is_alive(pid)
+    deadline = time.monotonic() + 5
+    while is_alive(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
-def test_logs_nobody_asked_for_are_gone_after_success(tfdist, tmp_path):
+def test_temporary_logs_are_deleted_after_success(tfdist, tmp_path):
     launcher = tfdist("run", "--", "sh", "-c", f"ls {tmp_path}", TMPDIR=str(tmp_path))
     out, err = launcher.communicate(timeout=10)
     assert (launcher.returncode, err) == (0, "")
-    assert re.fullmatch(r"\[worker:0\] tfdist-\w+\n", out)  # it was there during the run
+    folders = sorted(line.removeprefix("[worker:0] ")[:-9] for line in out.splitlines())
+    assert folders == ["tfdist", "tfdist-errors"]  # they were there during the run
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_program_that_is_not_found_leaves_no_folder(tfdist, tmp_path):
+def test_unknown_program_leaves_no_folder(tfdist, tmp_path):
     launcher = tfdist("run", "--", "no-such-program", TMPDIR=str(tmp_path))
     launcher.communicate(timeout=10)
     assert launcher.returncode == 2
@@ -108,7 +112,7 @@ def test_tasks_that_never_join_the_cluster_are_reported(tfdist):
         assert ("tfdist: no task joined the cluster: each task ran alone" in err) == (not joins)
 
 
-def test_a_cluster_of_the_environment_is_not_overridden_silently(tfdist):
+def test_ignored_tf_config_is_reported(tfdist):
     given = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
     launcher = tfdist("run", "--", "sh", "-c", "echo $TF_CONFIG", TF_CONFIG=given)
     out, err = launcher.communicate(timeout=10)
@@ -116,7 +120,7 @@ def test_a_cluster_of_the_environment_is_not_overridden_silently(tfdist):
     assert err.startswith("tfdist: TF_CONFIG is set, and is not used:")
 
 
-def test_the_process_ids_are_those_of_the_tasks(tfdist):
+def test_reported_process_ids_are_those_of_the_tasks(tfdist):
     launcher = tfdist("run", "--workers", "2", "--", "sh", "-c", "echo $$")
     out, err = launcher.communicate(timeout=10)
     ids = dict(re.findall(r"(worker:\d) (\d+)", err.splitlines()[0]))
@@ -159,7 +163,7 @@ def test_dry_run_prints_lines_a_shell_can_run(capsys, tmp_path):
         (["run", "--workers", "99999", "--", "true"], "ask for fewer tasks"),
     ],
 )  # fmt: skip
-def test_errors_are_one_line_and_a_link(capsys, words, said):
+def test_command_line_error_is_one_line_and_a_link(capsys, words, said):
     status, out, err = run_main(capsys, *words)
     assert (status, out) == (2, "")
     line, link = err.splitlines()
@@ -168,7 +172,7 @@ def test_errors_are_one_line_and_a_link(capsys, words, said):
     assert re.fullmatch(r'Help: /.*/docs/error_messages\.md, section ".*"', link)
 
 
-def test_a_traceback_that_was_shown_is_not_repeated(capsys, monkeypatch):
+def test_shown_traceback_is_not_repeated(capsys, monkeypatch):
     def fails(*_):
         raise TaskError("worker:1 failed first, exit status 1:\nTraceback\n  step\nOSError: full")
 

@@ -40,7 +40,7 @@ BAD_TF_CONFIGS = (
     Bad("a list, taken for a single process by TensorFlow", "[]", "must be a JSON object", "[]"),
     Bad("JSON twice encoded", json.dumps(_workers("a:1")), "must be a JSON object", "cluster"),
     Bad("a key twice", '{"cluster": {}, "cluster": {}}', "key 'cluster' appears twice", "cluster"),
-    Bad("NaN", '{"cluster": NaN}', "cluster must be a JSON object", "nan"),
+    Bad("NaN", '{"cluster": NaN}', "cluster must map job names", "nan"),
     Bad("nested 100,000 deep", "[" * 100_000, "nested too deeply", "[[[["),
     # The top level
     Bad("no cluster", '{"task": {"type": "worker", "index": 0}}', "cluster is missing", "'index'"),
@@ -51,9 +51,9 @@ BAD_TF_CONFIGS = (
         "{'0': 'a:1'}",
     ),
     Bad("a misspelt key", '{"clusters": {}}', 'Did you mean "cluster"?', "'clusters'"),
-    Bad("the cluster is a list", _config(["a:1"]), "cluster must be a JSON object", "['a:1']"),
+    Bad("the cluster is a list", _config(["a:1"]), "cluster must map job names", "['a:1']"),
     Bad("an empty cluster", _config({}), "cluster is empty", "{}"),
-    Bad("rpc_layer is a number", _config({"worker": ["a:1"]}, rpc_layer=1), "rpc_layer is", "1"),
+    Bad("another protocol", _config({}, rpc_layer="mpi"), "rpc_layer is no protocol", "'mpi'"),
     # Jobs
     Bad("a misspelt job", _config({"wroker": ["a:1"]}), 'Did you mean "worker"?', "'wroker'"),
     Bad(
@@ -63,7 +63,7 @@ BAD_TF_CONFIGS = (
         "'launcher'",
     ),
     Bad("the old name of the chief", _config({"master": ["a:1"]}), 'Use "chief"', "'master'"),
-    Bad("an empty job", _config({"worker": []}), "cluster.worker must not be empty", "[]"),
+    Bad("an empty job", _config({"worker": []}), "cluster.worker must be a list", "[]"),
     Bad("one address without a list", _config({"worker": "a:1"}), "must be a list", "'a:1'"),
     Bad(
         "two chiefs",
@@ -85,8 +85,8 @@ BAD_TF_CONFIGS = (
     ),
     # Addresses
     Bad("no port", _workers("a:1", "node7"), "cluster.worker[1] has no port", "'node7'"),
-    Bad("a port in words", _workers("a:http"), "a port that is not a number", "'a:http'"),
-    Bad("port 65536", _workers("a:65536"), "a port out of range", "'a:65536'"),
+    Bad("a port in words", _workers("a:http"), "worker[0] has an invalid port", "'a:http'"),
+    Bad("port 65536", _workers("a:65536"), "worker[0] has an invalid port", "'a:65536'"),
     Bad("no host", _workers(":2222"), "cluster.worker[0] has no host", "':2222'"),
     Bad("an empty address", _workers("a:1", ""), "cluster.worker[1] is blank", "''"),
     Bad("an address is a port", _workers(2222), "cluster.worker[0] is not a string", "2222"),

@@ -20,7 +20,7 @@ FULL: dict[str, tuple[str, ...]] = {
 }
 
 
-def test_all_of_a_full_tf_config_is_kept() -> None:
+def test_full_tf_config_is_kept() -> None:
     config = ClusterConfig.from_tf_config(
         json.dumps(
             {
@@ -32,7 +32,6 @@ def test_all_of_a_full_tf_config_is_kept() -> None:
     )
     assert config.jobs == FULL
     assert config.task == Task("ps", 1)
-    assert config.rpc_layer == "grpc"
     assert config.source == "TF_CONFIG"
     assert config.address == "p:2"
     assert config.num_tasks == 6
@@ -61,7 +60,7 @@ GOOD = (
 @pytest.mark.parametrize(("cluster", "task", "read"), [row[1:] for row in GOOD], ids=[
     row[0].replace(" ", "-") for row in GOOD
 ])  # fmt: skip
-def test_good_values(cluster: Any, task: Any, read: Any) -> None:
+def test_valid_tf_config_round_trips(cluster: Any, task: Any, read: Any) -> None:
     text = json.dumps({"cluster": cluster, "task": {"type": task[0], "index": task[1]}})
     config = ClusterConfig.from_tf_config(text)
     assert config.jobs == {name: tuple(given) for name, given in cluster.items()}
@@ -69,7 +68,7 @@ def test_good_values(cluster: Any, task: Any, read: Any) -> None:
     assert ClusterConfig.from_tf_config(config.to_tf_config()) == config
 
 
-def test_keys_of_estimators_and_google_cloud_and_null_are_passed_over() -> None:
+def test_keys_of_estimators_and_google_cloud_are_ignored() -> None:
     task = {"type": "worker", "index": 0, "trial": "1", "cloud": "f3a0"}
     others = {"environment": "cloud", "job": {"args": []}, "rpc_layer": None}
     value = {"cluster": {"worker": ["a:1"]}, "task": task, **others}
@@ -84,7 +83,7 @@ def test_no_tf_config_is_no_cluster(text: str | None) -> None:
 
 BAD_ARGUMENTS: tuple[tuple[Any, Any, dict[str, Any], str], ...] = (
     # (jobs, task, more, fragment of the message)
-    (None, Task("worker", 0), {}, "cluster must be a mapping"),
+    (None, Task("worker", 0), {}, "cluster must map job names"),
     ({7: ("a:1",)}, Task("worker", 0), {}, "has a job"),
     (WORKERS, ("worker", 0), {}, "task must be a Task"),
     (WORKERS, Task("worker", "0"), {}, "must be a whole number"),  # type: ignore[arg-type]
@@ -93,7 +92,9 @@ BAD_ARGUMENTS: tuple[tuple[Any, Any, dict[str, Any], str], ...] = (
 
 
 @pytest.mark.parametrize(("jobs", "task", "more", "fragment"), BAD_ARGUMENTS)
-def test_bad_arguments(jobs: Any, task: Any, more: dict[str, Any], fragment: str) -> None:
+def test_invalid_arguments_are_refused(
+    jobs: Any, task: Any, more: dict[str, Any], fragment: str
+) -> None:
     with pytest.raises(ClusterConfigError) as caught:
         ClusterConfig(jobs, task, **more)
     assert str(caught.value).startswith("ClusterConfig: ")
@@ -101,12 +102,12 @@ def test_bad_arguments(jobs: Any, task: Any, more: dict[str, Any], fragment: str
     assert len(str(caught.value)) < 400
 
 
-def test_for_task_is_the_same_cluster_seen_by_another() -> None:
-    config = ClusterConfig(FULL, Task("worker", 0), rpc_layer="grpc", source="a test")
+def test_for_task_changes_only_the_task() -> None:
+    config = ClusterConfig(FULL, Task("worker", 0), source="a test")
     other = config.for_task("ps", 1)
     assert other.task == Task("ps", 1)
     assert other.address == "p:2"
-    assert (other.jobs, other.rpc_layer, other.source) == (config.jobs, "grpc", "a test")
+    assert (other.jobs, other.source) == (config.jobs, "a test")
     assert config.task == Task("worker", 0)
     with pytest.raises(ClusterConfigError, match=r"a test: task\.index must be from 0"):
         config.for_task("ps", 2)
@@ -127,7 +128,7 @@ def test_is_chief(jobs: Any, task: tuple[str, int], expected: bool, why: str) ->
     assert ClusterConfig(jobs, Task(*task)).is_chief is expected, why
 
 
-def test_nothing_can_be_changed() -> None:
+def test_config_is_immutable() -> None:
     config = ClusterConfig(FULL, Task("worker", 0))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.task = Task("worker", 1)  # type: ignore[misc]

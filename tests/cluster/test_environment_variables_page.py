@@ -17,19 +17,19 @@ def _blocks(language: str) -> list[str]:
     return found
 
 
-def test_the_python_on_the_page_runs() -> None:
+def test_python_on_the_page_runs() -> None:
     for block in _blocks("python"):
         exec(compile(block, "docs/environment_variables.md", "exec"), {})
 
 
-def test_the_tf_config_on_the_page_is_valid() -> None:
+def test_tf_config_on_the_page_is_valid() -> None:
     (text,) = _blocks("json")
     config = ClusterConfig.from_tf_config(text)
     assert config.task == Task("worker", 0)
     assert config.num_tasks == 5
 
 
-def test_the_template_sets_what_kubernetes_does_not() -> None:
+def test_job_template_sets_the_required_variables() -> None:
     text = (ROOT / "configs" / "kubernetes" / "job.yaml").read_text(encoding="utf-8")
     by_you = dict(re.findall(r'name: (TFDIST_\w+), value: "?(\w+)"?', text))
     (completions,) = re.findall(r"completions: (\d+)", text)
@@ -42,7 +42,7 @@ def test_the_template_sets_what_kubernetes_does_not() -> None:
     assert f"subdomain: {by_you['TFDIST_JOB_SERVICE']}" in text
 
 
-def test_the_page_gives_the_order_of_precedence() -> None:
+def test_page_gives_the_order_of_precedence() -> None:
     section = PAGE.partition("## Schedulers\n")[2].partition("\n###")[0]
     order = re.findall(r"^\d\. ([\w ]+)", section, re.MULTILINE)
     assert order == list(config.ENVIRONMENTS)

@@ -124,7 +124,7 @@ def test_every_task_sees_one_cluster_and_itself_in_it(
     assert [a.rpartition(":")[0] for a in views[0].jobs["worker"]] == hosts  # type: ignore[union-attr]
 
 
-def test_jobs_and_steps_that_share_a_node_get_other_ports() -> None:
+def test_slurm_jobs_and_steps_get_different_ports() -> None:
     env = srun({"a": [0], "b": [1]}, "a,b", "1(x2)")[0]
 
     def port(job: int, step: int) -> int:
@@ -147,7 +147,7 @@ def test_jobs_and_steps_that_share_a_node_get_other_ports() -> None:
         (training_job(["algo-1", "algo-2"])[0] | {"TFDIST_PORT_BASE": "65535"}, 65535),
     ],
 )
-def test_the_port_base_can_be_chosen(env: Env, port: int) -> None:
+def test_port_base_sets_the_ports(env: Env, port: int) -> None:
     config = ClusterConfig.from_env(env)
     assert config is not None
     assert config.address.endswith(f":{port}")
@@ -161,7 +161,7 @@ def test_the_port_base_can_be_chosen(env: Env, port: int) -> None:
         ("worker=1,evaluator=1", {}, "train"),  # a cluster of one, as with tfdist run
     ],
 )
-def test_pods_of_a_jobset_find_each_other(tasks: str, more: Env, service: str) -> None:
+def test_pods_of_a_jobset_see_one_cluster(tasks: str, more: Env, service: str) -> None:
     """Recorded: HOSTNAME and JOB_COMPLETION_INDEX are all that a pod of a JobSet has of its own."""
     seen: dict[str, ClusterConfig] = {}
     for env in jobset_pods(tasks.replace(" ", ""), **more):
@@ -180,7 +180,7 @@ def test_pods_of_a_jobset_find_each_other(tasks: str, more: Env, service: str) -
         }
 
 
-def test_every_rank_computes_the_same_ports_in_any_order_of_roles() -> None:
+def test_ranks_agree_on_ports_in_any_order_of_roles() -> None:
     for tasks in ("evaluator=1,chief=1,worker=2", "chief=1,evaluator=1,worker=2"):
         env = {"TFDIST_TASKS": tasks}
         ranks = srun({"a": [0, 1, 2, 3]}, "a", "4")
@@ -232,7 +232,9 @@ PASSED_OVER: tuple[tuple[str, Env, str], ...] = (
 
 
 @pytest.mark.parametrize(("name", "env", "reason"), PASSED_OVER)
-def test_passed_over(name: str, env: Env, reason: str) -> None:
+def test_incomplete_environment_is_passed_over_with_a_reason(
+    name: str, env: Env, reason: str
+) -> None:
     assert ClusterConfig.from_env(env) is None
     assert dict(describe_environments(env))[name] == reason
 
@@ -277,7 +279,9 @@ REFUSED: tuple[tuple[str, Env, dict[str, str | None], str], ...] = (
 @pytest.mark.parametrize(("env", "changes", "fragment"), [row[1:] for row in REFUSED], ids=[
     row[0].replace(" ", "-") for row in REFUSED
 ])  # fmt: skip
-def test_refused(env: Env, changes: dict[str, str | None], fragment: str) -> None:
+def test_contradictory_environment_is_refused(
+    env: Env, changes: dict[str, str | None], fragment: str
+) -> None:
     merged = {**env, **changes}
     env = {name: value for name, value in merged.items() if value is not None}
     with pytest.raises(ClusterConfigError) as caught:
@@ -293,7 +297,7 @@ def test_refused(env: Env, changes: dict[str, str | None], fragment: str) -> Non
 ORDER = ["TF_CONFIG", "Open MPI", "Slurm", "SageMaker", "Kubernetes"]
 
 
-def test_precedence() -> None:
+def test_environments_have_an_order_of_precedence() -> None:
     # Everything at once: what is taken away uncovers the next.
     layers: dict[str, Env] = {
         "TF_CONFIG": {"TF_CONFIG": TF_CONFIG},

@@ -18,7 +18,7 @@ HOSTS = (
 
 
 @pytest.mark.parametrize(("text", "expected", "why"), HOSTS)
-def test_hosts(text: str, expected: list[str], why: str) -> None:
+def test_host_list_is_expanded_in_order(text: str, expected: list[str], why: str) -> None:
     assert expand_hosts(text, "LIST", "test") == expected, why
 
 
@@ -26,7 +26,7 @@ def test_hosts(text: str, expected: list[str], why: str) -> None:
     "text",
     ["", "a,", "n[1", "n[1-]", "n[a-b]", "n[2-1]", "a b", "n[[1]]", "n[0-999999999]"],
 )
-def test_bad_hosts(text: str) -> None:
+def test_invalid_host_list_is_refused(text: str) -> None:
     with pytest.raises(ClusterConfigError, match=r"^test: LIST .*, got '") as caught:
         expand_hosts(text, "LIST", "test")
     assert len(str(caught.value)) < 400
@@ -39,11 +39,11 @@ COUNTS = (
 
 
 @pytest.mark.parametrize(("text", "expected", "why"), COUNTS)
-def test_counts(text: str, expected: list[int], why: str) -> None:
+def test_counts_are_expanded(text: str, expected: list[int], why: str) -> None:
     assert expand_counts(text, "COUNTS", "test") == expected, why
 
 
 @pytest.mark.parametrize("text", ["", "x", "2(x)", "-1", "1,"])
-def test_bad_counts(text: str) -> None:
+def test_invalid_counts_are_refused(text: str) -> None:
     with pytest.raises(ClusterConfigError, match=r"^test: COUNTS .*, got '"):
         expand_counts(text, "COUNTS", "test")

@@ -29,7 +29,7 @@ def test_the_table_is_as_long_as_promised() -> None:
 
 
 @pytest.mark.parametrize("bad", BAD_TF_CONFIGS, ids=lambda bad: bad.reason.replace(" ", "-"))
-def test_bad_value(bad: Bad) -> None:
+def test_invalid_tf_config_is_refused_with_advice(bad: Bad) -> None:
     for read in (
         lambda: ClusterConfig.from_tf_config(bad.text),
         lambda: ClusterConfig.from_env({"TF_CONFIG": bad.text}),
@@ -52,7 +52,7 @@ def test_bad_value(bad: Bad) -> None:
         message.encode("utf-8")  # can be printed and logged
 
 
-def test_the_page_shows_what_the_script_prints() -> None:
+def test_page_shows_the_messages_of_the_script() -> None:
     printed = subprocess.run(
         [SCRIPT], capture_output=True, text=True, encoding="utf-8", check=True, timeout=60
     ).stdout

@@ -56,7 +56,7 @@ def run(start, mark) -> Callable[[str], tuple[int, str, str]]:
     return ran
 
 
-def test_results_come_in_the_order_of_the_tasks(run):
+def test_results_are_in_the_order_of_tasks(run):
     status, out, err = run(f"""
         class Point:  # of no module that the tasks could import
             def __init__(self, x):
@@ -78,7 +78,7 @@ def test_results_come_in_the_order_of_the_tasks(run):
     assert out == "[3, 3, 13]\nchief:0 worker:0 worker:1\n"
 
 
-def test_the_tasks_import_what_this_process_can(run, tmp_path):
+def test_tasks_import_modules_of_the_callers_path(run, tmp_path):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "mine.py").write_text("def answer():\n    return 42\n")
     status, out, _ = run("""
@@ -89,7 +89,7 @@ def test_the_tasks_import_what_this_process_can(run, tmp_path):
     assert (status, out) == (0, "{'worker:0': 42} {'worker:0': 42}\n")
 
 
-def test_an_exception_is_raised_with_its_task_and_traceback(run):
+def test_exception_raises_task_error_with_its_traceback(run):
     status, out, _ = run(f"""
         def fails():
             {ME}
@@ -111,7 +111,7 @@ def test_an_exception_is_raised_with_its_task_and_traceback(run):
     assert "function_task.py" not in out
 
 
-def test_tasks_that_end_without_an_exception_or_a_result(run):
+def test_exit_kill_and_unpicklable_result_raise_task_error(run):
     status, out, _ = run("""
         def exits():
             sys.exit("no data")
@@ -135,7 +135,7 @@ def test_tasks_that_end_without_an_exception_or_a_result(run):
     assert "the result of fn, a generator, cannot be copied to the process that called it" in out
 
 
-def test_it_starts_again(run):
+def test_launch_restarts_and_returns_the_last_results(run):
     """The results are those of the last start."""
     status, out, err = run(f"""
         def once():
@@ -152,7 +152,7 @@ def test_it_starts_again(run):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_tasks_and_then_does_what_it_does(start, mark, number):
+def test_signal_ends_the_tasks_and_the_caller(start, mark, number):
     with start("""
         def sleep():
             print("sleeps")
@@ -182,6 +182,6 @@ def test_a_signal_ends_the_tasks_and_then_does_what_it_does(start, mark, number)
         ({"args": (lambda: 0, (each for each in ()))}, "cannot pickle 'generator' object"),
     ],
 )
-def test_what_cannot_be_launched(arguments, message):
+def test_invalid_launch_is_refused(arguments, message):
     with pytest.raises(LaunchError, match=message):
         launch(**{"fn": print, **arguments})

@@ -31,7 +31,7 @@ def normal(text):
 
 
 @pytest.mark.parametrize(("words", "output"), SESSIONS)
-def test_sessions(mark, tmp_path, words, output):
+def test_sessions_on_the_page_are_real(mark, tmp_path, words, output):
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "tfdist_ext.cli", *shlex.split(words)],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tfdist_ext.launcher.output import STARTUP_NOISE, Line, LineSplitter, blame_in
+from tfdist_ext.launcher.output import STARTUP_NOISE, Line, LineSplitter
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from tfdist_ext.launcher.output import STARTUP_NOISE, Line, LineSplitter, blame_
     ],
 )
 @pytest.mark.parametrize("size", [1, 99])
-def test_lines(data, size, lines, reason):
+def test_bytes_are_split_into_lines(data, size, lines, reason):
     splitter, found = LineSplitter(), []
     for start in range(0, len(data), size):
         found += splitter.feed(data[start : start + size])
@@ -56,11 +56,11 @@ CUDA = f"E{GLOG}cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error
         ("", False),
     ],
 )
-def test_startup_noise(line: str, is_noise: bool) -> None:
+def test_startup_messages_are_recognized(line: str, is_noise: bool) -> None:
     assert bool(STARTUP_NOISE.fullmatch(line)) == is_noise
 
 
-def test_a_run_does_not_show_it(run_tasks, tmp_path: Path) -> None:
+def test_startup_messages_go_only_to_the_log(run_tasks, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text(f"{ABSL}\nI{GLOG}{ONEDNN}\nEpoch 1/2 uses oneDNN\n")
     ran = run_tasks(
@@ -69,20 +69,3 @@ def test_a_run_does_not_show_it(run_tasks, tmp_path: Path) -> None:
     assert ran.lines("worker:0") == ["Epoch 1/2 uses oneDNN", "level 1"]
     assert ran.result.last_lines == {"worker:0": ("Epoch 1/2 uses oneDNN", "level 1")}
     assert (tmp_path / "worker-0.log").read_text() == text.read_text() + "level 1\n"
-
-
-@pytest.mark.parametrize(
-    ("line", "task"),
-    [
-        ("tfdist_ext.errors.PeerError: worker:1 left at 12:03:04", "worker:1"),
-        (
-            "x.StrategyError: tasks are missing after 3 s (wait): no answer from ps:0 (a:1)",
-            "ps:0",
-        ),
-        ("E0000 Error reported from /job:worker/task:12: it is gone", "worker:12"),
-        ("worker:1 is at work", None),
-    ],
-)
-def test_blame(line: str, task: str | None) -> None:
-    blame = blame_in(line)
-    assert (blame and blame.task) == task

@@ -53,7 +53,7 @@ def cluster_of(task):
         ({"workers": 1, "evaluator": True}, ["worker:0", "evaluator:0"], None, "comes last"),
     ],
 )
-def test_tasks(options, names, coordinator, reason):
+def test_plan_has_the_tasks_of_the_options(options, names, coordinator, reason):
     planned = plan(**options)
     assert [task.name for task in planned.tasks] == names, reason
     assert planned.coordinator == coordinator, reason
@@ -63,7 +63,7 @@ def test_tasks(options, names, coordinator, reason):
         assert task.argv == ("python", "train.py")
 
 
-def test_every_task_gets_an_address_of_its_own():
+def test_tasks_have_different_addresses():
     planned = plan(workers=2, ps=1)
     cluster = cluster_of(planned.tasks[0])
     assert [(job, len(each)) for job, each in cluster.items()] == [
@@ -75,7 +75,7 @@ def test_every_task_gets_an_address_of_its_own():
     assert all(cluster_of(task) == cluster for task in planned.tasks)
 
 
-def test_the_evaluator_is_in_no_cluster_but_its_own():
+def test_only_the_evaluator_sees_the_evaluator():
     worker, evaluator = plan(workers=1, evaluator=True).tasks
     assert [*cluster_of(worker)] == ["worker"]
     assert [*cluster_of(evaluator)] == ["worker", "evaluator"]
@@ -100,13 +100,13 @@ def test_log_files_are_named_after_the_tasks():
         (["train.py", "--a"], {}, ["'train.py'", "-- python train.py"]),
     ],
 )
-def test_bad_input_is_a_sentence_that_says_what_arrived_and_what_to_do(command, options, words):
+def test_invalid_options_are_refused_with_advice(command, options, words):
     with pytest.raises(LaunchError) as caught:
         plan(command, **options)
     for word in words:
         assert word in str(caught.value)
 
 
-def test_python_is_the_interpreter_in_use_where_none_is_on_path():
+def test_python_not_on_path_is_the_current_interpreter():
     planned = plan(["python3", "x.py"], env={"PATH": ""}, which=lambda name, path=None: None)
     assert planned.tasks[0].argv == (sys.executable, "x.py")

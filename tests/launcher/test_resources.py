@@ -38,7 +38,7 @@ def _some_ports(count):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_port_on_which_somebody_listens_is_passed_over(among, host):
+def test_port_in_use_is_not_reserved(among, host):
     taken, free = _some_ports(2)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -50,7 +50,7 @@ def test_a_port_on_which_somebody_listens_is_passed_over(among, host):
         assert ports == (free,)
 
 
-def test_a_reservation_ends_with_its_block(among):
+def test_reservation_ends_with_its_block(among):
     (port,) = _some_ports(1)
     among([port])
     message = "only 0 of 1 ports are free. End the programs that use them"
@@ -60,7 +60,7 @@ def test_a_reservation_ends_with_its_block(among):
         assert ports == (port,)
 
 
-def test_launchers_that_reserve_at_once_never_share(among):
+def test_concurrent_reservations_are_disjoint(among):
     # Both begin with the first port, so they meet. Other tests may take some of them meanwhile.
     ports = _some_ports(60)
     among(ports)
@@ -78,7 +78,7 @@ def test_launchers_that_reserve_at_once_never_share(among):
     assert {*first, *second} <= set(ports)
 
 
-def test_a_gpu_for_each_worker(capfd) -> None:
+def test_each_worker_gets_one_gpu(capfd) -> None:
     """Each worker sees one of the GPUs that this process sees."""
     run = ["run", "--process-per-device", "--dry-run"]
     with pytest.MonkeyPatch.context() as patch:
@@ -99,11 +99,11 @@ def test_a_gpu_for_each_worker(capfd) -> None:
     ("visible", "gpus"),
     [("0, 2", ["0", "2"]), ("", []), ("-1", []), ("1,-1,0", ["1"]), ("GPU-8f", ["GPU-8f"])],
 )
-def test_gpus_that_the_environment_names(visible: str, gpus: list[str]) -> None:
+def test_gpus_come_from_cuda_visible_devices(visible: str, gpus: list[str]) -> None:
     assert gpus_of({"CUDA_VISIBLE_DEVICES": visible, "PATH": "/nowhere"}) == gpus
 
 
-def test_gpus_that_nvidia_smi_lists(tmp_path: Path) -> None:
+def test_gpus_come_from_nvidia_smi(tmp_path: Path) -> None:
     assert gpus_of({"PATH": str(tmp_path)}) == []
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 0\necho 1\n")
@@ -114,7 +114,7 @@ def test_gpus_that_nvidia_smi_lists(tmp_path: Path) -> None:
         gpus_of({"PATH": str(tmp_path)})
 
 
-def test_each_worker_sees_its_own_gpu() -> None:
+def test_each_worker_sees_only_its_gpu() -> None:
     prints = ["--", "python", "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
     command = [sys.executable, "-m", "tfdist_ext.cli", "run", "--process-per-device", *prints]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "5,7"}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import sys
+from dataclasses import asdict
 
 import pytest
 
 from tfdist_ext.errors import LaunchError
+from tfdist_ext.failures import Failure
 from tfdist_ext.launcher import run
 from tfdist_ext.launcher.plan import LaunchPlan, TaskPlan
 from tfdist_ext.launcher.run import Limits, run_plan
@@ -22,7 +26,7 @@ IGNORES_TERM = "trap '' TERM; echo ready; while :; do sleep 0.05; done"
 # What is shown, and what is kept
 
 
-def test_lines_are_prefixed_aligned_and_in_order(run_tasks):
+def test_lines_are_shown_with_aligned_task_names(run_tasks):
     ran = run_tasks({"chief:0": "echo a; echo b >&2; echo c", "worker:10": "echo d"})
     shown = ran.out.splitlines()
     assert [line for line in shown if line.startswith("[chief")] == [
@@ -47,7 +51,7 @@ def test_log_files_hold_every_byte(run_tasks, tmp_path):
     assert (logs / "worker-1.log").read_bytes() == b"one\n"
 
 
-def test_a_progress_bar_is_shown_now_and_then_and_its_last_state_always(run_tasks, tmp_path):
+def test_progress_bar_is_shown_at_most_once_a_second(run_tasks, tmp_path):
     bar = r"for i in 1 2 3 4 5 6 7 8 9; do printf '\r%s0%%' $i; sleep 0.01; done; printf '\r100%%'"
     ran = run_tasks({"worker:0": bar + r"; printf '\ndone\n'"}, log_dir=tmp_path)
     lines = ran.lines("worker:0")
@@ -57,7 +61,7 @@ def test_a_progress_bar_is_shown_now_and_then_and_its_last_state_always(run_task
     assert run_tasks({"worker:0": bar}).lines("worker:0")[-1] == "100%"
 
 
-def test_tasks_get_their_additions_no_keyboard_and_unbuffered_python(mark):
+def test_tasks_get_their_variables_and_no_standard_input(mark):
     script = "test \"$(cat)\" = '' && test $ADDED = 'yes' && test $PYTHONUNBUFFERED = 1"
     plan = LaunchPlan((TaskPlan("worker:0", ("sh", "-c", script), {"ADDED": "yes"}),))
     assert run_plan(plan, Limits(), env=mark.env).exit_status == 0
@@ -66,7 +70,7 @@ def test_tasks_get_their_additions_no_keyboard_and_unbuffered_python(mark):
 # Who is blamed
 
 
-def test_the_first_failure_is_the_root_cause(run_tasks, tmp_path):
+def test_first_failure_is_the_root_cause(run_tasks, tmp_path):
     ran = run_tasks(
         {"worker:0": SLEEP, "worker:1": "seq 30; sleep 0.1; echo boom >&2; exit 3"},
         log_dir=tmp_path,
@@ -83,17 +87,42 @@ def test_the_first_failure_is_the_root_cause(run_tasks, tmp_path):
     assert "worker:0 killed by SIGTERM (signal 15)" in ran.err
 
 
-def test_the_report_does_not_repeat_a_traceback(run_tasks):
+def test_exception_is_reported_without_its_traceback(run_tasks):
     fails = """python3 -c '
+import tfdist_ext
 def step():
     raise ValueError("not today")
 step()'"""
     ran = run_tasks({"worker:0": fails})
     assert ", in step" in ran.out
-    assert "the last lines of worker:0:\n    ValueError: not today\ntfdist:" in ran.err + "tfdist:"
+    assert ran.err.endswith("exit code 1\n    ValueError: not today\n")
+    failure = ran.result.failures["worker:0"]
+    assert (failure.type, failure.message, failure.peer) == ("ValueError", "not today", "")
+    shown = [line.strip() for line in ran.lines("worker:0")]
+    assert [line.strip() for line in failure.traceback.splitlines()] == shown
 
 
-def test_who_fails_because_of_another_is_not_blamed(run_tasks, tmp_path):
+@pytest.mark.parametrize(
+    ("code", "failure"),
+    [
+        ("sys.exit('no data')", "SystemExit: no data"),
+        ("sys.exit(1)", "SystemExit: 1"),
+        ("try: {}['rows']\nexcept KeyError: sys.exit(1)", "KeyError: 'rows'"),
+        ("sys.exit(0)", None),
+        ("import os, subprocess\nsubprocess.run([sys.executable, __file__, 'child'])", None),
+    ],
+)
+def test_script_that_fails_writes_its_failure(run_tasks, tmp_path, code, failure):
+    script = tmp_path / "train.py"
+    text = f"import sys, tfdist_ext\nif len(sys.argv) > 1: sys.exit('a child')\n{code}\n"
+    script.write_text(text)
+    failures = run_tasks({"worker:0": f"{sys.executable} {script}"}).result.failures
+    assert {name: str(told) for name, told in failures.items()} == (
+        {} if failure is None else {"worker:0": failure}
+    )
+
+
+def test_tasks_that_fail_later_are_not_the_cause(run_tasks, tmp_path):
     failed = tmp_path / "failed"
     # All the others fail by themselves as soon as they notice, and with another code.
     scripts = {
@@ -105,54 +134,51 @@ def test_who_fails_because_of_another_is_not_blamed(run_tasks, tmp_path):
     assert (ran.result.failed_task, ran.result.exit_status) == ("worker:2", 4)
 
 
-PEER = "echo 'tfdist_ext.errors.PeerError: worker:1 {}; worker:0 is in fit' >&2; exit 1"
+def blames(peer, message):
+    """Shell code that writes a failure as tasks do."""
+    failure = Failure("PeerError", f"{peer} {message}", peer, "Traceback ...")
+    return f"echo '{json.dumps(asdict(failure))}' > $TFDIST_ERROR_FILE"
 
 
-def test_who_left_with_0_is_blamed_and_not_who_needed_it(run_tasks):
-    left = PEER.format("left at 12:03:04")
-    ran = run_tasks({"worker:0": f"sleep 0.3; {left}", "worker:1": "echo done", "worker:2": SLEEP})
+def test_task_that_left_with_0_is_named_as_the_cause(run_tasks):
+    fails = f"sleep 0.3; {blames('worker:1', 'left at 12:03:04')}; exit 1"
+    ran = run_tasks({"worker:0": fails, "worker:1": "echo done", "worker:2": SLEEP})
     assert (ran.result.failed_task, ran.result.exit_status) == ("worker:1", 1)
     assert re.search(r"worker:1 left, after 0\.\d s: .* the other tasks still needed it\n", ran.err)
     assert "the last lines of worker:1:\n    done\n" in ran.err
     assert re.search(r"worker:0 failed because of worker:1, after 0\.\d s", ran.err)
-    assert "    worker:1 left at 12:03:04; worker:0 is in fit\n" in ran.err
+    assert "    PeerError: worker:1 left at 12:03:04\n" in ran.err
 
 
-def test_who_is_still_failing_is_waited_for_and_blamed(run_tasks):
+def test_blamed_task_that_is_still_failing_is_waited_for(run_tasks):
     """It tells the others before its process has ended."""
-    failed = PEER.format("failed at 12:03:04: OSError: disk full")
-    ran = run_tasks({"worker:0": failed, "worker:1": "sleep 0.5; echo OSError: disk full; exit 3"})
+    fails = f"{blames('worker:1', 'failed at 12:03:04: OSError: disk full')}; exit 1"
+    ran = run_tasks({"worker:0": fails, "worker:1": "sleep 0.5; echo OSError: disk full; exit 3"})
     assert (ran.result.failed_task, ran.result.exit_status) == ("worker:1", 3)
     assert "tfdist: worker:0 failed because of worker:1, after 0." in ran.err
     assert "tfdist: worker:1 failed first, after 0." in ran.err
     assert "OSError: disk full\n" in ran.err
 
 
-def test_a_frozen_worker_is_the_one_cause_although_another_one_failed(run_tasks, monkeypatch):
+def test_frozen_worker_is_the_cause_although_another_one_failed(run_tasks, monkeypatch):
     monkeypatch.setattr(run, "_SETTLE", 0.2)
-    trace = """echo 'Traceback (most recent call last):'
-    echo '  File "train.py", line 1, in step'
-    """
-    frozen = "echo Epoch 3/3; kill -STOP $$"
     scripts = {
-        "worker:0": "sleep 0.3; " + trace + PEER.format("does not answer"),
-        "worker:1": frozen,
+        "worker:0": f"sleep 0.3; {blames('worker:1', 'does not answer')}; exit 1",
+        "worker:1": "echo Epoch 3/3; kill -STOP $$",
         "worker:2": SLEEP,
     }
     ran = run_tasks(scripts)
-    result = ran.result
-    assert (result.failed_task, result.exit_status, result.raised) == ("worker:1", 138, "")
+    assert (ran.result.failed_task, ran.result.exit_status) == ("worker:1", 138)
     assert "worker:0 failed first" not in ran.err
     assert "worker:1 does not answer; ending all tasks\n" in ran.err
     assert re.search("worker:1 does not answer, after .* s: still running\n", ran.err)
     assert "worker:0 failed because of worker:1, after" in ran.err
 
 
-def test_a_frozen_server_is_the_cause_when_its_chief_was_killed(run_tasks, monkeypatch):
+def test_frozen_server_is_the_cause_when_its_chief_was_killed(run_tasks, monkeypatch):
     monkeypatch.setattr(run, "_SETTLE", 0.2)
-    said = "chief:0: worker:0 (127.0.0.1:4242) has not answered for 45 s: its process is stopped."
     scripts = {
-        "chief:0": f"sleep 0.3; echo '{said}' >&2; kill -KILL $$",
+        "chief:0": f"sleep 0.3; {blames('worker:0', 'has not answered')}; kill -KILL $$",
         "worker:0": "kill -STOP $$",
         "ps:0": SLEEP,
     }
@@ -163,7 +189,7 @@ def test_a_frozen_server_is_the_cause_when_its_chief_was_killed(run_tasks, monke
     assert "out of memory" not in ran.err
 
 
-def test_a_signal_as_root_cause(run_tasks):
+def test_killed_task_is_the_root_cause(run_tasks):
     ran = run_tasks({"worker:0": "kill -KILL $$", "worker:1": SLEEP})
     assert ran.result.exit_status == 137
     assert ran.result.returncodes["worker:0"] == -signal.SIGKILL
@@ -186,7 +212,7 @@ def test_sigterm_comes_first_and_sigkill_after_the_grace(run_tasks):
     assert "worker:0 killed by SIGKILL" in ran.err
 
 
-def test_tasks_that_have_saved_end_by_themselves(run_tasks):
+def test_preempted_tasks_may_end_by_themselves(run_tasks):
     goes_on = "trap 'echo ended' TERM; echo ready; sleep 0.5; exit 143"
     ran = run_tasks({"worker:0": "sleep 0.2; exit 143", "worker:1": goes_on})
     assert ran.lines("worker:1") == ["ready"]
@@ -194,7 +220,7 @@ def test_tasks_that_have_saved_end_by_themselves(run_tasks):
     assert ran.seconds < 3
 
 
-def test_the_hard_limit_names_who_was_still_running(run_tasks):
+def test_timeout_names_the_running_tasks(run_tasks):
     ran = run_tasks(
         {"worker:0": "echo waiting for worker:1; exec sleep 60", "worker:1": "exit 0"}, timeout=0.4
     )
@@ -208,7 +234,7 @@ def test_the_hard_limit_names_who_was_still_running(run_tasks):
 # A coordinator
 
 
-def test_the_coordinators_success_is_the_end(run_tasks):
+def test_success_of_the_coordinator_ends_the_run(run_tasks):
     lingers = "sleep 0.2; echo evaluated; exit 1"
     scripts = {
         "chief:0": "sleep 0.1",
@@ -225,7 +251,7 @@ def test_the_coordinators_success_is_the_end(run_tasks):
     assert ran.err == ""
 
 
-def test_the_coordinator_saves_before_its_servers_end(run_tasks, tmp_path, monkeypatch):
+def test_coordinator_saves_before_its_servers_end(run_tasks, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "_SETTLE", 0.1)
     server = tmp_path / "server"
     saves = f"sleep 0.3; kill -0 $(cat {server}) && echo saved; exit 143"
@@ -243,13 +269,13 @@ def test_the_coordinator_saves_before_its_servers_end(run_tasks, tmp_path, monke
 # Nothing is left (run_tasks itself looks for leftovers at the end)
 
 
-def test_a_child_that_outlives_its_task_and_ignores_sigterm_ends_too(run_tasks):
+def test_child_that_outlives_its_task_is_killed(run_tasks):
     ran = run_tasks({"worker:0": f'sh -c "{IGNORES_TERM}" & sleep 0.3; exit 0'}, grace=0.3)
     assert ran.result.exit_status == 0
     assert 0.5 <= ran.seconds < 3
 
 
-def test_no_signal_goes_to_the_number_of_a_task_that_ended_long_ago(run_tasks, monkeypatch):
+def test_no_signal_goes_to_a_reused_process_id(run_tasks, monkeypatch):
     """Its process is not reaped before the last signal, so its number is not used again."""
     was_there, killpg = [], os.killpg
 
@@ -263,7 +289,7 @@ def test_no_signal_goes_to_the_number_of_a_task_that_ended_long_ago(run_tasks, m
     assert all(was_there)
 
 
-def test_what_could_not_be_started_ends_what_was(mark, tmp_path):
+def test_failed_start_ends_the_started_tasks(mark, tmp_path):
     broken = tmp_path / "broken"
     broken.write_bytes(b"\x7fELF rubbish")
     broken.chmod(0o755)

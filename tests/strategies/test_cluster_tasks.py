@@ -54,8 +54,11 @@ def test_success_ends_every_task_with_0_and_the_evaluator_has_evaluated(tmp_path
         assert list(of_steps.values()) == list(by_epoch.values())
 
 
-def test_an_exception_on_the_coordinator_ends_every_server_with_138(tmp_path: Path) -> None:
-    with tasks("roles_by_hand.py", "raise", folder=tmp_path, workers=1, ps=1) as cluster:
+@pytest.mark.parametrize("failure", ["raise", "exit"])
+def test_failure_of_the_coordinator_ends_every_server_with_138(
+    tmp_path: Path, failure: str
+) -> None:
+    with tasks("roles_by_hand.py", failure, folder=tmp_path, workers=1, ps=1) as cluster:
         cluster.start("chief:0", "worker:0", "ps:0")
         assert cluster.status("chief:0") == 1
         assert "no space left on device" in cluster.log("chief:0")
@@ -159,4 +162,4 @@ def test_a_failure_because_of_another_task_asks_to_be_started_again(
     assert sys.last_value is error
     printed = capsys.readouterr().err.splitlines()
     last = printed[-2 if isinstance(error, tfd.TfDistError) else -1]  # our errors end with a link
-    assert re.fullmatch(rf"[\w.]*{type(error).__name__}: {error}", last)  # read by launchers
+    assert re.fullmatch(rf"[\w.]*{type(error).__name__}: {error}", last)

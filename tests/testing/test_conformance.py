@@ -25,7 +25,7 @@ from conformance_matrix import (
 from tfdist_ext.testing import run_tasks
 
 
-def test_the_table_is_of_these_checks_and_faults() -> None:
+def test_table_on_the_page_has_these_checks_and_faults() -> None:
     text = PAGE.read_text(encoding="utf-8")
     between = text.split("<!-- conformance begin -->")[1].split("<!-- conformance end -->")[0]
     header, _, *rows = [

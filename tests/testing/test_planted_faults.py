@@ -106,14 +106,14 @@ def failures(strategy: type[StrategyTemplate], checks: list[str]) -> dict[str, s
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_planted(planted: Any, checks: list[str], message: str) -> None:
+def test_planted_fault_is_found(planted: Any, checks: list[str], message: str) -> None:
     names = [f"test_{name}" for name in checks]
     failed = failures(planted, names)
     assert list(failed) == names
     assert any(message in reason for reason in failed.values()), failed
 
 
-def test_rounding_does_not_excuse_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_difference_above_rounding_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     class Template(StrategyConformance):
         def strategy(self) -> tf.distribute.Strategy:
             return StrategyTemplate(3)
@@ -126,7 +126,7 @@ def test_rounding_does_not_excuse_a_difference(monkeypatch: pytest.MonkeyPatch) 
     assert "1 of 1 compared values differ, the most in weight a" in outcome.reason
 
 
-def test_what_is_no_strategy() -> None:
+def test_factory_without_a_strategy_fails_with_a_message() -> None:
     class Empty(StrategyConformance):
         pass
 
@@ -143,7 +143,7 @@ def test_what_is_no_strategy() -> None:
         Wrong().test_scope()
 
 
-def test_too_few_cpus() -> None:
+def test_too_few_cpus_are_an_error() -> None:
     class Tests(StrategyConformance):
         def strategy(self) -> tf.distribute.Strategy:
             return tf.distribute.MirroredStrategy([f"CPU:{number}" for number in range(6)])

@@ -37,7 +37,7 @@ def run_pytest(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
 
 
-def test_a_session_that_does_not_use_it_loads_nothing_more(tmp_path: Path) -> None:
+def test_plain_session_loads_no_heavy_module(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("def test_it():\n    pass\n")
     (tmp_path / "conftest.py").write_text(CONFTEST)
     run = run_pytest(tmp_path, "--strict-markers", "-W", "error")
@@ -55,7 +55,7 @@ WRONG_MARKS = {
 }
 
 
-def test_a_wrong_mark_is_an_error_of_the_test(tmp_path: Path) -> None:
+def test_invalid_mark_is_an_error_of_the_test(tmp_path: Path) -> None:
     test = "import pytest\n@pytest.mark.{}\ndef test_{}():\n    pass\n"
     for number, mark in enumerate(WRONG_MARKS):
         (tmp_path / f"test_{number}.py").write_text(test.format(mark, number))
@@ -69,7 +69,7 @@ def test_a_wrong_mark_is_an_error_of_the_test(tmp_path: Path) -> None:
         assert re.match(rf".*\n{re.escape(message)}", text)
 
 
-def test_a_wrong_option_is_a_usage_error(tmp_path: Path) -> None:
+def test_invalid_option_is_a_usage_error(tmp_path: Path) -> None:
     run = run_pytest(tmp_path, "--tfdist-strategies=mirrored_2,mirored_2")
     assert run.returncode == pytest.ExitCode.USAGE_ERROR
     assert run.stderr.strip() == (

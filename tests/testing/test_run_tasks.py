@@ -29,12 +29,12 @@ def wait_until_dead(folder: Path, files: int) -> None:
         time.sleep(0.05)
 
 
-def test_a_function_of_no_module() -> None:
+def test_local_function_runs_in_tasks() -> None:
     shift = 4
     assert run_tasks(lambda x: x + shift, None, args=(3,)) == {"process": 7}
 
 
-def test_each_run_has_processes_and_a_tensorflow_of_its_own() -> None:
+def test_each_run_has_new_processes() -> None:
     first = run_tasks(task_bodies.summed, TWO, 60)
     assert list(first) == ["worker:0", "worker:1"]
     assert [value for value, _ in first.values()] == [3.0, 3.0]
@@ -43,7 +43,7 @@ def test_each_run_has_processes_and_a_tensorflow_of_its_own() -> None:
     assert len({pid for _, pid in [*first.values(), *second.values()]}) == 5
 
 
-def test_a_failure_names_the_task_with_its_traceback(tmp_path: Path) -> None:
+def test_failure_names_the_task_with_its_traceback(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(TaskError) as error:
         run_tasks(task_bodies.fails_on_one, TWO, 60, args=(str(tmp_path),))
@@ -57,13 +57,13 @@ def test_a_failure_names_the_task_with_its_traceback(tmp_path: Path) -> None:
     assert text.count("ValueError: not today") == 1
 
 
-def test_an_error_of_all_tasks_is_shown_once() -> None:
+def test_error_of_all_tasks_is_shown_once() -> None:
     with pytest.raises(TaskError) as error:
         run_tasks(task_bodies.fails, TWO, 60)
     assert str(error.value).count("ValueError: not today") == 1
 
 
-def test_a_hang_shows_the_stacks_of_all_tasks_and_leaves_none(tmp_path: Path) -> None:
+def test_timeout_shows_stacks_and_leaves_no_process(tmp_path: Path) -> None:
     with pytest.raises(TaskError) as error:
         run_tasks(task_bodies.hangs, TWO, 3, args=(str(tmp_path),))
     assert error.value.failed == ("worker:0", "worker:1")
@@ -87,7 +87,7 @@ def test_a_hang_shows_the_stacks_of_all_tasks_and_leaves_none(tmp_path: Path) ->
         ),
     ],
 )
-def test_bad_input(fn: Any, cluster: Any, message: str) -> None:
+def test_invalid_arguments_are_refused(fn: Any, cluster: Any, message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         run_tasks(fn, cluster, 10)
 
@@ -106,7 +106,7 @@ if __name__ == "__main__":
 
 @pytest.mark.long("SIGINT")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["SIGINT", "SIGKILL"])
-def test_nothing_is_left_when_the_caller_is_ended(number: int, tmp_path: Path) -> None:
+def test_no_process_is_left_when_the_caller_is_killed(number: int, tmp_path: Path) -> None:
     script = tmp_path / "caller.py"
     script.write_text(BY_HAND.format(here=str(Path(__file__).parent), folder=str(tmp_path)))
     command = [sys.executable, str(script)]

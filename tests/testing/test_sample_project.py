@@ -67,7 +67,7 @@ def test_the_sample_project_passes_on_the_installed_wheel(tmp_path: Path) -> Non
     run_it(project, installed)
 
 
-def test_its_tests_are_those_of_the_page() -> None:
+def test_sample_tests_are_those_of_the_page() -> None:
     page = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     assert block == (ROOT / "tests" / "sample_project" / "test_ratings.py").read_text("utf-8")

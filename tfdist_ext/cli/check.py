@@ -34,8 +34,8 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     cluster = ClusterConfig.from_env(os.environ)
     if cluster is None:
         print("no cluster in the environment: nothing to check")
-        for name, found in describe_environments(os.environ):
-            print(f"  {name}: {found}")
+        for name, text in describe_environments(os.environ):
+            print(f"  {name}: {text}")
         return 0
     tasks = tasks_of(cluster.jobs)
     print(f"{cluster.task} of {len(tasks)} tasks, from {cluster.source}", flush=True)

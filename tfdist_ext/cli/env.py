@@ -39,7 +39,7 @@ def run(_options: argparse.Namespace, _: list[str]) -> int:
     """Print versions, devices, memory, variables, and what `auto` would choose."""
     env = dict(os.environ)  # TensorFlow adds to it
     python = f"python {platform.python_version()}, {platform.platform()}"
-    versions = {each.name: each.version for each in metadata.distributions()}
+    versions = {package.name: package.version for package in metadata.distributions()}
     packages = (f"{name} {versions[name]}" for name in _PACKAGES if name in versions)
     _print("versions", [python, *packages])
     _print("machine", [f"{os.cpu_count()} CPUs, {_memory()}"])
@@ -66,9 +66,9 @@ def _print(title: str, lines: Iterable[str]) -> None:
 
 def relevant_variables(env: Mapping[str, str]) -> list[str]:
     """NAME=value for each variable that matters in a bug report, without secrets."""
-    found = {name: value for name, value in sorted(env.items()) if _RELEVANT.fullmatch(name)}
+    variables = {name: value for name, value in sorted(env.items()) if _RELEVANT.fullmatch(name)}
     lines = []
-    for name, value in found.items():
+    for name, value in variables.items():
         if name == COMMAND or _SECRET.search(name) or _SECRET.search(value):
             value = "(hidden)"
         lines.append(f"{name}={value}")

@@ -1,4 +1,4 @@
-"""tfdist plan: where each variable of a model would live, before any machine is paid for."""
+"""tfdist plan: the memory of servers and workers, and the speed of more workers, before you pay."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfdist_ext.errors import PlacementError, TfDistError
 from tfdist_ext.launcher.output import STARTUP_NOISE
 
-SUMMARY = "show how many bytes each parameter server or worker would hold"
+if TYPE_CHECKING:
+    from tfdist_ext.placement import PlacementPlan
+    from tfdist_ext.placement.scaling import WorkersPlan
+
+SUMMARY = "show what each parameter server or worker would hold, and how fast workers would be"
 USAGE = "plan module:builder [options]"
 
 EPILOG = """\
 The function is called once, with variables that have shapes and no values: nothing is allocated.
+With --network and --data, the model is built and trained for a few seconds.
 
 examples:
+  tfdist plan train.py:build --data train.py:data --workers 1,2,4,8 --network 10Gbit
   tfdist plan train.py:build --ps 4 --optimizer adam --budget 8GiB
   tfdist plan train.py:build --workers 8 --optimizer adam
   tfdist plan my.models:build --ps 4 --rule 'users/.*=sharded(4)' --json plan.json
@@ -35,8 +41,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("builder", metavar="module:builder", help=builder)
     targets = parser.add_mutually_exclusive_group(required=True)
     targets.add_argument("--ps", type=int, metavar="N", help="number of parameter servers")
-    workers = "number of workers that share the optimizer's slots (shard_optimizer=True)"
-    targets.add_argument("--workers", type=int, metavar="N", help=workers)
+    workers = (
+        "number of workers that share the optimizer's slots (shard_optimizer=True); with --network"
+        " several numbers, such as 1,2,4"
+    )
+    targets.add_argument("--workers", type=numbers, metavar="N", help=workers)
+    network = "compute the speed of workers that send at this rate, such as 10Gbit or 100Mbit/s"
+    add("--network", metavar="RATE", help=network)
+    data = "with --network: function that returns the data of the steps to time"
+    add("--data", metavar="module:function", help=data)
+    step = "with --network: the time of a step measured elsewhere, such as 0.35s, instead of timing"
+    add("--step", metavar="TIME", help=step)
+    latency = "with --network: the time until a message arrives (default 0.1ms)"
+    add("--latency", default="0.1ms", metavar="TIME", help=latency)
+    batch_size = "with --network: rows of a batch of arrays (default 32)"
+    add("--batch-size", type=int, default=32, metavar="N", help=batch_size)
     add("--optimizer", metavar="NAME", help="count this optimizer's slots (default: the model's)")
     budget = "maximum size of variables and slots on each task, such as 8GiB"
     add("--budget", metavar="SIZE", help=budget)
@@ -55,24 +74,75 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, _: list[str]) -> int:
     """Plan, print, and write the files that the options ask for. Returns 0."""
-    from tfdist_ext.placement import Rule, compare  # needs numpy, as not every command does
-    from tfdist_ext.placement.placement_plan import check_file
+    from tfdist_ext.placement.placement_plan import check_file  # needs numpy
+
+    if options.picture is not None:
+        check_file(options.picture)  # before the model is built
+    plan: WorkersPlan | PlacementPlan
+    if options.network is not None:
+        plan = _plan_workers(options)
+        print(plan)
+    elif options.data or options.step:
+        raise PlacementError("--data and --step need --network. Add --network 10Gbit.")
+    else:
+        plan = _plan_placement(options)
+    if options.picture is not None:
+        plan.save_picture(options.picture)
+    return 0
+
+
+def _plan_workers(options: argparse.Namespace) -> WorkersPlan:
+    """Plan the speed of workers."""
+    from tfdist_ext.placement.scaling import parse_rate, parse_seconds
+
+    others = ("optimizer", "budget", "rule", "json", "compare")
+    if options.workers is None or any(getattr(options, name) for name in others):
+        raise PlacementError(
+            "--network needs --workers, such as --workers 1,2,4, and cannot be combined with --ps,"
+            f" --{', --'.join(others)}."
+        )
+    parse_rate(options.network, "--network")  # before TensorFlow is imported
+    for name in ("latency", "step"):
+        if (text := getattr(options, name)) is not None:
+            parse_seconds(text, f"--{name}")
+    builder = load_function(options.builder, "the builder", error=PlacementError)
+    data = options.data
+    if data is not None:
+        data = load_function(data, "the data function", error=PlacementError)
+    from tfdist_ext.step_costs import plan_workers
+
+    return plan_workers(
+        builder,
+        data,
+        workers=options.workers,
+        network=options.network,
+        latency=options.latency,
+        step_seconds=options.step,
+        batch_size=options.batch_size,
+    )
+
+
+def _plan_placement(options: argparse.Namespace) -> PlacementPlan:
+    """Plan, print, and write the plan of variables."""
+    from tfdist_ext.placement import Rule, compare
     from tfdist_ext.placement.rules import placement_from
 
     rules = [Rule(pattern, placement_from(text)) for pattern, text in map(_split, options.rule)]
-    if options.picture is not None:
-        check_file(options.picture)  # before the model is built
     if options.compare and options.ps is None:
         raise PlacementError("--compare needs --ps. Add --ps N, the number of parameter servers.")
     if options.json is not None and options.json.suffix != ".json":
         raise PlacementError(f"the file of a plan must end in .json, got {str(options.json)!r}.")
+    if len(options.workers or ()) > 1:
+        raise PlacementError(
+            "--workers with several numbers needs --network, such as --network 10Gbit."
+        )
     builder = load_function(options.builder, "the builder", error=PlacementError)
     from tfdist_ext.placement.live.learning import plan_placement
 
     plan = plan_placement(
         builder,
         ps=options.ps,
-        workers=options.workers,
+        workers=options.workers[0] if options.workers else None,
         rules=rules,
         optimizer=options.optimizer,
         budget=options.budget,
@@ -80,14 +150,12 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     print(plan)
     if options.compare:
         print(f"\n{compare(plan.specs, options.devices, plan)}")
-    if options.picture is not None:
-        plan.save_picture(options.picture)
     if options.json is not None:
         try:
             options.json.write_text(plan.to_json(), encoding="utf-8")
         except OSError as error:
             raise PlacementError(f"the plan cannot be written: {error}") from error
-    return 0
+    return plan
 
 
 def load_function(text: str, what: str, *, error: type[TfDistError]) -> Callable[[], Any]:
@@ -139,6 +207,11 @@ def _without_startup_lines() -> Iterator[None]:
             text.seek(0)
             lines = (line for line in text if not STARTUP_NOISE.fullmatch(line.rstrip()))
             sys.stderr.writelines(lines)
+
+
+def numbers(text: str) -> list[int]:
+    """The numbers of "1,2,4"; argparse shows the name of this function."""
+    return [int(number) for number in text.split(",")]
 
 
 def _split(rule: str) -> tuple[str, str]:

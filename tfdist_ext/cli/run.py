@@ -95,11 +95,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, command: list[str]) -> int:
     """Run the cluster; returns the exit status of the run."""
-    env = dict(os.environ)  # read here, and passed down
-    env.setdefault(COMMAND, shlex.join(["tfdist", *sys.argv[1:]]))
-    if options.stall_timeout is not None:
-        env[STALL_TIMEOUT] = f"{options.stall_timeout:g}"
-    env.setdefault(STALL_TIMEOUT, f"{USUAL_STALL_TIMEOUT:g}")
+    env = _env_of_tasks(options)
     gpus = _gpus(options, env) if options.process_per_device else []
     workers = len(gpus) or (1 if options.workers is None else options.workers)
     policy = RestartPolicy(
@@ -129,11 +125,6 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
         ):
             yield dataclasses.replace(plan, shows_ids=len(plan.tasks) > 1)
 
-    if env.get("TF_CONFIG", "").strip():
-        _say(
-            "TF_CONFIG is set, and is not used: each task gets the TF_CONFIG of a new cluster on"
-            " this machine. To join the cluster of TF_CONFIG, run the command without tfdist run."
-        )
     if options.dry_run:
         with planned(range(workers), options.log_dir) as plan:
             for task in plan.tasks:
@@ -157,6 +148,21 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
             " Call tfd.create_strategy() in the script."
         )
     return status
+
+
+def _env_of_tasks(options: argparse.Namespace) -> dict[str, str]:
+    """The environment that tasks start with: read here, and passed down."""
+    env = dict(os.environ)
+    env.setdefault(COMMAND, shlex.join(["tfdist", *sys.argv[1:]]))
+    if options.stall_timeout is not None:
+        env[STALL_TIMEOUT] = f"{options.stall_timeout:g}"
+    env.setdefault(STALL_TIMEOUT, f"{USUAL_STALL_TIMEOUT:g}")
+    if env.get("TF_CONFIG", "").strip():
+        _say(
+            "TF_CONFIG is set, and is not used: each task gets the TF_CONFIG of a new cluster on"
+            " this machine. To join the cluster of TF_CONFIG, run the command without tfdist run."
+        )
+    return env
 
 
 def _say(text: str) -> None:

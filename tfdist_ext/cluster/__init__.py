@@ -9,9 +9,8 @@
 
 The other way, to start the tasks of a cluster:
 
-    cluster = ClusterConfig(
-        jobs={"worker": ("localhost:2222", "localhost:2223")}, task=Task("worker", 0)
-    )
+    jobs = {"worker": ("localhost:2222", "localhost:2223")}
+    cluster = ClusterConfig(jobs, Task("worker", 0))
     for task in cluster.tasks():
         env = {"TF_CONFIG": cluster.for_task(task.type, task.index).to_tf_config()}
 

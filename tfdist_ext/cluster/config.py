@@ -10,14 +10,14 @@ from tfdist_ext.cluster import tf_config
 from tfdist_ext.cluster.environments import cloud, open_mpi, slurm
 from tfdist_ext.cluster.jobs import ClusterDescription, Jobs, Task, check_task
 from tfdist_ext.errors import ClusterConfigError
-from tfdist_ext.messages import counted, refuse
+from tfdist_ext.messages import counted
 from tfdist_ext.user_frames import filter_traceback
 
-# The places that can describe a cluster, in order of precedence. TF_CONFIG is first, because
-# somebody wrote it on purpose. Then the launcher nearest to the process: mpirun inside a Slurm step
-# or a container numbers its processes anew, so its ranks are the true ones.
-# Each parser returns the cluster, or says in a few words why the environment is passed over. It
-# raises ClusterConfigError if the environment is present but cannot be right.
+# The environments that can describe a cluster, in order of precedence. TF_CONFIG is first, because
+# it is set explicitly. mpirun comes before Slurm, because mpirun inside a Slurm step gives the
+# processes new ranks.
+# A parser returns the cluster, or the reason why the environment describes none. It raises
+# ClusterConfigError for an invalid description.
 ENVIRONMENTS: dict[str, Callable[[Mapping[str, str]], ClusterDescription | str]] = {
     "TF_CONFIG": tf_config.parse_variable,
     "Open MPI": open_mpi.parse,
@@ -37,18 +37,15 @@ class ClusterConfig:
     Attributes:
         jobs: maps each job to the addresses ("host:port") of its tasks, in index order. Read-only.
         task: the task of this process.
-        rpc_layer: the protocol between tasks, for example "grpc". None uses TensorFlow's default.
         source: a short description of where the cluster was found. Ignored in comparisons.
 
     Raises:
         ClusterConfigError: the cluster has no jobs, an unknown or empty job, two chiefs, parameter
-            servers without workers, an invalid or duplicate address, or does not contain `task`;
-            or `rpc_layer` is not a string.
+            servers without workers, an invalid or duplicate address, or does not contain `task`.
     """
 
     jobs: dict[str, tuple[str, ...]]
     task: Task
-    rpc_layer: str | None = field(default=None, kw_only=True)
     source: str = field(default="ClusterConfig", compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -56,9 +53,6 @@ class ClusterConfig:
         jobs = self.jobs if isinstance(self.jobs, Jobs) else Jobs(self.jobs, self.source)
         object.__setattr__(self, "jobs", jobs)
         check_task(self.task, jobs, self.source)
-        if not isinstance(self.rpc_layer, str | None):
-            advice = "Write a string, or remove rpc_layer."
-            raise refuse(self.source, "rpc_layer is not a string", self.rpc_layer, advice)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> ClusterConfig | None:
@@ -76,9 +70,9 @@ class ClusterConfig:
             ClusterConfigError: the environment describes an invalid cluster.
         """
         for parse in ENVIRONMENTS.values():
-            found = parse(os.environ if env is None else env)
-            if not isinstance(found, str):
-                return cls(**found._asdict())
+            described = parse(os.environ if env is None else env)
+            if not isinstance(described, str):
+                return cls(**described._asdict())
         return None
 
     @classmethod
@@ -92,7 +86,7 @@ class ClusterConfig:
 
     def to_tf_config(self) -> str:
         """Returns the cluster as a value of TF_CONFIG, which `from_tf_config` reads."""
-        return tf_config.dump(self.jobs, self.task, self.rpc_layer)
+        return tf_config.dump(self.jobs, self.task)
 
     def for_task(self, type: str, index: int) -> ClusterConfig:
         """Returns the configuration of another task of the same cluster.
@@ -105,9 +99,7 @@ class ClusterConfig:
     @property
     def is_chief(self) -> bool:
         """Whether this task is the chief, or worker 0 of a cluster without a chief."""
-        if "chief" in self.jobs:
-            return self.task.type == "chief"
-        return self.task == Task("worker", 0)
+        return self.task == Task("chief" if "chief" in self.jobs else "worker", 0)
 
     @property
     def num_tasks(self) -> int:
@@ -136,12 +128,12 @@ def describe_environments(env: Mapping[str, str]) -> list[tuple[str, str]]:
     lines: list[tuple[str, str]] = []
     for name, parse in ENVIRONMENTS.items():
         try:
-            found = parse(env)
-            if not isinstance(found, str):
-                cluster = ClusterConfig(**found._asdict())
+            text = parse(env)
+            if not isinstance(text, str):
+                cluster = ClusterConfig(**text._asdict())
                 tasks = counted(cluster.num_tasks, "task")
-                found = f"{cluster.task} of {tasks}, from {cluster.source}"
+                text = f"{cluster.task} of {tasks}, from {cluster.source}"
         except ClusterConfigError as error:
-            found = f"cannot be used: {error}"
-        lines.append((name, found))
+            text = f"cannot be used: {error}"
+        lines.append((name, text))
     return lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -25,23 +25,20 @@ _MAX_PORT = 65535
 class AddressError(ValueError):
     """An address that cannot be dialed.
 
-    Attributes:
-        what: what is wrong with it; completes a sentence that begins with its name.
+    Args:
+        what: the end of a sentence that begins with the name of the address.
         advice: what to write instead.
     """
 
     def __init__(self, what: str, advice: str = _ADDRESS_EXAMPLE) -> None:
-        super().__init__(what)
-        self.what = what
-        self.advice = advice
+        super().__init__(what, advice)
 
 
 def identity(address: object) -> tuple[str, int]:
     """The host in one canonical spelling, and the port: equal for two spellings of one address.
 
     Raises:
-        AddressError: not text, blank, no host, no port, a port that is not 1 to 65535, a scheme,
-            white space, an IPv6 host that is wrong or without brackets.
+        AddressError: the address is not "host:port", or one of both is invalid.
     """
     if not isinstance(address, str):
         raise AddressError("is not a string")
@@ -96,10 +93,8 @@ def _ip(kind: type[ipaddress.IPv4Address] | type[ipaddress.IPv6Address], host: s
 def _port(text: str | None) -> int:
     if not text:
         raise AddressError("has no port")
-    if not text.isascii() or not text.isdigit():
-        raise AddressError("has a port that is not a number")
     if not _PORT.fullmatch(text) or int(text) > _MAX_PORT:
-        raise AddressError("has a port out of range", "Use a port from 1 to 65535.")
+        raise AddressError("has an invalid port", "Use a port from 1 to 65535.")
     return int(text)
 
 
@@ -130,24 +125,15 @@ class Jobs(dict[str, tuple[str, ...]]):
             address that is wrong or stands twice.
     """
 
-    def __init__(
-        self,
-        jobs: Mapping[str, Iterable[str]] | Iterable[tuple[str, Iterable[str]]],
-        where: str = "ClusterConfig",
-    ) -> None:
-        try:
-            addresses: dict[str, Any] = dict(jobs)
-        except (TypeError, ValueError):
-            what = "cluster must be a mapping of job names to addresses"
-            raise refuse(where, what, jobs, _EXAMPLE) from None
-        if not addresses:
-            raise refuse(where, "cluster is empty", addresses, _EXAMPLE)
-        for name in addresses:
+    def __init__(self, jobs: Mapping[str, Sequence[str]], where: str = "ClusterConfig") -> None:
+        if not isinstance(jobs, Mapping):
+            raise refuse(where, "cluster must map job names to addresses", jobs, _EXAMPLE)
+        if not jobs:
+            raise refuse(where, "cluster is empty", jobs, _EXAMPLE)
+        for name in jobs:
             check_job_name(name, "cluster", where)
         super().__init__(
-            (name, _addresses(name, addresses[name], where))
-            for name in JOB_NAMES
-            if name in addresses
+            (name, _addresses(name, jobs[name], where)) for name in JOB_NAMES if name in jobs
         )
         if len(self.get("chief", ())) > 1:
             advice = "A cluster has one chief: move the other addresses to worker."
@@ -171,19 +157,17 @@ class Jobs(dict[str, tuple[str, ...]]):
 
 
 class ClusterDescription(NamedTuple):
-    """A cluster as an environment or a resolver describes it; `ClusterConfig` checks the rest.
+    """A cluster as an environment or a resolver describes it; `ClusterConfig` checks it.
 
     Attributes:
         jobs: job -> addresses in index order; empty: no cluster.
-        task: the task this process is; None where a resolver does not say.
-        source: where this comes from, in a few words.
-        rpc_layer: the protocol between tasks; None leaves it to TensorFlow.
+        task: the task of this process; None if a resolver does not know it.
+        source: the origin of the description, in a few words.
     """
 
     jobs: Mapping[str, tuple[str, ...]]
     task: Task | None
     source: str
-    rpc_layer: str | None = None
 
     @property
     def addresses(self) -> dict[str, str]:
@@ -250,12 +234,9 @@ def check_task(task: object, jobs: Jobs, where: str) -> None:
 
 
 def _addresses(name: str, value: object, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple):
-        advice = f'Write a list: "{name}": ["host:port"].'
+    if not isinstance(value, list | tuple) or not value:
+        advice = f'Write "{name}": ["host:port"], or remove {name}.'
         raise refuse(where, f"cluster.{name} must be a list of addresses", value, advice)
-    if not value:
-        advice = f"List the address of each {name} task, or remove {name}."
-        raise refuse(where, f"cluster.{name} must not be empty", value, advice)
     return tuple(value)
 
 
@@ -267,7 +248,8 @@ def _check_addresses(jobs: Jobs, where: str) -> None:
             try:
                 key = identity(address)
             except AddressError as error:
-                raise refuse(where, f"{path} {error.what}", address, error.advice) from None
+                what, advice = error.args
+                raise refuse(where, f"{path} {what}", address, advice) from None
             if (taken := first.setdefault(key, path)) != path:
                 advice = "Give each task a different host or port."
                 raise refuse(where, f"{path} has the same address as {taken}", address, advice)

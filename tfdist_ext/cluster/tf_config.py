@@ -10,6 +10,7 @@ This module knows the shape of the text; what a cluster may be is decided in `jo
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -45,9 +46,13 @@ def parse(text: object, where: str) -> ClusterDescription:
         advice = "Set enableDynamicWorker: false in the TFJob."
         what = "sparseCluster lists only some tasks, and strategies need all of them"
         raise refuse(where, what, value["sparseCluster"], advice)
-    _refuse_unknown(value, _KEYS, _FOREIGN_KEYS, "", where)
+    _refuse_unknown(value, _KEYS, _FOREIGN_KEYS, "the top level", where)
+    if value.get("rpc_layer") not in (None, "grpc"):
+        advice = 'Write "grpc", or remove rpc_layer.'
+        what = "rpc_layer is no protocol of TensorFlow"
+        raise refuse(where, what, value["rpc_layer"], advice)
     jobs, task = _jobs(value, where), _task(value, where)
-    return ClusterDescription(jobs, task, where, value.get("rpc_layer"))
+    return ClusterDescription(jobs, task, where)
 
 
 def load_json(text: str, where: str) -> Any:
@@ -58,12 +63,12 @@ def load_json(text: str, where: str) -> Any:
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        value = dict(pairs)
+        if len(value) != len(pairs):
             ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
             what = f"the key {shown(twice)} appears twice in one object"
             raise refuse(where, what, pairs, "Keep one.")
-        return found
+        return value
 
     try:
         return json.loads(text, object_pairs_hook=unique)
@@ -88,12 +93,9 @@ def parse_variable(env: Mapping[str, str]) -> ClusterDescription | str:
     return parse(text, "TF_CONFIG") if text.strip() else "TF_CONFIG is empty"
 
 
-def dump(jobs: Mapping[str, tuple[str, ...]], task: Task, rpc_layer: str | None) -> str:
+def dump(jobs: Mapping[str, tuple[str, ...]], task: Task) -> str:
     """The TF_CONFIG text."""
-    value: dict[str, Any] = {"cluster": jobs, "task": {"type": task.type, "index": task.index}}
-    if rpc_layer is not None:
-        value["rpc_layer"] = rpc_layer
-    return json.dumps(value)
+    return json.dumps({"cluster": jobs, "task": {"type": task.type, "index": task.index}})
 
 
 def _refuse_unknown(
@@ -101,18 +103,13 @@ def _refuse_unknown(
 ) -> None:
     for key in value:
         if key not in known and key not in foreign:
-            place = path or "the top level"
-            raise refuse(where, f"{place} has an unknown key", key, nearest(key, known))
+            raise refuse(where, f"{path} has an unknown key", key, nearest(key, known))
 
 
 def _jobs(value: dict[str, Any], where: str) -> Jobs:
     if "cluster" not in value:
         raise refuse(where, "cluster is missing", value, _CLUSTER_EXAMPLE)
-    cluster = value["cluster"]
-    if not isinstance(cluster, dict):
-        advice = 'Write {"worker": ["host:port"]}.'
-        raise refuse(where, "cluster must be a JSON object", cluster, advice)
-    return Jobs(cluster, where)
+    return Jobs(value["cluster"], where)
 
 
 def _task(value: dict[str, Any], where: str) -> Task:
@@ -123,14 +120,9 @@ def _task(value: dict[str, Any], where: str) -> Task:
         advice = 'Write {"type": "worker", "index": 0}.'
         raise refuse(where, "task must be a JSON object", task, advice)
     _refuse_unknown(task, _TASK_KEYS, _FOREIGN_TASK_KEYS, "task", where)
-    if "type" not in task:
-        raise refuse(where, "task.type is missing", task, 'Add "type": "worker".')
-    if "index" not in task:
-        raise refuse(where, "task.index is missing", task, 'Add "index": 0.')
+    for key in _TASK_KEYS:
+        if key not in task:
+            raise refuse(where, f"task.{key} is missing", task, _TASK_EXAMPLE)
     index = task["index"]
-    if isinstance(index, str):
-        if not (index.isascii() and index.isdigit()):
-            raise refuse(where, "task.index must be a whole number", index, "Give 0, 1, 2, ...")
-        # No more digits than needed to be out of range: int() refuses very long texts.
-        index = int(index.lstrip("0")[:18] or "0")
-    return Task(task["type"], index)
+    is_number = isinstance(index, str) and re.fullmatch("[0-9]{1,9}", index)
+    return Task(task["type"], int(index) if is_number else index)

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 DONE = 0
-FAILED = 1  # as all others up to 127: the next start would fail again
+FAILED = 1  # permanent, as all statuses up to 127: the next start would fail again
 RESTART = 138  # 128 + SIGUSR1: "start me again"
 PREEMPTED = 143  # 128 + SIGTERM: "start me again, and do not count it"
 
-# Seconds in which the same signal again is the same request: timeout(1) sends two.
+# Seconds within which a repeated signal is the same request: timeout(1) sends two.
 _SAME = 1.0
 
 # In the environment of tasks.

@@ -14,17 +14,16 @@ import pickle
 import signal
 import sys
 import time
-import traceback
 from pathlib import Path
 
 # Suffixes of the files of a task's answer. DONE: the function has ended.
-RESULT, TRACEBACK, DONE, PID = ".result", ".traceback", ".done", ".pid"
+RESULT, DONE, PID = ".result", ".done", ".pid"
 STACKS = signal.SIGVTALRM  # makes a task write its stacks; no library uses this signal
 _LOOK_EVERY = 0.02  # seconds
 
 
 def main(call_file: str) -> None:
-    """Run the function, and write its result, or the traceback of its exception.
+    """Run the function, and write its result, or its exception for the launcher.
 
     Args:
         call_file: the call that `functions` has written; the answer stands beside it.
@@ -35,6 +34,9 @@ def main(call_file: str) -> None:
     sys.path[:] = call["path"]
     del sys.argv[1:]
     linecache.cache.update(call["sources"])
+    from tfdist_ext import failures
+
+    failures.watch()
     # No timer: a process has only one, and a strategy may need it.
     faulthandler.register(STACKS, file=sys.__stderr__ or 2)
     try:
@@ -42,13 +44,10 @@ def main(call_file: str) -> None:
         Path(answer + RESULT).write_bytes(_pickled(function(*args)))
     except Exception as error:
         # As Python ends a program, but without the frame of this module, and with the lines of
-        # cells. Exit functions read `last_value`.
+        # cells.
         trace = error.__traceback__ and error.__traceback__.tb_next
-        text = "".join(traceback.format_exception(error.with_traceback(trace)))
-        Path(answer + TRACEBACK).write_text(text, encoding="utf-8")
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
-        print(text, end="", file=sys.stderr)
-        sys.exit(1)
+        print(failures.record(error.with_traceback(trace)).traceback, end="", file=sys.stderr)
+        raise SystemExit(1) from None
     finally:
         Path(answer + DONE).touch()
     # TensorFlow's connections between workers break when the first of them exits.

@@ -88,8 +88,7 @@ def launch(
         ended = run_with_restarts(planned, policy, logs, env, Limits(), stop)
         raise_stop_signal(stop.first)
         if ended.exit_status:
-            message = failure_message(ended, folder)
-            raise TaskError(message, (str(ended.failed_task),))
+            raise TaskError(failure_message(ended), (str(ended.failed_task),))
         return results_in(folder, ended)
 
 
@@ -105,8 +104,8 @@ def function_plan(
     """The plan of tasks that run a function.
 
     Args:
-        tasks: as of `local_plan`; None: one process without TF_CONFIG, named "process".
-        folder: for the call, and the answers of the tasks; those of an earlier start are removed.
+        tasks: arguments of `local_plan`; None: one process named "process", without TF_CONFIG.
+        folder: for the call and the results of the tasks. Earlier results are removed.
 
     Raises:
         LaunchError: the tasks are not a cluster, or `fn` cannot be sent to them.
@@ -182,21 +181,20 @@ def _pickler_class() -> type[pickle.Pickler]:
 
 
 def results_in(folder: Path, ended: RunResult) -> dict[str, Any]:
-    """What the tasks have returned, in the order of tasks; without tasks that did not return."""
+    """The results of the tasks that returned one, in the order of tasks."""
     files = {name: folder / (name + function_task.RESULT) for name in ended.returncodes}
     return {name: pickle.loads(file.read_bytes()) for name, file in files.items() if file.exists()}
 
 
-def failure_message(ended: RunResult, folder: Path) -> str:
+def failure_message(ended: RunResult) -> str:
     """The root cause of a failed run, with the traceback of its exception or its last lines."""
     cause = str(ended.failed_task)
     text = "\n".join(ended.last_lines[cause])
     # A task that was killed, or has left, has no traceback: the task that needed it has one.
-    for name in sorted(ended.returncodes, key=lambda name: name != cause):
-        file = folder / (name + function_task.TRACEBACK)
-        if file.exists():
+    for name in sorted(ended.failures, key=lambda name: name != cause):
+        if traceback := ended.failures[name].traceback:
             text = "" if name == cause else f"{name} failed because of {cause}:\n"
-            text += file.read_text(encoding="utf-8")
+            text += traceback
             break
     return f"{cause} failed first, exit status {ended.exit_status}:\n{text}".rstrip()
 

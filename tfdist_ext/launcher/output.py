@@ -1,7 +1,6 @@
 """What the tasks write: shown line by line with the task's name, and kept in its log file.
 
-The messages that TensorFlow writes at every start are not shown. Some lines blame another task for
-a failure.
+The messages that TensorFlow writes at every start are not shown.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ from typing import BinaryIO, NamedTuple, TextIO
 from tfdist_ext.errors import LaunchError
 
 LAST_LINES = 20
-_TRACEBACK = "Traceback (most recent call last):"
 _QUIET = 1.0  # seconds without output after which an unfinished line is shown
 _REWRITE = 1.0  # seconds between two states of a progress bar
 # Seconds to wait for the end of a pipe after the task has ended: a grandchild may hold it open.
 _DRAIN = 1.0
 _TICK = 0.2
-_READ = 65_536  # bytes; all that a pipe holds, so one read empties that of a task that has ended
+_READ = 65_536  # bytes; the capacity of a pipe, so one read empties it
 _LONGEST = 65_536  # characters; a longer line comes in pieces
 # A carriage return at the very end stays undecided: the next byte may be its newline.
 _END = re.compile(r"\r?\n|\r(?!\Z)")
@@ -43,14 +41,6 @@ STARTUP_NOISE = re.compile(
     r"|E\d{4} .* cuda_platform\.cc:\d+\] failed call to cuInit: .*"
     r"(?:UNKNOWN ERROR \(303\)|CUDA_ERROR_NO_DEVICE: .*)"
     r"|WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
-)
-# The last line of a PeerError's traceback, and of the error about a task that is missing at the
-# start; what is said of a frozen task, and what TensorFlow logs when the process of a task is gone.
-_BLAMES = (
-    re.compile(r"PeerError: (?P<words>(?P<job>\w+):(?P<index>\d+) .*)"),
-    re.compile(r"StrategyError: (?P<words>.* no answer from (?P<job>\w+):(?P<index>\d+) .*)"),
-    re.compile(r"\w+:\d+: (?P<words>(?P<job>\w+):(?P<index>\d+) \(\S+\) has not answered for .*)"),
-    re.compile(r"(?P<words>Error reported from /job:(?P<job>\w+)/task:(?P<index>\d+).*)"),
 )
 
 
@@ -91,26 +81,6 @@ class LineSplitter:
 
 def _line(text: str) -> Line:
     return Line(_CODE.sub("", text.rstrip("\r\n")), text.endswith("\r"))
-
-
-class Blame(NamedTuple):
-    """What a task has written about the task that made it fail.
-
-    Attributes:
-        task: the other task, as "worker:1".
-        words: the sentence about it.
-    """
-
-    task: str
-    words: str
-
-
-def blame_in(line: str) -> Blame | None:
-    """The task that a line of output blames; None where it blames no task."""
-    for pattern in _BLAMES:
-        if found := pattern.search(line):
-            return Blame(f"{found['job']}:{found['index']}", found["words"])
-    return None
 
 
 class Printer:
@@ -168,8 +138,6 @@ class TaskOutput:
     Attributes:
         write_end: the descriptor of the pipe into which the process writes.
         last_lines: the last lines that were shown.
-        blame: the task that this task blames for its failure.
-        raised: the last line of the last Python traceback; "" without a traceback.
     """
 
     def __init__(
@@ -184,15 +152,12 @@ class TaskOutput:
     ) -> None:
         self.name = name
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        self.blame: Blame | None = None
-        self.raised = ""
         self._prefix = prefix
         self._log = None if log_file is None else _opened(name, log_file, append)
         self._fd, self.write_end = os.pipe()
         self._screen = screen
         self._report = report
         self._splitter = LineSplitter()
-        self._in_traceback = False
         self._ended_at = float("inf")
         self._rewritten = float("-inf")
         self._thread = threading.Thread(target=self._read_all, name=f"output {name}", daemon=True)
@@ -234,17 +199,8 @@ class TaskOutput:
         for text, is_rewritten in lines:
             if STARTUP_NOISE.fullmatch(text) or (is_rewritten and not self._shows_bar(text)):
                 continue
-            self.blame = blame_in(text) or self.blame
-            self._find_exception(text)
             self.last_lines.append(text)
             self._screen.write(f"{self._prefix}{text}\n")
-
-    def _find_exception(self, line: str) -> None:
-        """Remember the last line of a traceback: its first line that is not indented."""
-        if line.endswith(_TRACEBACK):
-            self.raised, self._in_traceback = line, True
-        elif self._in_traceback and line[:1].strip():
-            self.raised, self._in_traceback = line, False
 
     def _shows_bar(self, text: str) -> bool:
         """Whether to show this state of a progress bar: one a second, as no line is rewritten."""

@@ -26,8 +26,8 @@ class TaskPlan:
     Attributes:
         name: as "worker:1".
         argv: its command.
-        env: what is added to the environment that it gets.
-        log_file: where its output goes; None: nowhere but the terminal.
+        env: variables added to the environment of the launcher.
+        log_file: gets its output; None: only the terminal shows the output.
     """
 
     name: str
@@ -73,11 +73,11 @@ def local_plan(
 
     Args:
         command: the program and its arguments, the same for every task.
-        workers, ps: how many tasks of that type.
-        chief: whether there is a chief. None: exactly when there are parameter servers, which
-            need one as their coordinator.
-        evaluator: whether there is an evaluator beside the cluster.
-        gpus: the GPU that each worker sees; empty: each sees all.
+        workers, ps: the numbers of tasks.
+        chief: whether there is a chief. None: only with parameter servers, which need a chief as
+            their coordinator.
+        evaluator: whether there is an evaluator.
+        gpus: the GPU that each worker sees; empty: each worker sees all GPUs.
         log_dir: where each task gets a log file such as `worker-1.log`; None: no log files.
         env: the environment of the tasks; its PATH is where the program is looked up.
 
@@ -102,11 +102,11 @@ def local_plan(
 def _configs(counts: Mapping[str, int], ports: Sequence[int]) -> Iterator[ClusterConfig]:
     """The cluster as each task sees it."""
     free = iter(ports)
-    everyone = {
+    addresses = {
         job: tuple(f"127.0.0.1:{next(free)}" for _ in range(count)) for job, count in counts.items()
     }
     for job, count in counts.items():
-        cluster = Jobs(seen_by(job, everyone))
+        cluster = Jobs(seen_by(job, addresses))
         for index in range(count):
             yield ClusterConfig(cluster, task=Task(job, index))
 
@@ -114,7 +114,7 @@ def _configs(counts: Mapping[str, int], ports: Sequence[int]) -> Iterator[Cluste
 def task_counts(
     *, workers: int, chief: bool | None = None, ps: int = 0, evaluator: bool = False
 ) -> dict[str, int]:
-    """Job -> how many tasks it has; the arguments are those of `local_plan`.
+    """Job -> its number of tasks; the arguments are those of `local_plan`.
 
     Raises:
         LaunchError: these tasks make no cluster.

@@ -13,11 +13,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 import psutil
 
 from tfdist_ext.errors import LaunchError
+from tfdist_ext.failures import ERROR_FILE, Failure, failure_in
 from tfdist_ext.launcher.exit_codes import PREEMPTION_SIGNAL
 from tfdist_ext.launcher.output import Printer, TaskOutput
 from tfdist_ext.launcher.plan import LaunchPlan, TaskPlan
@@ -62,6 +64,7 @@ class TaskProcess:
     Args:
         wait: waits for the return code of the process.
         free: frees the id of the process after its end.
+        error_file: the file in which the task writes why it fails.
         on_end: called with this task and its return code, from a thread, at the moment it ends.
 
     Attributes:
@@ -79,6 +82,7 @@ class TaskProcess:
         wait: Callable[[], int],
         free: Callable[[], object],
         output: TaskOutput,
+        error_file: Path,
         on_end: Callable[[TaskProcess, int], object],
     ) -> None:
         self.plan = plan
@@ -88,6 +92,7 @@ class TaskProcess:
         self.returncode: int | None = None
         self.began = time.monotonic()
         self.ended_after = 0.0
+        self._error_file = error_file
         self._free = free
         self._is_reaped = False
         self._process: psutil.Process | None = None
@@ -105,6 +110,11 @@ class TaskProcess:
         self.signal_group(signal.SIGTERM)  # the children of the task end with it
         self.output.task_ended()
         on_end(self, code)
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the task failed; None if it has not written a reason."""
+        return failure_in(self._error_file)
 
     def reap(self) -> None:
         """Wait for the end of a process that was killed; no signal goes to it any more."""
@@ -141,11 +151,12 @@ class Tasks:
     """The tasks of a run, and the processes that they start.
 
     Args:
-        plan: the run.
-        env: what the environment of tasks starts from.
+        plan: the tasks.
+        env: environment variables of all tasks.
         screen: shows the lines of tasks.
-        report: shows what the launcher itself says.
+        report: shows the messages of the launcher.
         start: starts a process.
+        error_folder: for the files in which tasks write why they fail.
     """
 
     def __init__(
@@ -155,6 +166,7 @@ class Tasks:
         screen: Printer,
         report: Printer,
         start: StartProcess,
+        error_folder: Path,
     ) -> None:
         self.all: list[TaskProcess] = []
         self._plan = plan
@@ -163,6 +175,7 @@ class Tasks:
         self._screen = screen
         self._report = report
         self._start_process = start
+        self._error_folder = error_folder
         self._width = max(len(task.name) for task in plan.tasks) + len("[] ")
 
     def start(self, on_end: Callable[[TaskProcess, int], object]) -> None:
@@ -203,12 +216,14 @@ class Tasks:
             report=self._report,
         )
         defaults = {"PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "1"}
-        env = {**defaults, **self._env, **plan.env}
+        error_file = self._error_folder / plan.name
+        error_file.unlink(missing_ok=True)
+        env = {**defaults, **self._env, **plan.env, ERROR_FILE: str(error_file)}
         try:
             pid, wait, free = self._start_process(self._argv(plan), env, output.write_end)
             # Before anybody can see the output of the task.
-            others = [task.pid for task in self.all if task.plan is not plan]
-            self._watchdog.watch([pid, *others])
+            groups = [pid, *(task.pid for task in self.all if task.plan is not plan)]
+            self._watchdog.watch(groups)
         except (OSError, ValueError) as error:
             raise LaunchError(
                 f"{plan.name} could not be started: {plan.argv[0]!r}: {error}; "
@@ -216,7 +231,7 @@ class Tasks:
             ) from error
         finally:
             output.start()
-        return TaskProcess(plan, pid, wait, free, output, self._on_end)
+        return TaskProcess(plan, pid, wait, free, output, error_file, self._on_end)
 
     def _argv(self, plan: TaskPlan) -> tuple[str, ...]:
         name = self._env.get(PREEMPTION_SIGNAL, "SIGTERM")
@@ -250,7 +265,7 @@ class Tasks:
             task.signal_group(number)
 
     def kill(self) -> None:
-        """Kill what is left, and wait until it has ended."""
+        """Kill all remaining processes, and wait until they have ended."""
         self.signal_all(signal.SIGKILL)
         deadline = time.monotonic() + _UNKILLABLE
         while self._has_leftovers() and time.monotonic() < deadline:

@@ -24,7 +24,7 @@ from pathlib import Path
 from tfdist_ext.cluster.liveness.wire import port_is_free
 from tfdist_ext.errors import LaunchError
 
-_LOWEST = 10_000  # below it live most services that have a number of their own
+_LOWEST = 10_000  # most services with a registered port are below
 # Without /proc: Linux's own range and that of IANA (macOS, BSD) together.
 _USUAL_RANGE = (32_768, 65_535)
 _LOOK_EVERY = 0.2  # seconds between two looks for a program that listens
@@ -77,7 +77,7 @@ def watch_ports(ports: Iterable[int], listens: threading.Event) -> Iterator[None
 
 
 def _candidates() -> list[int]:
-    """The ports from 10000 up in random order; those of the ephemeral range come last."""
+    """The ports from 10000 in random order, with the ephemeral ports last."""
     try:
         text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
         low, high = map(int, text.split())
@@ -115,10 +115,10 @@ def gpus_of(env: Mapping[str, str]) -> list[str]:
         return []
     command = [program, "--query-gpu=index", "--format=csv,noheader"]
     try:  # it is slow on machines with many GPUs
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise LaunchError(
             f"nvidia-smi failed: {error}. Set CUDA_VISIBLE_DEVICES to the GPUs to use, or to -1 for"
             " none."
         ) from error
-    return done.stdout.split()
+    return result.stdout.split()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tfdist_ext.errors import LaunchError
+from tfdist_ext.failures import Failure
 from tfdist_ext.launcher.exit_codes import DONE, FAILED, PREEMPTED, STARTS_AGAIN, StopSignals
 from tfdist_ext.launcher.output import Printer
 from tfdist_ext.launcher.plan import LaunchPlan
@@ -69,7 +70,8 @@ class Attempt:
         workers: the workers that took part, by their numbers in the first start.
         seconds: the time from the start to the failure.
         failed: the worker that was the root cause; None if it was another task.
-        raised: the last line of the traceback of the root cause; "" without a traceback.
+        raised: the type and the message of the exception that the root cause raised; "" if it
+            raised none.
     """
 
     status: int
@@ -168,9 +170,9 @@ class _History:
         self._policy = policy
         self._past: list[Attempt] = []
 
-    def replaces(self, task: str, status: int, raised: str, seconds: float) -> bool:
+    def replaces(self, task: str, status: int, failure: Failure | None, seconds: float) -> bool:
         """Whether a task that failed beside parameter servers restarts alone."""
-        attempt = self._attempt(task, status, raised, seconds)
+        attempt = self._attempt(task, status, failure, seconds)
         workers, why = next_attempt(self._policy, [*self._past, attempt])
         if attempt.failed is None or workers != self.workers:
             return False
@@ -183,15 +185,19 @@ class _History:
         status, task = result.exit_status, result.failed_task
         if not self._policy.max_restarts or status == DONE or result.ended_by != "tasks":
             return False
-        self._past.append(self._attempt(task, status, result.raised, seconds))
+        failure = result.failures.get(str(task))
+        self._past.append(self._attempt(task, status, failure, seconds))
         workers, why = next_attempt(self._policy, self._past)
         self._say(why)
         self.workers = workers or self.workers
         return workers is not None
 
-    def _attempt(self, task: str | None, status: int, raised: str, seconds: float) -> Attempt:
-        # The exit code that a script chose is the cause, and not an earlier traceback.
-        raised = raised if status == FAILED else ""
+    def _attempt(
+        self, task: str | None, status: int, failure: Failure | None, seconds: float
+    ) -> Attempt:
+        # With sys.exit, the script chose its exit code.
+        is_exception = status == FAILED and failure is not None and failure.traceback
+        raised = str(failure) if is_exception else ""
         return Attempt(status, self.workers, seconds, self._number_of(task), raised)
 
     def _number_of(self, task: str | None) -> int | None:

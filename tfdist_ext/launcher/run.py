@@ -6,12 +6,15 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, TextIO, TypeAlias
 
+from tfdist_ext.failures import Failure
 from tfdist_ext.launcher.exit_codes import (
     FAILED,
     PREEMPTED,
@@ -19,7 +22,7 @@ from tfdist_ext.launcher.exit_codes import (
     RESTART,
     StopSignals,
 )
-from tfdist_ext.launcher.output import Blame, Printer
+from tfdist_ext.launcher.output import Printer
 from tfdist_ext.launcher.plan import LaunchPlan
 from tfdist_ext.launcher.processes import StartProcess, TaskProcess, Tasks, start_process
 
@@ -34,9 +37,9 @@ _PATIENCE = 1.0  # seconds to wait for a reader of the output after a signal or 
 _LOOK_EVERY = 0.05  # seconds between two looks for events, and for what tasks have left behind
 
 
-# (task, its exit status, the last line of its traceback, seconds that it ran) -> whether a process
-# takes the place of a task that has failed. False: the run fails.
-Replaces: TypeAlias = Callable[[str, int, str, float], bool]
+# (task, its exit status, why it failed, seconds that it ran) -> whether a new process replaces it.
+# False: the run fails.
+Replaces: TypeAlias = Callable[[str, int, Failure | None, float], bool]
 EndedBy: TypeAlias = Literal["tasks", "signal", "timeout"]
 Verb: TypeAlias = Literal["failed", "was preempted", "left", "does not answer"]
 
@@ -71,7 +74,7 @@ class RunResult:
             does not answer. 128 + n if signal n ended the run itself, 124 if its time was up.
         failed_task: the root cause: the task that failed first, or the task that the first one
             blames for its failure; None where no task failed.
-        raised: the last line of the traceback of that task; "" without a traceback.
+        failures: why tasks failed, without tasks that wrote no reason.
         ended_by: "tasks"; or what has ended them: "signal" or "timeout".
         returncodes: of each task; -n where signal n ended it, None where nothing could end it.
         last_lines: of each task, at most 20.
@@ -79,7 +82,7 @@ class RunResult:
 
     exit_status: int
     failed_task: str | None
-    raised: str
+    failures: Mapping[str, Failure]
     ended_by: EndedBy
     returncodes: Mapping[str, int | None]
     last_lines: Mapping[str, tuple[str, ...]]
@@ -98,10 +101,10 @@ def run_plan(
 ) -> RunResult:
     """Run every task of a plan to its end, and end every process that a task has started.
 
-    The first task that ends with anything but 0 is the root cause, unless its output blames another
-    task. The others get SIGTERM, and SIGKILL after the grace. The same happens on SIGINT, SIGTERM
-    and SIGHUP, when this is called in the main thread, and when the time is up; a second signal
-    kills at once. Where the plan has a coordinator, its success ends the run.
+    The first task that ends with anything but 0 is the root cause, unless it blames another task.
+    The others get SIGTERM, and SIGKILL after the grace. The same happens on SIGINT, SIGTERM and
+    SIGHUP, when this is called in the main thread, and when the time is up; a second signal kills
+    at once. Where the plan has a coordinator, its success ends the run.
 
     Args:
         limits: the time limits of the run.
@@ -119,10 +122,9 @@ def run_plan(
     stop = stop or StopSignals()
     env = {**(os.environ if env is None else env), PREEMPTION_SIGNAL: stop.preemption.name}
     reporter = Printer(report or sys.stderr)
-    tasks = Tasks(plan, env, Printer(stream or sys.stdout), reporter, start)
-    run = _Run(plan, tasks, reporter, limits, stop, replaces)
-    with stop.handled():
-        return run.run()
+    with tempfile.TemporaryDirectory(prefix="tfdist-errors-") as errors, stop.handled():
+        tasks = Tasks(plan, env, Printer(stream or sys.stdout), reporter, start, Path(errors))
+        return _Run(plan, tasks, reporter, limits, stop, replaces).run()
 
 
 @dataclass
@@ -139,13 +141,14 @@ class _Run:
     # signal SimpleQueue may wait beyond its timeout (Python 3.11).
     events: deque[signal.Signals | tuple[TaskProcess, int]] = field(default_factory=deque)
     start: float = field(default_factory=time.monotonic)
+    start_time: float = field(default_factory=time.time)
     status: int = 0
     ended_by: EndedBy = "tasks"
     signals: int = 0  # how many have arrived
     failed: TaskProcess | None = None  # the root cause
     verb: Verb = "failed"  # what the root cause did
-    victim: tuple[TaskProcess, Blame] | None = None  # failed because of another
-    others: Sequence[TaskProcess] = ()  # still running when the run began to end them
+    victim: TaskProcess | None = None  # failed because of another
+    still_running: Sequence[TaskProcess] = ()  # when the run began to end them
 
     def run(self) -> RunResult:
         """Start, watch, end."""
@@ -154,7 +157,7 @@ class _Run:
             self.events.append(self.stop.first)
         try:
             self.tasks.start(lambda task, code: self.events.append((task, code)))
-            self.start = time.monotonic()
+            self.start, self.start_time = time.monotonic(), time.time()
             self._watch()
             self._end()
         finally:
@@ -168,7 +171,7 @@ class _Run:
         return RunResult(
             exit_status=self.status,
             failed_task=None if self.failed is None else self.failed.name,
-            raised="" if self.failed is None else self.failed.output.raised,
+            failures={task.name: task.failure for task in self.tasks.all if task.failure},
             ended_by=self.ended_by,
             returncodes={task.name: task.returncode for task in self.tasks.all},
             last_lines={task.name: tuple(task.output.last_lines) for task in self.tasks.all},
@@ -204,11 +207,9 @@ class _Run:
                 return
             if lingers:
                 continue
-            if event.returncode:
-                event.output.wait()  # it may blame another task
-                if not self._is_replaced(event):
-                    self._find_root_cause(event)
-                    return
+            if event.returncode and not self._is_replaced(event):
+                self._find_root_cause(event)
+                return
             if event.returncode == 0 and event.name == self.plan.coordinator:
                 lingers = True
                 deadline = min(deadline, time.monotonic() + self.limits.linger)
@@ -217,23 +218,24 @@ class _Run:
         """Whether the run continues after this task failed; restarts the task if possible."""
         if self.replaces is None:
             return False
-        status, blame = shell_status(task.returncode or 0), task.output.blame
-        if status in (FAILED, RESTART) and blame is not None and blame.task != task.name:
+        status, failure = shell_status(task.returncode or 0), task.failure
+        peer = "" if failure is None else failure.peer
+        if status in (FAILED, RESTART) and peer not in ("", task.name):
             return False  # another task is the one to replace
         lasted = time.monotonic() - task.began
-        if not self.replaces(task.name, status, task.output.raised, lasted):
+        if not self.replaces(task.name, status, failure, lasted):
             return False
         self.tasks.start_again(task)
         return True
 
     def _find_root_cause(self, task: TaskProcess) -> None:
         """Find the root cause: this task, which failed first, or the task that it blames."""
-        blame = task.output.blame
-        others = {each.name: each for each in self.tasks.all if each is not task}
+        failure = task.failure
+        tasks = {other.name: other for other in self.tasks.all if other is not task}
         self.failed = task
-        if blame is not None and blame.task in others:
-            blamed = others[blame.task]
-            self.failed, self.victim = blamed, (task, blame)
+        if failure is not None and failure.peer in tasks:
+            blamed = tasks[failure.peer]
+            self.failed, self.victim = blamed, task
             self._wait_while(lambda: blamed.returncode is None)
         self.status = shell_status(self.failed.returncode or task.returncode or 0)
         if self.failed.returncode is None:
@@ -256,7 +258,7 @@ class _Run:
         grace, running = self.limits.grace, self.tasks.running()
         if self.status != PREEMPTED:
             grace = min(grace, _GRACE_OF_CTRL_C if self.failed is None else _GRACE_OF_FAILURE)
-        self.others = [task for task in running if task is not self.failed]
+        self.still_running = [task for task in running if task is not self.failed]
         if self.failed is not None and running:
             ending = "all tasks" if self.verb == "does not answer" else "the other tasks"
             self._say(f"{self.failed.name} {self.verb}; ending {ending}")
@@ -304,11 +306,15 @@ class _Run:
 
     def _report_failure(self) -> None:
         if self.failed is not None:
-            self.report.write(failure_report(self.failed, self.verb, self.others, self.victim))
+            self.report.write(
+                failure_report(
+                    self.failed, self.verb, self.still_running, self.victim, self.start_time
+                )
+            )
         elif self.ended_by == "timeout":
             after = f"{self.limits.timeout:g} s (--timeout)"
             self._say(f"not finished after {after}; these tasks were still running:")
-            for task in self.others:
+            for task in self.still_running:
                 last = task.output.last_lines[-1] if task.output.last_lines else "(wrote nothing)"
                 self.report.write(f"    {task.name}: {last}\n")
 
@@ -332,29 +338,34 @@ def outcome(returncode: int | None) -> str:
 def failure_report(
     task: TaskProcess,
     verb: Verb,
-    others: Sequence[TaskProcess],
-    victim: tuple[TaskProcess, Blame] | None = None,
+    still_running: Sequence[TaskProcess],
+    victim: TaskProcess | None,
+    start_time: float,
 ) -> str:
-    """The root cause and its last lines, then what became of the other tasks, in order of time.
+    """The root cause and why it failed, then what became of the other tasks, in order of time.
 
     Args:
         task: the root cause.
         verb: "left" if it ended with 0 and was needed; "does not answer" if it had not ended.
-        others: the tasks that were still running then.
-        victim: the task that failed because of it, and what that task wrote about it.
+        still_running: the tasks that were running then.
+        victim: the task that failed because of it.
+        start_time: when the run started, in seconds since 1970.
     """
     returncode = None if verb == "does not answer" else task.returncode  # tfdist killed it later
-    how, after = outcome(returncode), task.ended_after
+    how, after, failure = outcome(returncode), task.ended_after, task.failure
     if verb == "left":
         how += ", but the other tasks still needed it"
-    if victim is not None:  # a task may tell the others of its failure before its process ends
-        after = min(after or math.inf, victim[0].ended_after)
+    if failure is not None:  # its process may have ended later
+        after = failure.time - start_time
+    elif verb == "does not answer" and victim is not None:
+        after = victim.ended_after
     what = "failed first" if verb == "failed" else verb
     lines = [f"{task.name} {what}, after {after:.1f} s: {how}"]
     if task.returncode == -signal.SIGKILL and verb == "failed":
         lines.append("tfdist did not send this signal: is the machine out of memory?")
-    if last := list(task.output.last_lines):
-        last = last[-1:] if last[-1] == task.output.raised else last  # the traceback was shown
+    if failure is not None and failure.traceback:  # which was shown
+        lines.append(f"    {failure}")
+    elif last := list(task.output.last_lines):
         lines.append(f"the last lines of {task.name}:")
         lines += [f"    {line}" for line in last]
     else:
@@ -362,13 +373,12 @@ def failure_report(
     if task.plan.log_file is not None:
         lines.append(f"its log: {task.plan.log_file}")
     if victim is not None:
-        failed, blame = victim
         lines.append(
-            f"{failed.name} failed because of {task.name}, after {failed.ended_after:.1f} s:"
-            f" {outcome(failed.returncode)}"
+            f"{victim.name} failed because of {task.name}, after {victim.ended_after:.1f} s:"
+            f" {outcome(victim.returncode)}"
         )
-        lines.append(f"    {blame.words}")
-    if others:
-        ended = ", ".join(f"{other.name} {outcome(other.returncode)}" for other in others)
+        lines.append(f"    {victim.failure}")
+    if still_running:
+        ended = ", ".join(f"{other.name} {outcome(other.returncode)}" for other in still_running)
         lines.append(f"then the other tasks ended: {ended}")
     return "".join(f"{line}\n" if line.startswith(" ") else f"tfdist: {line}\n" for line in lines)

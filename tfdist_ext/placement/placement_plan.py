@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -168,7 +168,8 @@ class PlacementPlan:
                 held[task][spec.path] += size
         tasks = dict(zip(self.names(), held, strict=True))
         title = f"{self._title()}: fullest over mean {self.imbalance:.3f}"
-        _save_picture(path, title, tasks, [spec.path for spec in self._largest()])
+        largest = [spec.path for spec in self._largest()]
+        save_figure(path, lambda: _figure(title, tasks, largest))
 
     def to_json(self) -> str:
         """Returns the plan as JSON, with one line per variable. `from_json` reads it."""
@@ -329,19 +330,8 @@ def check_file(path: str | os.PathLike[str]) -> None:
     optional_module("matplotlib", "matplotlib", "A picture of a plan", error=PlacementError)
 
 
-def _save_picture(
-    path: str | os.PathLike[str],
-    title: str,
-    tasks: Mapping[str, Mapping[str, int]],
-    largest: Sequence[str],
-) -> None:
-    """Draw the bytes of variables on tasks to a file.
-
-    Args:
-        path: a .svg or .png file.
-        title: the title of the picture.
-        tasks: name of a task -> path of a variable -> its bytes on the task.
-        largest: paths of the variables with a color and a name of their own.
+def save_figure(path: str | os.PathLike[str], draw: Callable[[], Any]) -> None:
+    """Writes the figure that `draw` returns to a .svg or .png file.
 
     Raises:
         PlacementError: as in `check_file`, or the file cannot be written.
@@ -357,7 +347,7 @@ def _save_picture(
         "text.parse_math": False,
     }
     with matplotlib.rc_context(options):
-        figure = _figure(title, tasks, largest)
+        figure = draw()
         metadata = {"Date": None} if Path(path).suffix.lower() == ".svg" else {}
         try:
             figure.savefig(path, dpi=110, metadata=metadata, bbox_inches="tight")
@@ -368,6 +358,13 @@ def _save_picture(
 
 
 def _figure(title: str, tasks: Mapping[str, Mapping[str, int]], largest: Sequence[str]) -> Any:
+    """A bar of the bytes of variables for each task.
+
+    Args:
+        title: the title of the picture.
+        tasks: name of a task -> path of a variable -> its bytes on the task.
+        largest: paths of the variables with a color and a name of their own.
+    """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 

@@ -21,6 +21,7 @@ from tfdist_ext.cluster.liveness.preflight import PreflightError, info_of, prefl
 from tfdist_ext.cluster.liveness.watching import DONE, result_of_coordinator
 from tfdist_ext.cluster.liveness.wire import Endpoint, port_is_free
 from tfdist_ext.errors import PeerError, StrategyError
+from tfdist_ext.failures import record
 from tfdist_ext.launcher.exit_codes import RESTART
 from tfdist_ext.user_frames import filter_traceback
 
@@ -50,7 +51,7 @@ def resolver_of(cluster: Cluster) -> tf.distribute.cluster_resolver.ClusterResol
         tf.train.ClusterSpec(dict(cluster.jobs)),
         task_type=cluster.task.type,
         task_id=cluster.task.index,
-        rpc_layer=cluster.rpc_layer or "grpc",
+        rpc_layer="grpc",
     )
 
 
@@ -175,13 +176,13 @@ def run(main: Callable[[], Result]) -> Result | None:
         return None
     except SystemExit as end:
         if end.code not in (None, 0):
-            sys.last_value = end  # read at the exit; Python keeps other exceptions there
+            record(end)
         raise
     except Exception as error:
         if cluster is None or not _because_of_another_task(error):
             raise
         # As Python ends on an exception, with another status: a scheduler sees only the status.
-        sys.last_value = error
+        record(error)
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(RESTART) from None
 

@@ -60,8 +60,9 @@ def create_strategy(
         options: options of the strategy. All strategies of one machine take `logical_cpus`.
             `mirrored` takes `cross_device_ops`, `placed` takes `owned_from`, and `central_storage`
             takes `parameter_device`. `multi_worker_mirrored` takes `communication` ("auto", "ring"
-            or "nccl") or `communication_options`, `bucket_bytes` and `shard_optimizer`. `tpu` takes
-            `tpu`, `zone` and `project`. A registered strategy takes the parameters of its factory.
+            or "nccl") or `communication_options`, `bucket_bytes`, `shard_optimizer` and
+            `gradient_dtype`. `tpu` takes `tpu`, `zone` and `project`. A registered strategy takes
+            the parameters of its factory.
 
     Arguments take precedence over flags (`tfd.flags.define_strategy_flags`), flags over the file,
     and the file over the environment. `explain(strategy)` shows where each setting came from.
@@ -72,18 +73,15 @@ def create_strategy(
         waits. An `evaluator` task gets a strategy for the devices of its own machine.
 
     Raises:
-        SystemExit: in a `ps` or `worker` task of a cluster with parameter servers. In these tasks
-            the call runs a server until the coordinator ends. The exit code is 0 if the
-            coordinator succeeded, and 138 otherwise.
-        StrategyError: the name is unknown, the strategy does not take an option, or the strategy
-            cannot run on this machine.
+        SystemExit: in a `ps` or `worker` task of a cluster with parameter servers, which serves
+            until the coordinator ends. The code is 0 after a success, and 138 otherwise.
+        StrategyError: the strategy or an option is unknown, or the strategy cannot run here.
         ClusterConfigError: the cluster is invalid.
     """
     if cluster is not None and cluster_resolver is not None:
         raise StrategyError("cluster and cluster_resolver are the same option. Pass only one.")
     cluster = cluster_resolver if cluster is None else cluster
     arguments = dict(devices=devices, placement=placement, wait=wait, alone=alone, **options)
-    # "auto" is the default, which leaves the choice to flags and file.
     settings = _all_settings({"name": None if name == "auto" else name, **arguments}, config)
     try:
         environment = _environment_of(settings, cluster)

@@ -25,7 +25,7 @@ from tfdist_ext.strategies._tf_private import servers_extended
 from tfdist_ext.strategies.template import StrategyTemplate
 from tfdist_ext.user_frames import filter_traceback
 
-_OWNER = "number_of_owner"  # what an owned variable has its owner in
+_OWNER = "number_of_owner"  # attribute of a variable: the index of its owner
 
 
 @filter_traceback

@@ -2,10 +2,10 @@
 
 A `StrategyTemplate` is told what it reduces (`Reduced`), for its `reduce_values` hook.
 
-All turns of a loop in the graph make a collective with one key, and what goes under a key must
-have one shape. So each size needs a key of its own. TensorFlow keeps what it knows of a key as
-long as the process lives, and asks the first worker about each new one: keys must be few. Values
-are padded to one of `SIZES`, of which there are four in an octave.
+All iterations of a loop in the graph share one collective key, and a key allows only one shape. So
+each size needs its own key. Keys must be few: TensorFlow never forgets a key, and asks the first
+worker about each new key. Values are padded to one of `SIZES`, four between a number and its
+double.
 """
 
 from __future__ import annotations

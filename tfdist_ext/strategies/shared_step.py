@@ -321,7 +321,7 @@ def _on(device: str, tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _of_known_shape(value: Any, traced: Any) -> Any:
-    """Slices that say of which shape their tensor is, where it was known when they were traced."""
+    """IndexedSlices with the dense shape that was known at trace time."""
     if not isinstance(traced, tf.IndexedSlices) or not traced.shape.is_fully_defined():
         return value
     shape = tf.constant(traced.shape.as_list(), traced.dense_shape.dtype)
@@ -337,7 +337,7 @@ def _packed(structure: Any, leaves: Iterable[tf.Tensor]) -> Any:
 
 
 def kind_of(args: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-    """What makes arguments of replicas another trace: their structure, and the specs of tensors."""
+    """The cache key of a trace: the structure of the arguments, and the specs of tensors."""
     return str(tf.nest.map_structure(type, args[0])), *_specs(args)
 
 

@@ -117,9 +117,9 @@ def _strategy_names(config: pytest.Config) -> list[str]:
     from tfdist_ext.errors import StrategyError
     from tfdist_ext.testing.matrix import DEFAULT, case_of
 
-    given = config.getoption("--tfdist-strategies")
+    names = config.getoption("--tfdist-strategies")
     try:
-        return [case_of(name).name for name in (DEFAULT if given is None else given.split(","))]
+        return [case_of(name).name for name in (DEFAULT if names is None else names.split(","))]
     except StrategyError as error:
         raise pytest.UsageError(f"--tfdist-strategies: {error}") from None
 

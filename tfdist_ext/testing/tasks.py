@@ -141,7 +141,7 @@ def _failure(ended: RunResult, folder: Path, timeout: float) -> tuple[tuple[str,
         return hung, f"{names} had not ended after {timeout:g} s; their stacks are in their output."
     if ended.failed_task is None:
         return (), ""
-    return (ended.failed_task,), failure_message(ended, folder)
+    return (ended.failed_task,), failure_message(ended)
 
 
 def check_timeout(timeout: Any) -> None:
@@ -156,8 +156,8 @@ def tasks_of(cluster: Mapping[str, int] | int) -> dict[str, Any]:
     Raises:
         LaunchError: the tasks are not a cluster.
     """
-    given = {"worker": cluster} if isinstance(cluster, int) else dict(cluster)
-    for name, count in given.items():
+    counts = {"worker": cluster} if isinstance(cluster, int) else dict(cluster)
+    for name, count in counts.items():
         if name not in JOB_NAMES:
             raise LaunchError(
                 f"the tasks of a cluster must be of the types {', '.join(JOB_NAMES)}, got {name!r}."
@@ -165,10 +165,10 @@ def tasks_of(cluster: Mapping[str, int] | int) -> dict[str, Any]:
         most = 1 if name in ("chief", "evaluator") else None
         check_int(count, name, high=most, error=LaunchError)
     tasks: dict[str, Any] = {
-        "workers": given.get("worker", 0),
-        "chief": bool(given["chief"]) if "chief" in given else None,
-        "ps": given.get("ps", 0),
-        "evaluator": bool(given.get("evaluator", 0)),
+        "workers": counts.get("worker", 0),
+        "chief": bool(counts["chief"]) if "chief" in counts else None,
+        "ps": counts.get("ps", 0),
+        "evaluator": bool(counts.get("evaluator", 0)),
     }
     task_counts(**tasks)  # raises for a cluster that cannot train
     return tasks

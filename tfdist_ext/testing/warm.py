@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 
+from tfdist_ext import failures
 from tfdist_ext.launcher import function_task
 from tfdist_ext.launcher.processes import Started
 
@@ -130,12 +131,12 @@ def _run(
     output.close()
     is_ready.send(None)
     is_ready.close()
+    failures.watch()
     try:
         function(*args)
     except Exception as error:
-        sys.last_value = error  # as Python does; exit functions read it
         sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(1)
+        raise SystemExit(1) from None
     finally:
         for thread in threading.enumerate():
             if thread is not threading.main_thread() and not thread.daemon:

@@ -117,7 +117,7 @@ class FitArguments:
     checkpoint_async: bool
 
     @property
-    def validation_sizes(self) -> dict[str, int | None]:
+    def validation_sizes(self) -> dict[str, Any]:
         """The arguments that `evaluate` gets."""
         batch_size = self.validation_batch_size or self.batch_size
         return {"batch_size": batch_size, "steps": self.validation_steps}
@@ -240,9 +240,7 @@ class Distribution:
                 verbose=call.verbose,
                 **call.validation_sizes,
             )
-        saved = (
-            None if call.checkpoint_dir is None else self._checkpoints(call, call.checkpoint_dir)
-        )
+        saved = self._checkpoints(call)
         data = self.read(
             "train",
             *(call.x, call.y, call.sample_weight),
@@ -253,9 +251,7 @@ class Distribution:
             seed=self.new_seed if saved is None else saved.seed,
         )
         data.reset()
-        validation = self.validation(
-            call.validation_data, call.validation_sizes, call.validation_freq
-        )
+        validation = self._validation(call)
         params = {"epochs": call.epochs, "steps": data.steps, "add_history": True}
         hooks = self.callbacks(call.callbacks, call.verbose, **params)
         self.model.stop_training = False
@@ -284,15 +280,14 @@ class Distribution:
         if call.checkpoint_every is not None and call.checkpoint_dir is None:
             raise TrainingError("checkpoint_every needs checkpoint_dir, a folder for checkpoints.")
 
-    def _checkpoints(self, call: FitArguments, folder: str | Path) -> CheckpointManager:
+    def _checkpoints(self, call: FitArguments) -> CheckpointManager | None:
+        """Returns the checkpoints of a `fit`; None without a folder."""
+        folder, every = call.checkpoint_dir, call.checkpoint_every
+        if folder is None:
+            return None
         in_background = call.checkpoint_async and isinstance(self.engine, SynchronousEngine)
         return CheckpointManager(
-            folder,
-            self.model,
-            self.reduction,
-            call.checkpoint_every,
-            call.epochs,
-            in_background=in_background,
+            folder, self.model, self.reduction, every, call.epochs, in_background=in_background
         )
 
     def train(
@@ -355,10 +350,9 @@ class Distribution:
         with epochs.next() as batch:
             return self.loop(kind).run(batch, keras.callbacks.CallbackList())[0]
 
-    def validation(
-        self, data: Any, sizes: dict[str, Any], frequency: int | list[int]
-    ) -> Validation | None:
+    def _validation(self, call: FitArguments) -> Validation | None:
         """Reads the validation data of a `fit`; None without data."""
+        data, sizes, frequency = call.validation_data, call.validation_sizes, call.validation_freq
         if data is None:
             return None
         if frequency == 0 or not isinstance(frequency, int | list | tuple | set):

@@ -207,13 +207,14 @@ class Trainings:
         self._fit = {"verbose": 0, "shuffle": False, **fit}
         check_counts(batch_size=self._fit.get("batch_size"), steps=steps)
         made = data() if callable(data) else data
-        self.batches = self._read(made, steps)
+        size = self._fit.get("batch_size")
+        self.batches = first_batches(made, size, steps)
         if not self.batches:
             raise TrainingError("The data passed to verify is empty: it has no batch.")
         self.order_changes = False
         # A dataset is not compared with itself: a seeded shuffle has a new order in each iteration.
         if callable(data) and (again := data()) is not made:
-            first = self._read(again, 1)
+            first = first_batches(again, size, 1)
             texts = [describe_data(batch, "") for batch in (self.batches[0], *first)]
             self.order_changes = texts[:1] != texts[1:]
         self.rows = [int(batch_size_of(batch)) for batch in self.batches]
@@ -315,15 +316,6 @@ class Trainings:
             **self._predictions(model, is_plain=strategy is None),
         }
 
-    def _read(self, data: Any, steps: int) -> list[Structure]:
-        """Returns the first global batches."""
-        if isinstance(data, ShardedDataset):
-            data = data.dataset(epoch=0)
-        x, y, weights = (*(data if isinstance(data, tuple) else (data,)), None, None)[:3]
-        size = self._fit.get("batch_size") or 32
-        dataset = get_data_adapter(x, y, weights, batch_size=size).get_tf_dataset()
-        return list(dataset.take(steps))
-
     def _predictions(self, model: Any, *, is_plain: bool) -> Results:
         """Returns the predictions for all batches; none if plain Keras cannot predict, either."""
         if not is_plain and "prediction 0" not in self.plain:
@@ -336,6 +328,19 @@ class Trainings:
                 return {}
             raise
         return {f"prediction {n}": part for n, part in enumerate(keras.tree.flatten(outputs))}
+
+
+def first_batches(data: Any, batch_size: int | None, steps: int) -> list[Structure]:
+    """Returns the first global batches of `(x, y)`, `(x, y, sample_weight)` or a dataset.
+
+    Args:
+        batch_size: rows of a batch of arrays. None is 32.
+    """
+    if isinstance(data, ShardedDataset):
+        data = data.dataset(epoch=0)
+    x, y, weights = (*(data if isinstance(data, tuple) else (data,)), None, None)[:3]
+    dataset = get_data_adapter(x, y, weights, batch_size=batch_size or 32).get_tf_dataset()
+    return list(dataset.take(steps))
 
 
 def _dataset_of(batches: Sequence[Structure]) -> tf.data.Dataset:

@@ -57,7 +57,7 @@ def outcomes(infos: list[TaskInfo], *delays: float, wait: float = 20.0) -> list[
         return list(pool.map(run, infos, waits))
 
 
-def test_all_start_when_the_last_one_has_come() -> None:
+def test_all_tasks_start_after_the_last_one_reports() -> None:
     delays = (0.5, 0.0, 1.0)  # worker:0, which leads, comes neither first nor last
     with cluster(chief=1, worker=2, ps=1, evaluator=1) as jobs:  # nobody waits for the evaluator
         begun = time.monotonic()
@@ -67,7 +67,7 @@ def test_all_start_when_the_last_one_has_come() -> None:
         assert all(map(port_is_free, ports))
 
 
-def test_all_tasks_name_the_missing_one() -> None:
+def test_all_tasks_name_the_missing_task() -> None:
     with cluster(worker=3) as jobs:
         found = outcomes([info("worker:0", jobs), info("worker:2", jobs)], wait=0.5)
         assert found == [f"no answer from worker:1 ({jobs['worker'][1]})"] * 2
@@ -76,7 +76,7 @@ def test_all_tasks_name_the_missing_one() -> None:
         assert found == [f"no answer from worker:0 ({jobs['worker'][0]})"]
 
 
-def test_a_host_name_that_is_not_known_and_a_port_in_use() -> None:
+def test_unknown_host_and_port_in_use_are_errors() -> None:
     with cluster(worker=1) as jobs:
         jobs = {"worker": (*jobs["worker"], "no-such-host.invalid:2222")}
         (found,) = outcomes([info("worker:0", jobs)], wait=1.0)
@@ -99,7 +99,7 @@ def task_at(address: str, key: str) -> Iterator[None]:
         endpoint.close()
 
 
-def test_a_task_that_is_started_again_may_answer_before_its_report() -> None:
+def test_restarted_task_may_answer_before_its_report() -> None:
     with cluster(worker=3) as jobs, ThreadPoolExecutor() as pool:
         leader, first, again = (info(f"worker:{n}", jobs) for n in (0, 1, 1))
         started = pool.submit(outcomes, [leader])
@@ -138,7 +138,7 @@ def test_two_processes_as_one_task_are_an_error() -> None:
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_all_tasks_name_the_one_that_differs(swapped: bool) -> None:
+def test_all_tasks_name_the_task_that_differs(swapped: bool) -> None:
     with cluster(worker=3) as jobs:
         first, second, third = jobs["worker"]
         if swapped:  # worker:1 listens where worker:2 should
@@ -168,7 +168,7 @@ def test_all_tasks_name_the_one_that_differs(swapped: bool) -> None:
          "worker:1 has 2 GPU devices, and worker:0 has 0: collectives would hang"),
     ],
 )  # fmt: skip
-def test_what_must_be_equal(other: TaskInfo, error: str) -> None:
+def test_differences_between_tasks_are_described(other: TaskInfo, error: str) -> None:
     leader = info("worker:0", {"worker": ("a:1", "b:2", "c:3")})
     assert differences(leader, other) == [error]
 
@@ -199,7 +199,7 @@ def program_at(address: str, reply: bytes | None) -> Iterator[None]:
     ],
     ids=["a web server", "a proxy that closes", "a frozen process"],
 )
-def test_another_program_at_an_address_is_no_task(
+def test_other_program_at_an_address_is_not_a_task(
     place: int, reply: bytes | None, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_ASK", 0.5)
@@ -210,7 +210,7 @@ def test_another_program_at_an_address_is_no_task(
     assert found == f"no answer from worker:{place} ({address}{why})"
 
 
-def test_a_grpc_server_that_is_not_tensorflows_is_no_task() -> None:
+def test_other_grpc_server_at_an_address_is_not_a_task() -> None:
     with cluster(worker=2) as jobs:
         server = grpc.server(ThreadPoolExecutor(1))
         server.add_insecure_port(jobs["worker"][1])

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tfdist_ext.cluster.liveness.watching import (
     Watcher,
 )
 from tfdist_ext.cluster.liveness.wire import STARTED, Connection, Endpoint
+from tfdist_ext.failures import ERROR_FILE, failure_in
 from tfdist_ext.launcher.resources import reserve_ports
 
 
@@ -42,7 +44,7 @@ def silent_listener(port: int) -> socket.socket:
     return socket.create_server(("127.0.0.1", port))
 
 
-def test_a_server_of_tensorflow_has_started() -> None:
+def test_tensorflow_server_counts_as_started() -> None:
     with reserve_ports(1) as (port,):
         address = f"127.0.0.1:{port}"
         server = tf.distribute.Server({"ps": [address]}, job_name="ps", task_index=0)
@@ -50,7 +52,7 @@ def test_a_server_of_tensorflow_has_started() -> None:
         del server
 
 
-def test_the_states_of_a_task() -> None:
+def test_task_watch_follows_the_states_of_a_task() -> None:
     with reserve_ports(1) as (port,):
         address = f"127.0.0.1:{port}"
         task = TaskWatch("chief:0", address, frozen_after=1.0)
@@ -69,13 +71,14 @@ def test_the_states_of_a_task() -> None:
             assert states(never_seen, 7) == [EXPECTED] * 7
 
 
-def test_waits_are_reported_less_and_less_often() -> None:
+def test_wait_reports_become_rarer() -> None:
     waits = WaitReports()
     times = (9, 10, 19, 20, 39, 40, 200, 319, 320)
     assert [waited for waited in times if waits.due(waited)] == [10, 20, 40, 200, 320]
 
 
-def test_the_watcher_ends_its_process_and_reports_why() -> None:
+def test_watcher_ends_its_process_and_reports_why(tmp_path: Path) -> None:
+    error_file = tmp_path / "error"
     with reserve_ports(1) as (port,):
         address = f"127.0.0.1:{port}"
         asked = threading.Event()
@@ -86,7 +89,10 @@ def test_the_watcher_ends_its_process_and_reports_why() -> None:
             "time.sleep(60)"
         )
         process = subprocess.Popen(
-            [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, env=os.environ
+            [sys.executable, "-c", program],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {ERROR_FILE: str(error_file)},
         )
         try:
             assert asked.wait(60)
@@ -100,10 +106,13 @@ def test_the_watcher_ends_its_process_and_reports_why() -> None:
         f"chief:0: ps:1 ({address}) has not answered for 1 s: its process is stopped, or its"
         " machine is paused, overloaded or cannot be reached. The job ends."
     )
+    failure = failure_in(error_file)
+    assert failure is not None
+    assert (failure.peer, f"chief:0: {failure.message}. The job ends.") == ("ps:1", errors.strip())
 
 
 @pytest.mark.filterwarnings("error")
-def test_the_watcher_ends_with_its_object(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watcher_ends_with_its_object(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 
@@ -120,7 +129,7 @@ def test_the_watcher_ends_with_its_object(monkeypatch: pytest.MonkeyPatch) -> No
     assert process.returncode == -signal.SIGKILL
 
 
-def test_a_session_outlives_the_port_and_is_opened_again() -> None:
+def test_session_outlives_the_port_and_reopens() -> None:
     with reserve_ports(1) as (port,):
         address = f"127.0.0.1:{port}"
         first = Endpoint(address, dict)

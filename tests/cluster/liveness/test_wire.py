@@ -11,7 +11,7 @@ from tfdist_ext.cluster.liveness.wire import Endpoint
 from tfdist_ext.launcher.resources import reserve_ports
 
 
-def test_an_early_client_of_tensorflow_gets_the_answer_of_its_server() -> None:
+def test_early_tensorflow_client_is_forwarded_to_the_server() -> None:
     """A coordinator connects again to a server that starts again, while the endpoint listens."""
     with reserve_ports(1) as (port,):
         early = Endpoint(f"127.0.0.1:{port}", dict)

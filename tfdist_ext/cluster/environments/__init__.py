@@ -11,20 +11,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from tfdist_ext.cluster.jobs import JOB_NAMES, ClusterDescription, Jobs, Task
 from tfdist_ext.messages import refuse
 
-# What the tasks are where an environment only counts them, as "chief=1,worker=2,ps=1".
+# The variable with the roles of numbered tasks, as "chief=1,worker=2,ps=1".
 TASKS = "TFDIST_TASKS"
 SET_TASKS = 'Write job=number of tasks, as in "chief=1,worker=2,ps=1,evaluator=1".'
 
-# Below the range from which Linux hands out ports by itself, and not 2222, where MPI's sshd may be.
+# Below the ephemeral ports of Linux. Not 2222, where MPI's sshd may listen.
 DEFAULT_PORT_BASE = 22222
 ALONE = "1 task: no cluster needed"
-MAX_TASKS = 1_000_000  # a larger number is a slip, and would cost memory
+MAX_TASKS = 1_000_000  # a larger number is a typing error, and would cost memory
 
 
 def number(
     env: Mapping[str, str], name: str, where: str, advice: str, low: int = 0, high: int = 10**18
 ) -> int:
-    """A variable that is a whole number in [low, high]; `advice` says how it comes to be set."""
+    """A variable that is a whole number in [low, high]; `advice` says how to set it."""
     text = required(env, name, where, advice)
     if not (text.isascii() and text.isdigit() and len(text) <= 18 and low <= int(text) <= high):
         limits = f" from {low} to {high}" if low else ""
@@ -33,7 +33,7 @@ def number(
 
 
 def required(env: Mapping[str, str], name: str, where: str, advice: str) -> str:
-    """A variable that has to be there, without the white space around it."""
+    """A required variable, without the white space around it."""
     text = env.get(name, "").strip()
     if not text:
         raise refuse(where, f"{name} is not set", env.get(name), advice)
@@ -41,7 +41,7 @@ def required(env: Mapping[str, str], name: str, where: str, advice: str) -> str:
 
 
 def task_counts(env: Mapping[str, str], where: str) -> dict[str, int]:
-    """Job -> how many tasks TFDIST_TASKS gives it."""
+    """Job -> its number of tasks in TFDIST_TASKS."""
     counts: dict[str, int] = {}
     for entry in env[TASKS].split(","):
         job, _, count = (word.strip() for word in entry.partition("="))
@@ -61,10 +61,10 @@ def ranked_cluster(
     source: str,
     port_base: int = DEFAULT_PORT_BASE,
 ) -> ClusterDescription:
-    """The cluster of tasks that an environment numbers; rank r is on hosts[r].
+    """The cluster of numbered tasks; rank r is on hosts[r].
 
-    The ranks are the tasks of TFDIST_TASKS in the order written there; without it, all are workers.
-    Ports count up from TFDIST_PORT_BASE, or `port_base`.
+    TFDIST_TASKS gives the roles of the ranks, in order. Without it, all tasks are workers. The
+    ports of a host count up from TFDIST_PORT_BASE, or `port_base`.
     """
     if not env.get(TASKS, "").strip():
         return cluster_at(env, {"worker": hosts}, Task("worker", rank), source, port_base)
@@ -73,12 +73,11 @@ def ranked_cluster(
         what = f"{TASKS} must add up to {len(hosts)}, the number of tasks started"
         raise refuse(source, what, env[TASKS], SET_TASKS)
     tasks = [Task(job, index) for job, count in counts.items() for index in range(count)]
-    mine = tasks[rank]
-    of_jobs = {
+    by_job = {
         job: [host for host, task in zip(hosts, tasks, strict=True) if task.type == job]
         for job in counts
     }
-    return cluster_at(env, of_jobs, mine, source, port_base)
+    return cluster_at(env, by_job, tasks[rank], source, port_base)
 
 
 def seen_by(job: str, hosts: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
@@ -87,7 +86,7 @@ def seen_by(job: str, hosts: Mapping[str, Sequence[str]]) -> dict[str, Sequence[
     Only the evaluator sees itself: TensorFlow trains on a single worker where the cluster of a
     MultiWorkerMirroredStrategy names an evaluator.
     """
-    return {each: of for each, of in hosts.items() if each != "evaluator" or job == "evaluator"}
+    return {name: hosts[name] for name in hosts if name != "evaluator" or job == "evaluator"}
 
 
 def cluster_at(
@@ -98,14 +97,14 @@ def cluster_at(
     port_base: int = DEFAULT_PORT_BASE,
 ) -> ClusterDescription:
     """The cluster that a task sees, of all hosts by job; ports as in `ranked_cluster`."""
-    everyone = [host for of_job in hosts.values() for host in of_job]
-    local = local_ids(everyone)
+    all_hosts = [host for job_hosts in hosts.values() for host in job_hosts]
+    local = local_ids(all_hosts)
     last = max(local)
     if env.get("TFDIST_PORT_BASE", "").strip():
         advice = f"Set it to a port from 1 to {65535 - last}, or unset it for {port_base}."
         port_base = number(env, "TFDIST_PORT_BASE", source, advice, 1, 65535 - last)
-    addresses = (f"{host}:{port_base + n}" for host, n in zip(everyone, local, strict=True))
-    jobs = {job: [next(addresses) for _ in of_job] for job, of_job in hosts.items()}
+    addresses = (f"{host}:{port_base + n}" for host, n in zip(all_hosts, local, strict=True))
+    jobs = {job: [next(addresses) for _ in job_hosts] for job, job_hosts in hosts.items()}
     return ClusterDescription(Jobs(seen_by(task.type, jobs), source), task, source)
 
 

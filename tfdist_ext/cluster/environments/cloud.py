@@ -74,8 +74,8 @@ def _jobset(env: Mapping[str, str], index: int) -> ClusterDescription:
         raise refuse(where, what, index, SET_TASKS)
     service = env.get("TFDIST_JOB_SERVICE", "").strip() or jobset
     hosts = {
-        each: [f"{jobset}-{each}-0-{n}.{service}" for n in range(count)]
-        for each, count in sizes.items()
+        role: [f"{jobset}-{role}-0-{n}.{service}" for n in range(count)]
+        for role, count in sizes.items()
     }
     source = f"Kubernetes (JobSet {jobset}, {job}:{index})"
     return cluster_at(env, hosts, Task(job, index), source)
@@ -125,5 +125,5 @@ def tpu_settings(env: Mapping[str, str]) -> dict[str, str]:
     if not env.get("TPU_NAME", "").strip():
         return {}
     variables = {"tpu": "TPU_NAME", "zone": "TPU_ZONE", "project": "TPU_PROJECT"}
-    found = {option: env.get(name, "").strip() for option, name in variables.items()}
-    return {option: value for option, value in found.items() if value}
+    settings = {option: env.get(name, "").strip() for option, name in variables.items()}
+    return {option: value for option, value in settings.items() if value}

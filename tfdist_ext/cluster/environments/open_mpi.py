@@ -38,7 +38,11 @@ def parse(env: Mapping[str, str]) -> ClusterDescription | str:
     if total == 1:
         return ALONE
     hosts = _hosts(env, total, where)
-    _check_place(env, hosts, rank, where)
+    expected = {_LOCAL_RANK: local_ids(hosts)[rank], _LOCAL_SIZE: hosts.count(hosts[rank])}
+    for name, value in expected.items():
+        if env.get(name) and number(env, name, where, _BY_MPIRUN) != value:
+            what = f"{name} must be {value} for rank {rank}, according to TFDIST_HOSTS"
+            raise refuse(where, what, env[name], _IN_ORDER)
     return ranked_cluster(env, hosts, rank, f"Open MPI ({_RANK}={rank})")
 
 
@@ -57,17 +61,9 @@ def _hosts(env: Mapping[str, str], total: int, where: str) -> list[str]:
             what = f"TFDIST_HOSTS has the invalid entry {shown(entry)}"
             raise refuse(where, what, text, 'Write host or host:slots, as in "n1:2,n2:2".')
         slots.append((match[1], int(match[2] or 1)))
-    count = sum(number_of for _, number_of in slots)
+    count = sum(slot_count for _, slot_count in slots)
     if count != total:
         what = f"TFDIST_HOSTS has {count} slots, but {_SIZE} is {total}"
         advice = "Write the number of ranks after each host, not a port (set TFDIST_PORT_BASE)."
         raise refuse(where, what, text, advice)
-    return [host for host, number_of in slots for _ in range(number_of)]
-
-
-def _check_place(env: Mapping[str, str], hosts: list[str], rank: int, where: str) -> None:
-    expected = {_LOCAL_RANK: local_ids(hosts)[rank], _LOCAL_SIZE: hosts.count(hosts[rank])}
-    for name, value in expected.items():
-        if env.get(name) and number(env, name, where, _BY_MPIRUN) != value:
-            what = f"{name} must be {value} for rank {rank}, according to TFDIST_HOSTS"
-            raise refuse(where, what, env[name], _IN_ORDER)
+    return [host for host, slot_count in slots for _ in range(slot_count)]

@@ -16,8 +16,8 @@ from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.messages import refuse, shown
 
 _BY_SRUN = "srun sets it: start all tasks with srun, or unset SLURM_PROCID to train in one process."
-# One job's ports start in one of 200 slots of 50 ports from 20000, so that jobs and steps that
-# share a node seldom meet. All below the range from which Linux hands out ports by itself.
+# A step's ports start at one of 200 slots of 50 ports from 20000, so that steps that share a node
+# seldom use the same port. All are below the ephemeral ports of Linux.
 _FIRST_PORT, _SLOTS, SLOT_SIZE = 20000, 200, 50
 # Lists of hosts and of counts: "n[001-003,07],login" is n001, n002, n003, n07, login.
 _RANGES = r"\[([0-9]{1,6}(?:-[0-9]{1,6})?(?:,[0-9]{1,6}(?:-[0-9]{1,6})?)*)\]"
@@ -42,7 +42,7 @@ def parse(env: Mapping[str, str]) -> ClusterDescription | str:
     _check_totals(env, hosts, counts, rank, where)
     if sum(counts) == 1:
         return ALONE
-    # As `srun --distribution=block` does, its default: node after node.
+    # The order of `srun --distribution=block`, the default: node after node.
     nodes = [node for node, count in enumerate(counts) for _ in range(count)]
     _check_place(env, hosts, nodes, rank, where)
     return ranked_cluster(env, [hosts[node] for node in nodes], rank, where, port_base(env, where))
@@ -59,9 +59,8 @@ def _check_totals(
     if len(hosts) != len(counts):
         names = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
         what = f"{names[0]} must have one host for each count in {names[1]}"
-        raise refuse(
-            where, what, tuple(env[name] for name in names), "Leave both as srun set them."
-        )
+        values = tuple(env[name] for name in names)
+        raise refuse(where, what, values, "Leave both as srun set them.")
     total = sum(counts)
     if rank >= total:
         what = f"SLURM_PROCID must be below {total}, the number of tasks in the step"
@@ -73,7 +72,7 @@ def _check_place(
     env: Mapping[str, str], hosts: list[str], nodes: list[int], rank: int, where: str
 ) -> None:
     node = nodes[rank]
-    ranks = [r for r, its_node in enumerate(nodes) if its_node == node]
+    ranks = [number for number, other in enumerate(nodes) if other == node]
     expected = {
         "SLURM_NODEID": str(node),
         "SLURM_LOCALID": str(ranks.index(rank)),
@@ -81,10 +80,10 @@ def _check_place(
         "SLURMD_NODENAME": hosts[node],
     }
     for name, value in expected.items():
-        found = env.get(name, "").strip()
-        if found and found != value:
+        text = env.get(name, "").strip()
+        if text not in ("", value):
             what = f"{name} must be {shown(value)}, as in a block distribution"
-            raise refuse(where, what, found, "Start the step with srun --distribution=block.")
+            raise refuse(where, what, text, "Start the step with srun --distribution=block.")
 
 
 def port_base(env: Mapping[str, str], where: str) -> int:

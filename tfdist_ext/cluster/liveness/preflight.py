@@ -152,14 +152,14 @@ class _Leader:
     def answer(self, message: Message) -> Message:
         """Returns the answer to the report of a task."""
         other = TaskInfo(**message)
-        found = differences(self._info, other)
+        errors = differences(self._info, other)
         with self._lock:
             if other.key in self._replaced:
-                found.append(f"two processes were started as {other.task}")
+                errors.append(f"two processes were started as {other.task}")
             elif self._keys.get(other.task, other.key) != other.key:  # it was started again
                 self._replaced.add(self._keys[other.task])
             self._keys[other.task] = other.key
-            self._errors |= dict.fromkeys(found)
+            self._errors |= dict.fromkeys(errors)
             if self._result:
                 self._uninformed.discard(other.task)
             return self._result or {"late": self._late}
@@ -185,12 +185,12 @@ class _Leader:
     def _state_of(self, task_and_connection: tuple[str, Connection]) -> str:
         """Returns what is at the address of a task."""
         task, connection = task_and_connection
-        state, found = connection.ask({"who": task}, _ASK)
+        state, answer = connection.ask({"who": task}, _ASK)
         with self._lock:
-            if state != READY or found.get("key") == self._keys.get(task):
+            if state != READY or answer.get("key") == self._keys.get(task):
                 return READY if state == STARTED else state
             # Its report is on its way, also after a restart.
-            since = self._unknown.setdefault(str(found.get("key")), time.monotonic())
+            since = self._unknown.setdefault(str(answer.get("key")), time.monotonic())
             if task in self._keys and time.monotonic() - since > _LINGER:
                 at = self._tasks[task]
                 self._errors[f"a process other than {task} answers at its address {at}"] = None
@@ -248,7 +248,7 @@ def _named(late: Late, tasks: Mapping[str, str]) -> str:
 
 def differences(leader: TaskInfo, other: TaskInfo) -> list[str]:
     """Returns one sentence for each difference between a task and the leader."""
-    found = []
+    sentences = []
     here, there = tasks_of(leader.jobs), tasks_of(other.jobs)
     for task in {**here, **there}:
         at, leader_at = there.get(task), here.get(task)
@@ -257,15 +257,17 @@ def differences(leader: TaskInfo, other: TaskInfo) -> list[str]:
                 f"{task} at {at or leader_at} is only in that of {(other if at else leader).task}"
             )
             differs = f"{task} at {at}, not {leader_at}" if at and leader_at else only
-            found.append(f"{other.task} was started with a different cluster ({differs})")
+            sentences.append(f"{other.task} was started with a different cluster ({differs})")
             break
     for name, version in leader.versions.items():
-        theirs = other.versions.get(name, "none")
-        if theirs != version:
-            found.append(f"{other.task} has {name} {theirs}, and {leader.task} has {version}")
+        other_version = other.versions.get(name, "none")
+        if other_version != version:
+            sentences.append(
+                f"{other.task} has {name} {other_version}, and {leader.task} has {version}"
+            )
     if "ps" not in leader.jobs and other.gpus != leader.gpus:
-        found.append(
+        sentences.append(
             f"{other.task} has {other.gpus} GPU devices, and {leader.task} has {leader.gpus}:"
             " collectives would hang"
         )
-    return found
+    return sentences

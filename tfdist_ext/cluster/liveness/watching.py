@@ -1,12 +1,12 @@
-"""Who has died, who is frozen (stopped, swapped out, its machine paused), and who is done.
+"""Which tasks have died, are frozen (stopped, swapped out, machine paused), or are done.
 
 TensorFlow waits for the answers of a frozen task without a limit. But a gRPC server answers from
-threads of its own, however busy its process is. So a task that was there and does not answer any
-more is frozen, and one whose port refuses connections is gone.
+its own threads, however busy its process is. So a started task that stops answering is frozen, and
+a task whose port refuses connections is gone.
 
-The coordinator of parameter servers is watched over by a process of its own, because TensorFlow
-holds Python's lock while it waits for a frozen worker, and no Python thread of the coordinator
-runs: measured in `fit` with a worker that was stopped.
+A separate process watches the servers for the coordinator. TensorFlow holds Python's lock while it
+waits for a frozen worker, so no Python thread of the coordinator runs (measured in `fit` with a
+stopped worker).
 
 TensorFlow's servers never end by themselves. The coordinator opens a gRPC session with each of them
 while they still listen for it, and keeps the session while it trains. At its end it sends its
@@ -28,6 +28,7 @@ import time
 import weakref
 from collections.abc import Mapping
 
+from tfdist_ext import failures
 from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.cluster.liveness import WaitReports, log_line, show_stacks
 from tfdist_ext.cluster.liveness.wire import READY, SILENT, STARTED, Connection, Endpoint, Message
@@ -60,19 +61,21 @@ _NOWHERE = os.open(os.devnull, os.O_WRONLY)  # as long as the process
 class TaskWatch:
     """The state of one task, by its address.
 
-    Only questions that this process has asked count: while it was frozen itself, none was missed.
+    Missed answers are counted, not seconds: this process may have been frozen itself.
 
     Args:
         frozen_after: seconds without an answer.
 
     Attributes:
-        state: EXPECTED until it was seen, ALIVE, GONE or FROZEN.
+        task: the name of the task.
+        state: EXPECTED until the first answer, ALIVE, GONE or FROZEN.
         silent: seconds without an answer.
     """
 
     def __init__(self, task: str, address: str, frozen_after: float) -> None:
         self.state = EXPECTED
         self.silent = 0.0
+        self.task = task
         self._name = f"{task} ({address})"
         self._frozen_after = frozen_after
         self._answer = min(_ANSWER, frozen_after / _ANSWERS)
@@ -85,12 +88,12 @@ class TaskWatch:
 
     def look(self) -> bool:
         """Whether the task answers now; sets `state`."""
-        found, _ = self._connection.ask({}, self._answer)
-        answers = found in (READY, STARTED)
+        state, _ = self._connection.ask({}, self._answer)
+        answers = state in (READY, STARTED)
         if answers:
             self.state, self.silent, self._refused = ALIVE, 0.0, 0
         elif self.state != EXPECTED:
-            is_silent = found == SILENT
+            is_silent = state == SILENT
             self.silent = self.silent + self._answer if is_silent else 0.0
             self._refused = 0 if is_silent else self._refused + 1
             if self.silent >= self._frozen_after:
@@ -106,7 +109,7 @@ class TaskWatch:
 
     @property
     def failure(self) -> str:
-        """What has happened to a task that is gone or frozen; "" in another state."""
+        """A sentence about a task that is gone or frozen; "" in another state."""
         if self.state == GONE:
             return (
                 f"{self._name} is gone: nothing listens there (it ended, crashed or was killed, or"
@@ -121,10 +124,9 @@ class TaskWatch:
 
 
 class Watcher:
-    """A process that ends this one, and says why, when one of the tasks is frozen.
+    """A process that ends this process, with a message, when one of the tasks is frozen.
 
-    It ends with this object, or with this process. It sends SIGTERM, and SIGKILL if that has not
-    helped.
+    It sends SIGTERM, and then SIGKILL. It ends with this object or with this process.
 
     Args:
         me: this task, for the message.
@@ -135,7 +137,8 @@ class Watcher:
     def __init__(self, me: str, tasks: Mapping[str, str], frozen_after: float):
         program = (
             f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import run_watcher;"
-            f" run_watcher({me!r}, {os.getpid()}, {dict(tasks)!r}, {frozen_after})"
+            f" run_watcher({me!r}, {os.getpid()}, {dict(tasks)!r}, {frozen_after},"
+            f" {failures.error_file()!r})"
         )
         process = subprocess.Popen(
             [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
@@ -149,8 +152,13 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.communicate()  # which closes its pipe, too
 
 
-def run_watcher(me: str, parent: int, tasks: Mapping[str, str], frozen_after: float) -> None:
-    """The program of the process of a `Watcher`, with a thread for each task."""
+def run_watcher(
+    me: str, parent: int, tasks: Mapping[str, str], frozen_after: float, error_file: str = ""
+) -> None:
+    """The program of the process of a `Watcher`, with a thread for each task.
+
+    It writes why it ends the other process to `error_file`.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training
 
     def watch(task: TaskWatch) -> None:
@@ -159,6 +167,8 @@ def run_watcher(me: str, parent: int, tasks: Mapping[str, str], frozen_after: fl
             # After a missed answer the next question follows at once: this one has waited already.
             time.sleep(0.0 if task.silent else frozen_after / 10 if answers else 1.0)
         log_line(f"{me}: {task.failure}. The job ends.")
+        if error_file:
+            failures.Failure("PeerError", task.failure, task.task).write(error_file)
         for number in (signal.SIGTERM, signal.SIGKILL):
             if os.getppid() == parent:
                 os.kill(parent, number)
@@ -231,10 +241,10 @@ class Servers:
 
     def send_result_at_exit(self) -> None:
         """Makes this process send its result at the exit, before TensorFlow ends."""
+        failures.watch()
         atexit.register(self._send_result)
 
     def _send_result(self) -> None:
-        # Python keeps the exception that ended the program, if one did.
         result = FAILED if getattr(sys, "last_value", None) is not None else DONE
         if silent := self.end(result):
             log_line(

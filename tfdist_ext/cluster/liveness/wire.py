@@ -44,8 +44,8 @@ _CHANNEL = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)
 class Connection:
     """A connection to the address of another task, for one thread.
 
-    It is made when it is used, and anew after each failure: a gRPC channel that has failed reports
-    its old error while it connects again.
+    It opens on first use, and again after each failure, because a failed gRPC channel reports its
+    old error while it reconnects.
     """
 
     def __init__(self, address: str) -> None:
@@ -127,7 +127,7 @@ def _state_of(error: Any) -> str:
 
 
 class Endpoint:
-    """What answers at the address of this task, until TensorFlow's server does.
+    """A server at the address of this task, until TensorFlow's server starts.
 
     Args:
         address: its port is bound on every interface, as TensorFlow's server binds it.
@@ -187,7 +187,7 @@ class Endpoint:
             return
 
     def _forwarded(self, request: bytes, context: Any) -> bytes:
-        """What TensorFlow's server answers to a coordinator that has come too early."""
+        """Forward an early question of TensorFlow's coordinator to TensorFlow's server."""
         import grpc
 
         self._is_early.set()

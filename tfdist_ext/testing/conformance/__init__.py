@@ -89,7 +89,7 @@ def _by_replica(value: Any, strategy: tf.distribute.Strategy) -> list[np.ndarray
         row = strategy.run(lambda v: tf.convert_to_tensor(v)[tf.newaxis], args=(value,))
         return list(strategy.gather(row, axis=0).numpy())
     if isinstance(value, tf.distribute.DistributedValues):
-        return [np.asarray(each) for each in strategy.experimental_local_results(value)]
+        return [np.asarray(local) for local in strategy.experimental_local_results(value)]
     return [np.asarray(value)]
 
 
@@ -154,9 +154,11 @@ class StrategyConformance(VariableChecks, ReplicaChecks):
         data, strategy = ([NUMBERS, IDS], LABELS, WEIGHTS), self.under_test()
         fit: dict[str, Any] = {"batch_size": BATCH, "epochs": 2, "steps": -(-ROWS // BATCH)}
         fit |= {"validation_data": data, "validation_batch_size": BATCH}
-        found = Trainings(build, data, **fit).compare(strategy, self.tolerance)
+        verification = Trainings(build, data, **fit).compare(strategy, self.tolerance)
         # The tolerance is the only limit: rounding does not explain a larger difference.
-        found = replace(found, rounding={})
-        if not found.equal:
-            raise AssertionError(str(found))
-        assert_same_on_all_replicas([each.value for each in models[-1].weights], strategy=strategy)
+        verification = replace(verification, rounding={})
+        if not verification.equal:
+            raise AssertionError(str(verification))
+        assert_same_on_all_replicas(
+            [weight.value for weight in models[-1].weights], strategy=strategy
+        )

@@ -123,12 +123,16 @@ class StrategyCase:
 
     def _checked_strategy(self) -> tf.distribute.Strategy:
         name = f"{type(self).__name__}.strategy"
-        made = self.strategy()
-        if not isinstance(made, tf.distribute.Strategy):
-            raise StrategyError(f"{name} returned {made!r}, which is not a tf.distribute.Strategy.")
+        strategy = self.strategy()
+        if not isinstance(strategy, tf.distribute.Strategy):
+            raise StrategyError(
+                f"{name} returned {strategy!r}, which is not a tf.distribute.Strategy."
+            )
         # TensorFlow's own strategies silently use the first CPU for devices that do not exist.
-        seen, devices = seen_devices(), made.extended.worker_devices
-        missing = [name for each in devices if (name := each.rpartition("device:")[2]) not in seen]
+        seen, devices = seen_devices(), strategy.extended.worker_devices
+        missing = [
+            name for device in devices if (name := device.rpartition("device:")[2]) not in seen
+        ]
         if missing:
             cpus = [int(device[4:]) + 1 for device in missing if device.startswith("CPU:")]
             raise StrategyError(
@@ -136,7 +140,7 @@ class StrategyCase:
                 f" {', '.join(seen)}."
                 + (f" Call tfdist_ext.testing.logical_cpus({max(cpus)}) first." if cpus else "")
             )
-        return made
+        return strategy
 
 
 class ReplicaChecks(StrategyCase):
@@ -163,7 +167,7 @@ class ReplicaChecks(StrategyCase):
 
     def test_run(self) -> None:
         """`run` calls the step on each replica, with its arguments and the replica's values."""
-        strategy, each = self.under_test(), self.numbers()
+        strategy, numbers = self.under_test(), self.numbers()
 
         def step(x: Any) -> Any:
             context = tf.distribute.get_replica_context()
@@ -171,13 +175,13 @@ class ReplicaChecks(StrategyCase):
 
         for mode in RUN_MODES:
             result = run(strategy, step, mode, tf.constant(2.0))
-            self.expect_values(f"run, {mode}", result["x"], [2 * r for r in each])
+            self.expect_values(f"run, {mode}", result["x"], [2 * r for r in numbers])
             counts = set(local_values(strategy, result["count"]))
-            expect_equal(f"replicas, {mode}", counts, {len(each)})
+            expect_equal(f"replicas, {mode}", counts, {len(numbers)})
             again = run(strategy, lambda x: x + replica_number(), mode, result["x"])
-            self.expect_values(f"run on its own result, {mode}", again, [3 * r for r in each])
+            self.expect_values(f"run on its own result, {mode}", again, [3 * r for r in numbers])
         result = strategy.run(lambda *, x: x * replica_number(), kwargs={"x": 3.0})
-        self.expect_values("run with kwargs", result, [3 * r for r in each])
+        self.expect_values("run with kwargs", result, [3 * r for r in numbers])
 
     def test_all_reduce(self) -> None:
         """`all_reduce` gives every replica the SUM or MEAN, also of structures."""
@@ -194,14 +198,14 @@ class ReplicaChecks(StrategyCase):
 
     def test_all_reduce_of_slices(self) -> None:
         """Slices of a table are added by their rows, as gradients of embeddings are."""
-        count, each = self.replicas(), self.numbers()
+        count, numbers = self.replicas(), self.numbers()
 
         def step() -> Any:
             rows = tf.stack([0, tf.cast(replica_number(), tf.int64)])
             slices = tf.IndexedSlices(tf.fill([2, 1], replica_number()), rows, (count + 1, 1))
             return tf.convert_to_tensor(_all_reduce("SUM", slices))
 
-        table = [[sum(each)], *([r] for r in each)]
+        table = [[sum(numbers)], *([r] for r in numbers)]
         summed = run(self.under_test(), step, "tf.function around")
         self.expect_values("the sum of slices", summed, [table] * count)
 
@@ -239,14 +243,16 @@ class ReplicaChecks(StrategyCase):
         self.expect_run("merge_call", step, [10 * self.replicas() + r for r in self.numbers()])
 
     def test_reduce(self) -> None:
-        """`reduce` of what `run` returned, in Python and in a tf.function."""
+        """`reduce` of a result of `run`, in Python and in a tf.function."""
         strategy, count = self.under_test(), self.replicas()
         right = {"mean": (count + 1) / 2, **_probe_sums(count)}
 
         def reduced() -> Any:
             # One at a time: not every strategy takes a structure.
             values = strategy.run(_reduction_probe)
-            sums = {kind: strategy.reduce("SUM", each, axis=None) for kind, each in values.items()}
+            sums = {
+                kind: strategy.reduce("SUM", value, axis=None) for kind, value in values.items()
+            }
             mean = strategy.reduce("MEAN", strategy.run(replica_number), axis=None)
             return {"mean": mean, **sums}
 
@@ -271,21 +277,21 @@ class ReplicaChecks(StrategyCase):
 
     def test_gather(self) -> None:
         """`gather` joins the values of all replicas along an axis, in their order."""
-        strategy, each = self.under_test(), self.numbers()
+        strategy, numbers = self.under_test(), self.numbers()
         even = strategy.run(lambda: tf.fill([2, 2], replica_number()))
         joined = strategy.gather(even, axis=1).numpy().tolist()
-        expect_equal("gather, axis 1", joined, [[r for r in each for _ in range(2)]] * 2)
+        expect_equal("gather, axis 1", joined, [[r for r in numbers for _ in range(2)]] * 2)
         joined = strategy.gather(strategy.run(_uneven_rows), axis=0).numpy().tolist()
-        expect_equal("gather, axis 0", joined, [r for r in each for _ in range(int(r))])
+        expect_equal("gather, axis 0", joined, [r for r in numbers for _ in range(int(r))])
 
     def test_values_from_a_function(self) -> None:
         """`experimental_distribute_values_from_function`: a value for each replica, for `run`."""
         strategy, count = self.under_test(), self.replicas()
-        made = strategy.experimental_distribute_values_from_function(
+        values = strategy.experimental_distribute_values_from_function(
             lambda own: tf.constant(10.0 * own.replica_id_in_sync_group + own.num_replicas_in_sync)
         )
         right = [11.0 * number + count + 1 for number in range(count)]
-        self.expect_run("values passed to run", lambda x: x + replica_number(), right, made)
+        self.expect_run("values passed to run", lambda x: x + replica_number(), right, values)
 
     def test_distribute_dataset(self) -> None:
         """The parts of the replicas join to the global batch, also to a smaller last one."""
@@ -310,8 +316,8 @@ class ReplicaChecks(StrategyCase):
 
         distributed = strategy.distribute_datasets_from_function(pipeline)
         parts = [local_values(strategy, batch) for batch in distributed]
-        each = [[len(part) for part in batch] for batch in parts]
-        expect_equal("rows of each replica in each step", each, [[2] * count] * 2)
+        lengths = [[len(part) for part in batch] for batch in parts]
+        expect_equal("rows of each replica in each step", lengths, [[2] * count] * 2)
         rows = sorted(row for batch in parts for part in batch for row in part)
         expect_equal("all rows", rows, list(range(4 * count)))
 

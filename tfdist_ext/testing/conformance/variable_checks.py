@@ -50,40 +50,40 @@ class VariableChecks(StrategyCase):
     def test_variables_created_in_scope(self) -> None:
         """Only a variable created in the scope belongs to the strategy."""
         strategy = self.under_test()
-        mine, other = self.variable([1.0, 2.0]), tf.Variable(1.0)
-        made_here = strategy.extended.variable_created_in_scope
-        expect_equal("variable_created_in_scope, inside", made_here(mine), True)
-        expect_equal("variable_created_in_scope, outside", made_here(other), False)
-        self.expect_everywhere("the initial value", mine, [1.0, 2.0])
+        variable, other = self.variable([1.0, 2.0]), tf.Variable(1.0)
+        is_created_here = strategy.extended.variable_created_in_scope
+        expect_equal("variable_created_in_scope, inside", is_created_here(variable), True)
+        expect_equal("variable_created_in_scope, outside", is_created_here(other), False)
+        self.expect_everywhere("the initial value", variable, [1.0, 2.0])
 
     def test_equal_initial_values(self) -> None:
         """A random initial value is drawn once, not on each replica."""
-        mine = self.variable(lambda: tf.random.normal([4]))
-        self.expect_everywhere("a random initial value", mine, self.seen(mine)[0])
+        variable = self.variable(lambda: tf.random.normal([4]))
+        self.expect_everywhere("a random initial value", variable, self.seen(variable)[0])
         large = self.variable(lambda: tf.random.normal(LARGE))
         self.expect_everywhere("a random initial value of 1 MiB", large, self.seen(large)[0])
 
     def test_variables_created_in_a_step(self) -> None:
         """A variable created in a step or in a tf.function exists once for all replicas."""
-        made: list[Any] = []
+        created: list[Any] = []
 
         @tf.function
         def first_call() -> Any:
-            if not made:
-                made.append(tf.Variable(lambda: tf.fill([2], 3.0)))
-            return made[0] + 1
+            if not created:
+                created.append(tf.Variable(lambda: tf.fill([2], 3.0)))
+            return created[0] + 1
 
         def step() -> Any:
-            made.append(tf.Variable(5.0))
-            return made[-1] * replica_number()
+            created.append(tf.Variable(5.0))
+            return created[-1] * replica_number()
 
         with self.under_test().scope():
             expect_equal("the function's result", first_call().numpy().tolist(), [4.0, 4.0])
-        self.expect_everywhere("a variable created in a tf.function", made.pop(), [3.0, 3.0])
+        self.expect_everywhere("a variable created in a tf.function", created.pop(), [3.0, 3.0])
         right = [5 * r for r in self.numbers()]
         self.expect_values("run with a variable", self.under_test().run(step), right)
-        expect_equal("number of variables", len({id(variable) for variable in made}), 1)
-        self.expect_everywhere("a variable created in replicas", made[0], 5.0)
+        expect_equal("number of variables", len({id(variable) for variable in created}), 1)
+        self.expect_everywhere("a variable created in replicas", created[0], 5.0)
 
     def test_assignments_in_replicas(self) -> None:
         """Replica r assigns r: every replica reads the sum, the mean or the first value."""
@@ -91,18 +91,18 @@ class VariableChecks(StrategyCase):
         sums = {"SUM": total, "MEAN": total / count, "ONLY_FIRST_REPLICA": 1.0}
         for aggregation, value in sums.items():
             for mode in RUN_MODES[:2]:
-                mine = self.variable(10.0, aggregation)
+                variable = self.variable(10.0, aggregation)
 
-                def step(mine: Any = mine) -> Any:
-                    mine.assign(replica_number())
-                    mine.assign_add(2 * replica_number())
-                    mine.assign_sub(replica_number())
-                    return mine.read_value()
+                def step(variable: Any = variable) -> Any:
+                    variable.assign(replica_number())
+                    variable.assign_add(2 * replica_number())
+                    variable.assign_sub(replica_number())
+                    return variable.read_value()
 
                 what = f"assignments in replicas, aggregation {aggregation}, {mode}"
                 read = run(self.under_test(), step, mode)
                 self.expect_values(f"{what}, read in the step", read, [2 * value] * count)
-                self.expect_everywhere(what, mine, 2 * value)
+                self.expect_everywhere(what, variable, 2 * value)
         for mode in RUN_MODES[:2]:
             steps = self.counter()
             run(self.under_test(), lambda steps=steps: steps.assign_add(1), mode)
@@ -110,16 +110,16 @@ class VariableChecks(StrategyCase):
 
     def test_assignments_outside_replicas(self) -> None:
         """Assignments in Python, inside and outside the scope, write every copy."""
-        mine = self.variable([1.0, 2.0])
-        mine.assign([3.0, 4.0])
-        mine.assign_sub([1.0, 1.0])
+        variable = self.variable([1.0, 2.0])
+        variable.assign([3.0, 4.0])
+        variable.assign_sub([1.0, 1.0])
         with self.under_test().scope():
-            mine.assign_add([0.5, 0.5])
-        self.expect_everywhere("assignments outside replicas", mine, [2.5, 3.5])
-        expect_equal("variable + 1", (mine + 1).numpy().tolist(), [3.5, 4.5])
+            variable.assign_add([0.5, 0.5])
+        self.expect_everywhere("assignments outside replicas", variable, [2.5, 3.5])
+        expect_equal("variable + 1", (variable + 1).numpy().tolist(), [3.5, 4.5])
         with self.under_test().scope():
-            mine.scatter_add(tf.IndexedSlices([1.0], [1]))
-        self.expect_everywhere("scatter_add", mine, [2.5, 4.5])
+            variable.scatter_add(tf.IndexedSlices([1.0], [1]))
+        self.expect_everywhere("scatter_add", variable, [2.5, 4.5])
         steps = self.counter()
         steps.assign_add(2)
         self.expect_everywhere("an int64 counter, 2 added outside replicas", steps, 7)
@@ -137,17 +137,17 @@ class VariableChecks(StrategyCase):
     def test_update(self) -> None:
         """`extended.update` applies a function to every copy, with equal results."""
         strategy, total = self.under_test(), sum(self.numbers())
-        mine, other = self.variable(1.0), self.variable(10.0)
+        variable, other = self.variable(1.0), self.variable(10.0)
 
         def add(variable: Any, value: Any, *, times: float) -> Any:
             return variable.assign_add(times * value + other)
 
         with strategy.scope():
             reduced = strategy.extended.reduce_to(
-                "SUM", strategy.run(replica_number), destinations=mine
+                "SUM", strategy.run(replica_number), destinations=variable
             )
-            strategy.extended.update(mine, add, args=(reduced,), kwargs={"times": 2.0})
-        self.expect_everywhere("update", mine, 11 + 2 * total)
+            strategy.extended.update(variable, add, args=(reduced,), kwargs={"times": 2.0})
+        self.expect_everywhere("update", variable, 11 + 2 * total)
         steps, large = self.counter(), self.variable(tf.ones(LARGE))
         with strategy.scope():
             strategy.extended.update(steps, lambda v: v.assign_add(tf.constant(3, tf.int64)))
@@ -161,23 +161,23 @@ class VariableChecks(StrategyCase):
         """`extended.update` in a step, with values that are equal on all replicas."""
         strategy, total = self.under_test(), sum(self.numbers())
         for mode in RUN_MODES[:2]:
-            mine = self.variable(1.0)
+            variable = self.variable(1.0)
 
-            def step(mine: Any = mine) -> None:
+            def step(variable: Any = variable) -> None:
                 summed = tf.distribute.get_replica_context().all_reduce("SUM", replica_number())
-                strategy.extended.update(mine, lambda v, x: v.assign_add(x), args=(summed,))
+                strategy.extended.update(variable, lambda v, x: v.assign_add(x), args=(summed,))
 
             run(strategy, step, mode)
-            self.expect_everywhere(f"update in replicas, {mode}", mine, 1 + total)
+            self.expect_everywhere(f"update in replicas, {mode}", variable, 1 + total)
 
     def test_colocate_vars_with(self) -> None:
         """A variable colocated with another variable, such as a slot, is on its devices."""
         strategy = self.under_test()
-        mine = self.variable([1.0, 2.0])
-        with strategy.scope(), strategy.extended.colocate_vars_with(mine):
-            slot = tf.Variable(tf.zeros_like(mine))
+        variable = self.variable([1.0, 2.0])
+        with strategy.scope(), strategy.extended.colocate_vars_with(variable):
+            slot = tf.Variable(tf.zeros_like(variable))
         local = strategy.experimental_local_results
-        other = {copy.device for copy in local(slot)} - {copy.device for copy in local(mine)}
+        other = {copy.device for copy in local(slot)} - {copy.device for copy in local(variable)}
         expect_equal("devices of the slot, without the variable", other, set())
         self.expect_everywhere("the slot", slot, [0.0, 0.0])
 

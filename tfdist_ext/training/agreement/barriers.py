@@ -33,6 +33,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import failures
 from tfdist_ext.cluster.liveness import WaitReports, log_line, show_stacks
 from tfdist_ext.cluster.liveness.preflight import tasks_of
 from tfdist_ext.cluster.liveness.watching import ALIVE, TaskWatch
@@ -140,6 +141,7 @@ class PeerMonitor(TaskStatus):
         self._thread = threading.current_thread()  # the one that makes the calls
         for body in (self._listen, self._watch):
             threading.Thread(target=body, daemon=True, name="tfdist-peers").start()
+        failures.watch()
         atexit.register(self._leave, os.getpid())
 
     @contextlib.contextmanager
