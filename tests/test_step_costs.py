@@ -11,6 +11,8 @@ import tensorflow as tf
 
 import tfdist_ext as tfd
 
+pytestmark = pytest.mark.usefixtures("four_cpus")
+
 ROWS = 16
 IDS, LABELS = np.arange(40 * 3).reshape(40, 3) % 50, np.arange(40) % 2
 

@@ -78,7 +78,10 @@ def replaced() -> str:
     from tfdist_ext.training._keras_private import REPLACED
 
     lines = ["| function | in a step |", "|---|---|"]
-    lines += [f"| `{each}` | {each.why} |" for each in REPLACED]
+    for replacement in REPLACED:
+        for number, path in enumerate(replacement.paths):
+            why = "the same" if number else replacement.why
+            lines.append(f"| `{path.replace(':', '.')}` | {why} |")
     return "\n".join(lines)
 
 

@@ -82,7 +82,7 @@ NETWORK = ["{script}:build", "--workers", "1,2", "--network", "10Gbit"]
     ("words", "said"),
     [
         ([*NETWORK[:-1], "10", "--step", "1s"], "--network must be a rate with a unit"),
-        ([*NETWORK, "--step", "-1s"], "--step must be a time"),
+        ([*NETWORK, "--step=-1s"], "--step must be a time"),
         ([*NETWORK, "--step", "1s", "--latency", "1"], "--latency must be a time"),
         ([*NETWORK, "--step", "1s", "--picture", "plan.gif"], "a .svg or a .png file"),
         ([*NETWORK, "--step", "1s", "--batch-size", "0"], "batch_size must be"),

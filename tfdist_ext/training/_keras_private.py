@@ -1,9 +1,8 @@
 """The one place of `training/` where Keras's private names are used, each with the reason.
 
-`REPLACED` lists the functions of Keras and TensorFlow, private and public, that do something else
-while a step is traced. Keras's losses, layers and optimizers call each other, and
-user code calls them directly, so there is no other way to change what they do. `substitutes` says
-what they do in a thread; other threads get the originals.
+A `Replacement` is a function of Keras or TensorFlow, private or public, that does something else
+while a step is traced. Keras's losses, layers and optimizers call each other, and user code calls
+them directly, so there is no other way to change what they do.
 
 `tests/training/test_keras_private.py` fails with the name and the reason when a release moves one.
 """
@@ -16,7 +15,8 @@ import inspect
 import pkgutil
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -53,187 +53,132 @@ def in_one_array(*parts: tf.Tensor | np.ndarray) -> np.ndarray | tf.RaggedTensor
     return NAMES("backend.tensorflow.trainer.convert_to_np_if_not_ragged")(concat(list(parts)))
 
 
-class Replaced(NamedTuple):
-    """A function, or a property, that does something else while a step runs.
-
-    Attributes:
-        key: its key in a step. Several functions may have the same key.
-        path: its module, and its name there, as "keras:losses.Loss.__call__".
-        why: what it does in a step, and why it must be replaced.
-    """
-
-    key: str
-    path: str
-    why: str
-
-    def __str__(self) -> str:
-        return self.path.replace(":", ".")
-
-    def place(self) -> tuple[type | types.ModuleType, str]:
-        """Returns the class or module that holds the function, and its name there.
-
-        Raises:
-            ImportError, AttributeError: this release has no such module or class.
-        """
-        module, _, names = self.path.partition(":")
-        owner, _, name = names.rpartition(".")
-        try:
-            return pkgutil.resolve_name(f"{module}:{owner}"), name
-        except ImportError:  # Keras 3.16 has a package for operations
-            module = module.replace(".tensorflow.", ".tensorflow.ops.")
-            return pkgutil.resolve_name(f"{module}:{owner}"), name
-
-
-_OPS = "tensorflow.python.ops"
-_VARIABLES = f"{_OPS}.resource_variable_ops"
-_LAUNCHER = "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher"
-
-# Key -> what the function does in a step, paths. The functions are in `exact.substitutes_of`,
-# `random_numbers.RANDOM`, `ReplicaSums.keys_of_size`, `OptimizerParts` and
-# parameter_server/scope.py.
-_REPLACED = {
-    "apply": (
-        "gets the gradients of the global batch, before it clips, accumulates or applies them",
-        "keras:optimizers.Optimizer.apply",
-        "keras:optimizers.LossScaleOptimizer.apply",
-    ),
-    "gradient": (
-        "returns the gradient of the global batch; only here is the shape of the loss known",
-        "tensorflow:GradientTape.gradient",
-    ),
-    "vectorize": (
-        "computes the gradients of single rows in `tape.jacobian` and `tf.vectorized_map`",
-        f"{_OPS}.parallel_for.control_flow_ops:_pfor_impl",
-    ),
-    "loss": (
-        "computes Dice and Tversky, ratios of sums, from the rows of all replicas",
-        "keras:losses.Loss.__call__",
-    ),
-    "reduce_loss": (
-        "weighs a loss by the part's share of the divisor, which no public function returns",
-        "keras.src.losses.loss:reduce_weighted_values",
-    ),
-    "average_loss": (
-        "divides by the rows of all parts",
-        "tensorflow:nn.compute_average_loss",
-        "tensorflow:compat.v1.nn.compute_average_loss",
-        "tensorflow:compat.v2.nn.compute_average_loss",
-    ),
-    "added_loss": (
-        "sums the losses from add_loss; a sum over the rows of a part is not a mean",
-        "keras:Model._aggregate_additional_loss",
-    ),
-    "clear_losses": (
-        "keeps the losses of other replicas, which share the layer",
-        "keras:Layer._clear_losses",
-    ),
-    "update_mean": (
-        "counts a single number, the mean over a part, with the part's share",
-        "keras:metrics.Mean.update_state",
-        "keras:metrics.Sum.update_state",
-    ),
-    "moments": (
-        "weights replicas by their rows, also in the gradient, and applies the mask",
-        "keras:layers.BatchNormalization._moments",
-    ),
-    "replicas": (
-        "is 1: Keras and users divide a mean loss by it, but gradients are weighted already",
-        "tensorflow:distribute.Strategy.num_replicas_in_sync",
-    ),
-    "take": (
-        "gathers rows of a shared table on its device; Keras copies the table first",
-        "keras.src.backend.tensorflow.numpy:take",
-    ),
-    "cond": (
-        "lets both branches of an optimizer's update write the parts of `shard_optimizer=True`",
-        "keras.src.backend.tensorflow.core:cond",
-    ),
-    "add": (
-        "adds parts without rows; Keras takes a matrix without rows for a bias",
-        "keras.src.backend.tensorflow.numpy:add",
-    ),
-    "clip": (
-        "clips by the norms of whole gradients under `shard_optimizer=True`",
-        "keras:optimizers.Optimizer._clip_gradients",
-    ),
-    "check_finite": (
-        "checks the gradients of all workers under `shard_optimizer=True`",
-        "keras:optimizers.LossScaleOptimizer.check_finite",
-    ),
-    "draw": (
-        "creates all operations; those in `random_numbers.RANDOM` draw the rows of the part",
-        "tensorflow.python.framework.op_def_library:_apply_op_helper",
-    ),
-    "shuffle": (
-        "shuffles the rows of all replicas",
-        "keras.src.backend.tensorflow.random:shuffle",
-    ),
-    "gather": (
-        "finds rows of other replicas by the indices that a shuffle returned",
-        "tensorflow:gather",
-    ),
-    "write_variable": (
-        "averages over all rows what a replica assigns to a tf.Variable of the user",
-        f"{_VARIABLES}:BaseResourceVariable._lazy_read",
-        f"{_VARIABLES}:ResourceVariable.assign",
-        f"{_VARIABLES}:ResourceVariable.assign_add",
-        f"{_VARIABLES}:ResourceVariable.assign_sub",
-    ),
-    "update_variable": (
-        "writes the replica's own copy, also in a cond",
-        "tensorflow.python.distribute.values:MirroredVariable._update_replica",
-        "tensorflow.python.distribute.ps_values:AggregatingVariable._assign_func",
-    ),
-    "collective_key": (
-        "returns one key per size; TensorFlow uses one key for all iterations of a loop",
-        f"{_LAUNCHER}._next_instance_key",
-    ),
-}
-
-REPLACED = tuple(
-    Replaced(key, path, "the same" if number else why)
-    for key, (why, *paths) in _REPLACED.items()
-    for number, path in enumerate(paths)
-)
-
-
-def not_called(key: str) -> TrainingError:
-    """Returns the error of a step that did not call the functions of a key."""
-    functions = [replaced for replaced in REPLACED if replaced.key == key]
-    names = " or ".join(str(replaced) for replaced in functions)
-    return TrainingError(
-        f"The step did not call {names}, which {functions[0].why}. Keras {keras.__version__} with"
-        f" TensorFlow {tf.__version__} computes this another way, so the training would be wrong."
-        " Install versions that docs/compatibility.md lists as tested, or a newer tfdist_ext."
-    )
-
-
-# A function of Keras or TensorFlow, as its replacement gets it.
+# What a function of Keras or TensorFlow is before it is replaced.
 Original: TypeAlias = Callable[..., Any]
+
+# Functions without a public name that steps replace.
+_OPS = "tensorflow.python.ops"
+_VARIABLES = f"{_OPS}.resource_variable_ops:BaseResourceVariable"
+_DISTRIBUTE = "tensorflow.python.distribute"
+ADD = "keras.src.backend.tensorflow.numpy:add"
+AGGREGATING_ASSIGN = f"{_DISTRIBUTE}.ps_values:AggregatingVariable._assign_func"
+ASSIGN_DEPENDENCIES = f"{_VARIABLES}._assign_dependencies"
+COND = "keras.src.backend.tensorflow.core:cond"
+INSTANCE_KEY = f"{_DISTRIBUTE}.cross_device_utils:CollectiveReplicaLauncher._next_instance_key"
+LAZY_READ = f"{_VARIABLES}._lazy_read"
+MIRRORED_UPDATE = f"{_DISTRIBUTE}.values:MirroredVariable._update_replica"
+OPERATION = "tensorflow.python.framework.op_def_library:_apply_op_helper"
+PFOR = f"{_OPS}.parallel_for.control_flow_ops:_pfor_impl"
+REDUCE_EXAMPLES = "keras.src.metrics.reduction_metrics:reduce_to_samplewise_values"
+REDUCE_LOSS = "keras.src.losses.loss:reduce_weighted_values"
+SHUFFLE = "keras.src.backend.tensorflow.random:shuffle"
+TAKE = "keras.src.backend.tensorflow.numpy:take"
 
 
 class Target(NamedTuple):
-    """A function, or a property, that can be replaced.
+    """A function or a property that can be replaced.
 
     Attributes:
-        key: its key in `substitutes`. Several functions may do the same job.
         owner: the class or module that defines it.
         name: its attribute there.
     """
 
-    key: str
     owner: type | types.ModuleType
     name: str
 
 
-class _Step(threading.local):
-    """The substitutes that are active in this thread, as `substitute(original, *args)`.
+@dataclass(frozen=True, eq=False)
+class Replacement:
+    """What functions of Keras or TensorFlow do in a step. `replaces` makes one.
 
-    Their keys are those of targets, and types of operations.
+    Attributes:
+        function: gets the step's context, the original and its arguments. The first line of its
+            docstring says what it does, and why the function must be replaced.
+        paths: modules and names there, as "keras:losses.Loss.__call__".
+        overrides: names of methods that are also replaced where an optimizer's class has them.
+        only: the first arguments with which the functions are replaced; empty for all.
     """
 
-    substitutes: Mapping[str, Callable[..., Any] | None] = MappingProxyType({})
-    called: set[str] | None = None  # keys; None: not recorded
+    function: Callable[..., Any]
+    paths: Sequence[str]
+    overrides: Sequence[str] = ()
+    only: Collection[str] = ()
+
+    @property
+    def why(self) -> str:
+        line = (inspect.getdoc(self.function) or "").partition("\n")[0].rstrip(".")
+        return line[:1].lower() + line[1:]
+
+    def targets(self) -> list[Target]:
+        """The functions that this release has."""
+        targets = []
+        for path in self.paths:
+            with contextlib.suppress(ImportError, AttributeError):
+                targets.append(target_of(*_resolved(path)))
+        for kind in _optimizer_classes() if self.overrides else ():
+            targets += [Target(kind, name) for name in self.overrides if name in vars(kind)]
+        return targets
+
+    def not_called(self) -> TrainingError:
+        """The error of a step that did not call the functions."""
+        names = " or ".join(path.replace(":", ".") for path in self.paths)
+        return TrainingError(
+            f"The step did not call {names}, which {self.why}. Keras {keras.__version__} with"
+            f" TensorFlow {tf.__version__} computes this another way, so the training would be"
+            " wrong. Install versions that docs/compatibility.md lists as tested, or a newer"
+            " tfdist_ext."
+        )
+
+
+REPLACED: list[Replacement] = []  # all of them, where steps/exact.py is imported
+
+
+def replaces(*paths: str, **options: Any) -> Callable[[Callable[..., Any]], Replacement]:
+    """Returns a decorator: a step calls the decorated function instead of these functions.
+
+    Args:
+        options: further attributes of the `Replacement`.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Replacement:
+        REPLACED.append(Replacement(function, paths, **options))
+        return REPLACED[-1]
+
+    return decorate
+
+
+def _resolved(path: str) -> tuple[type | types.ModuleType, str]:
+    """The class or module of a path, and the name there.
+
+    Raises:
+        ImportError, AttributeError: this release has no such module or class.
+    """
+    module, _, names = path.partition(":")
+    owner, _, name = names.rpartition(".")
+    try:
+        return pkgutil.resolve_name(f"{module}:{owner}"), name
+    except ImportError:  # Keras 3.16 has a package for operations
+        module = module.replace(".tensorflow.", ".tensorflow.ops.")
+        return pkgutil.resolve_name(f"{module}:{owner}"), name
+
+
+def target_of(owner: type | types.ModuleType, name: str) -> Target:
+    """Returns the target of a function of a module or a class, which may inherit it.
+
+    Raises:
+        AttributeError: the owner has no such function.
+    """
+    for base in inspect.getmro(owner) if isinstance(owner, type) else [owner]:
+        if name in vars(base):
+            return Target(base, name)
+    raise AttributeError(f"{owner!r} has no {name!r}")
+
+
+class _Step(threading.local):
+    """What this thread calls instead of targets: (key of `substitutes`, function or None)."""
+
+    substitutes: Mapping[Target, tuple[Any, Callable[..., Any] | None]] = MappingProxyType({})
+    called: set[Any] | None = None  # None: not recorded
 
 
 _step = _Step()
@@ -248,46 +193,43 @@ _originals: dict[Target, tuple[Any, int]] = {}
 
 @contextlib.contextmanager
 def substitutes(
-    functions: Mapping[str, Callable[..., Any] | None] | None, called: set[str] | None = None
+    functions: Mapping[Any, Callable[..., Any] | None] | None, called: set[Any] | None = None
 ) -> Iterator[None]:
-    """Scope in which this thread calls substitutes in place of the originals.
+    """Scope in which this thread calls other functions; other threads call the originals.
 
     Args:
-        functions: by the key of a target, or by the type of an operation, functions that get the
-            original and its arguments. They are added to those of the scope around this one. None
-            removes all substitutes.
-        called: receives the keys of the substitutes that are called. By default they go where
-            those of the scope around this one go.
+        functions: for replacements or targets, functions that get the original and its arguments,
+            or None to call the original. They are added to those of the scope around this one.
+            None removes all.
+        called: receives the keys of the functions that are called. By default they go where those
+            of the scope around this one go.
     """
     before = _step.substitutes, _step.called
-    _step.substitutes = {} if functions is None else {**_step.substitutes, **functions}
-    _step.called = _step.called if called is None else called
-    try:
-        yield
-    finally:
-        _step.substitutes, _step.called = before
-
-
-@contextlib.contextmanager
-def replacing(targets: Sequence[Target]) -> Iterator[None]:
-    """Scope in which the targets call the substitutes of the current thread.
-
-    Several threads may be in it. When the last one leaves, the originals are back.
-    """
+    known = {} if functions is None else dict(_step.substitutes)
     with contextlib.ExitStack() as stack:
-        for target in targets:
-            stack.enter_context(_replaced(target))
-        yield
+        for key, function in (functions or {}).items():
+            for target in key.targets() if isinstance(key, Replacement) else [key]:
+                known[target] = key, function
+                if function is not None:
+                    stack.enter_context(_replaced(target))
+        _step.substitutes, _step.called = known, _step.called if called is None else called
+        try:
+            yield
+        finally:
+            _step.substitutes, _step.called = before
 
 
 @contextlib.contextmanager
 def _replaced(target: Target) -> Iterator[None]:
-    key, owner, name = target
+    """Scope in which a target calls what a thread has put in its place.
+
+    Several threads may be in it. When the last one leaves, the original is back.
+    """
     with _lock:
-        original, users = _originals.get(target, (vars(owner)[name], 0))
+        original, users = _originals.get(target, (vars(target.owner)[target.name], 0))
         _originals[target] = original, users + 1
         if not users:
-            setattr(owner, name, _dispatching(key, original))
+            setattr(target.owner, target.name, _dispatching(target, original))
     try:
         yield
     finally:
@@ -296,41 +238,19 @@ def _replaced(target: Target) -> Iterator[None]:
             if users > 1:
                 _originals[target] = original, users - 1
             else:
-                setattr(owner, name, original)
+                setattr(target.owner, target.name, original)
 
 
-@functools.cache
-def step_targets() -> list[Target]:
-    """The targets of a step: the functions of `REPLACED` that exist in this release."""
-    found = []
-    for replaced in REPLACED:
-        with contextlib.suppress(ImportError, AttributeError):
-            found.append(target_of(replaced.key, *replaced.place()))
-    return found
-
-
-def target_of(key: str, owner: type | types.ModuleType, name: str) -> Target:
-    """Returns the target of a function of a module or a class, which may inherit it.
-
-    Raises:
-        AttributeError: the owner has no such function.
-    """
-    for each in inspect.getmro(owner) if isinstance(owner, type) else [owner]:
-        if name in vars(each):
-            return Target(key, each, name)
-    raise AttributeError(f"{owner!r} has no {name!r}")
-
-
-def _dispatching(key: str, original: Any) -> Any:
+def _dispatching(target: Target, original: Any) -> Any:
     """Returns a function or a property that calls the substitute of this thread."""
     if isinstance(original, property):
-        return property(_dispatching(key, original.fget))
+        return property(_dispatching(target, original.fget))
 
     @functools.wraps(original)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        # The first argument of the function that creates operations is their type.
-        substitute = _step.substitutes.get(args[0] if key == "draw" else key)
-        if substitute is None:
+        key, substitute = _step.substitutes.get(target, (target, None))
+        only = key.only if isinstance(key, Replacement) else ()
+        if substitute is None or (only and args[0] not in only):
             return original(*args, **kwargs)
         if _step.called is not None:
             _step.called.add(key)
@@ -417,7 +337,7 @@ def keys_of(
     optimizers: Sequence[keras.optimizers.Optimizer], variables: Sequence[keras.Variable]
 ) -> list[str]:
     """The keys by which optimizers know variables; none without an optimizer."""
-    known = [each for each in variables if raw_value(each) is not None] if optimizers else []
+    known = [v for v in variables if raw_value(v) is not None] if optimizers else []
     return list(map(key_of, known))
 
 
@@ -459,7 +379,7 @@ def symbolic_build(model: keras.Model, batch: Structure) -> None:
         def call(original: Original, *args: Any, **named: Any) -> Any:
             return original(*args, **{**named, **({"training": True} if named else {})})
 
-        with replacing([target_of("call", type(model), "call")]), substitutes({"call": call}):
+        with substitutes({target_of(type(model), "call"): call}):
             build(data_batch=batch)
 
 
@@ -542,8 +462,8 @@ _SEEDS = "global_seed_generator"
 
 def seed_state() -> np.ndarray | None:
     """The state of `global_seed_generator`; None if none was made, which would draw a seed."""
-    found = NAMES("backend.common.global_state.get_global_attribute")(_SEEDS)
-    return None if found is None else found.state.numpy()
+    generator = NAMES("backend.common.global_state.get_global_attribute")(_SEEDS)
+    return None if generator is None else generator.state.numpy()
 
 
 def global_seed_generator() -> keras.random.SeedGenerator:
@@ -581,7 +501,7 @@ def distribution_strategy_of(
     Private because an optimizer keeps the strategy that was current when it was made.
     """
     use = "the update of variables"
-    before = [NAMES.of(each, "_distribution_strategy", use) for each in optimizers]
+    before = [NAMES.of(optimizer, "_distribution_strategy", use) for optimizer in optimizers]
     for optimizer in optimizers:
         optimizer._distribution_strategy = strategy
         # TensorFlow's sum over replicas would keep the graph of the step for the process's life.
@@ -611,13 +531,16 @@ def step_variables(
 
 def optimizer_builds() -> list[Target]:
     """The `build` methods of all optimizers. Private: their bases have no public name."""
-    found, waiting = {}, [keras.optimizers.Optimizer]
-    while waiting:
-        kind = waiting.pop()
-        waiting += kind.__subclasses__()
-        target = target_of("build", kind, "build")
-        found[target.owner] = target
-    return list(found.values())
+    kinds = [keras.optimizers.Optimizer, *_optimizer_classes()]
+    return list(dict.fromkeys(target_of(kind, "build") for kind in kinds))
+
+
+def _optimizer_classes() -> list[type[keras.optimizers.Optimizer]]:
+    """All classes of optimizers below `keras.optimizers.Optimizer`."""
+    kinds = [keras.optimizers.Optimizer]
+    for kind in kinds:
+        kinds += [subclass for subclass in kind.__subclasses__() if subclass not in kinds]
+    return kinds[1:]
 
 
 @contextlib.contextmanager
@@ -626,7 +549,7 @@ def building_again(optimizers: Sequence[keras.optimizers.Optimizer]) -> Iterator
 
     Private because Keras builds an optimizer once, and appends the variables to one list.
     """
-    before = [len(NAMES.of(each, "_variables", "the slots of optimizers")) for each in optimizers]
+    before = [len(NAMES.of(opt, "_variables", "the slots of optimizers")) for opt in optimizers]
     yield
     for optimizer, size in zip(optimizers, before, strict=True):
         variables = list(optimizer._variables)
@@ -665,7 +588,10 @@ def noting_slots(part: type, strategy: object) -> Iterator[list[tuple[keras.Vari
             return original(optimizer, *args, **kwargs)
 
     base = keras.optimizers.Optimizer
-    functions = {"add_variable": add, "add_variable_from_reference": add_beside}
-    targets = [target_of(name, base, name) for name in functions] + [Target("shape", part, "shape")]
-    with replacing(targets), substitutes({"build": None, "shape": read, **functions}):
+    functions: dict[Any, Callable[..., Any]] = {
+        target_of(base, "add_variable"): add,
+        target_of(base, "add_variable_from_reference"): add_beside,
+        Target(part, "shape"): read,
+    }
+    with substitutes({**dict.fromkeys(optimizer_builds()), **functions}):
         yield noted

@@ -48,6 +48,7 @@ from tfdist_ext.training.state import (
     whole_slots,
     whole_value,
 )
+from tfdist_ext.training.steps import exact
 from tfdist_ext.training.steps.parts import OptimizerParts, deferring_builds
 from tfdist_ext.training.steps.scope import metrics_of
 from tfdist_ext.training.variables import (
@@ -214,21 +215,24 @@ def _build_from_step(model: keras.Model, kind: str, batch: Structure) -> None:
     applied: dict[int, tuple[keras.optimizers.Optimizer, list[keras.Variable]]] = {}
 
     def apply(
-        original: object,
+        original: Callable[..., Any],
         optimizer: keras.optimizers.Optimizer,
-        grads: object,
+        grads: Iterable[Any],
         trainable_variables: Iterable[keras.Variable] | None = None,
     ) -> None:
+        if original.__name__ == "apply_gradients":
+            trainable_variables = [variable for _, variable in grads]
         if trainable_variables is not None:
             applied.setdefault(id(optimizer), (optimizer, list(trainable_variables)))
 
     def tried(batch: Structure) -> Structure:
-        functions: dict[str, Callable[..., Any]] = {"apply": apply, "gradient": _zero_gradient}
-        targets = [target for target in _keras_private.step_targets() if target.key in functions]
-        instead = _keras_private.substitutes(functions)
+        instead: dict[Any, Callable[..., Any]] = {
+            exact.optimizer_apply: apply,
+            exact.tape_gradient: _zero_gradient,
+        }
         # Losses that layers add are discarded with the scope.
         losses = keras.StatelessScope(collect_losses=True)
-        with default_strategy_scope(), _keras_private.replacing(targets), instead, losses:
+        with default_strategy_scope(), _keras_private.substitutes(instead), losses:
             return step(batch)
 
     try:

@@ -17,7 +17,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import keras
 import tensorflow as tf
@@ -67,7 +67,7 @@ class LocalCopies(keras.StatelessScope):
         super().__init__(initialize_variables=False)
         self._copy_of = copy_of
         self._used: dict[int, keras.Variable] = {}
-        self._of_steps = {id(v) for each in optimizers for v in step_variables(each)}
+        self._of_steps = {id(v) for optimizer in optimizers for v in step_variables(optimizer)}
         # By variable and graph: the tensors of a cond or a loop cannot be used outside of it.
         self._read: dict[tuple[int, tf.Graph], tf.Tensor] = {}
 
@@ -183,18 +183,22 @@ for _name in ("add", "sub", "mul", "truediv", "pow"):
     setattr(PartOfVariable, f"__r{_name}__", _of_value(f"__r{_name}__"))
 
 
-class UpdatesInPlace:
-    """Stands in for an optimizer's strategy: computes each update on the variable's device.
+class Updates:
+    """Stands in for an optimizer's strategy, of which optimizers call `extended.update`."""
+
+    @property
+    def extended(self) -> Self:
+        return self
+
+
+class UpdatesInPlace(Updates):
+    """Computes each update on the variable's device.
 
     If the optimizer updates each row alone, each piece of a variable is updated on its own device.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer):
         self._by_row = updates_by_row(optimizer)
-
-    @property
-    def extended(self) -> UpdatesInPlace:
-        return self
 
     def update(
         self,
@@ -205,9 +209,9 @@ class UpdatesInPlace:
     ) -> None:
         """Call `fn(variable, *args)` on the variable's device, or once for each piece."""
         if is_partitioned(var) and self._by_row:
-            for number, piece, mine in with_each_piece(var, args):
+            for number, piece, values in with_each_piece(var, args):
                 with tf.device(piece.device), as_piece(number):
-                    fn(var, *mine)
+                    fn(var, *values)
             return
         with tf.device(pieces_of(var)[0][0].device):
             fn(var, *args)
@@ -237,7 +241,7 @@ def copies_of_model(
     model: keras.Model, strategy: tf.distribute.Strategy, local_replicas: int
 ) -> Iterator[Sequence[tf.Variable]]:
     """Of each variable of a model and of its optimizers, the copy that each replica uses."""
-    held = [with_inner_optimizers(each) for each in optimizers_of(model).values()]
+    held = [with_inner_optimizers(optimizer) for optimizer in optimizers_of(model).values()]
     owners = [model, *itertools.chain(*held)]
     variables = {id(v): v for owner in owners for v in owner.variables}
     for variable in variables.values():
@@ -336,8 +340,10 @@ def variables_of_steps(*, in_pieces: bool) -> contextlib.AbstractContextManager[
             kwargs["aggregation"] = tf.VariableAggregation.ONLY_FIRST_REPLICA
         if in_pieces and is_partitioned(kwargs.get("colocate_with")):
             return beside_pieces(next_creator, **kwargs)
-        made = with_scalar_conversions(next_creator(**kwargs))
-        return partitioned(list(made), made.name) if in_pieces and is_partitioned(made) else made
+        variable = with_scalar_conversions(next_creator(**kwargs))
+        if in_pieces and is_partitioned(variable):
+            return partitioned(list(variable), variable.name)
+        return variable
 
     return tf.variable_creator_scope(creator)
 
@@ -364,7 +370,7 @@ def attributes_of(owner: object, kind: type[_Kind]) -> dict[str, _Kind]:
     # TensorFlow's list of what is tracked has the same objects under other names.
     names = [name for name in vars(owner) if not name.startswith("_self_")]
     waiting = [(name, vars(owner)[name]) for name in reversed(names)]
-    found: dict[str, _Kind] = {}
+    matches: dict[str, _Kind] = {}
     seen: set[int] = set()
     while waiting:
         name, value = waiting.pop()
@@ -372,22 +378,22 @@ def attributes_of(owner: object, kind: type[_Kind]) -> dict[str, _Kind]:
             continue
         seen.add(id(value))
         if isinstance(value, kind):
-            found[name] = value
+            matches[name] = value
         elif isinstance(value, dict | list | tuple) and len(value) <= _SHORT:
             inside = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += reversed([(f"{name}.{key}", each) for key, each in inside])
-    return found
+            waiting += reversed([(f"{name}.{key}", item) for key, item in inside])
+    return matches
 
 
 def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
     """Returns attribute -> optimizer, of a model and of the models inside it."""
-    models = [each for each in flat_layers(model) if isinstance(each, keras.Model)]
-    found: dict[int, tuple[str, keras.optimizers.Optimizer]] = {}
-    for number, each in enumerate(models):  # the first one is the model itself
+    models = [layer for layer in flat_layers(model) if isinstance(layer, keras.Model)]
+    optimizers: dict[int, tuple[str, keras.optimizers.Optimizer]] = {}
+    for number, inner in enumerate(models):  # the first one is the model itself
         place = f"models.{number}." if number else ""
-        for name, optimizer in attributes_of(each, keras.optimizers.Optimizer).items():
-            found.setdefault(id(optimizer), (place + name, optimizer))
-    return dict(found.values())
+        for name, optimizer in attributes_of(inner, keras.optimizers.Optimizer).items():
+            optimizers.setdefault(id(optimizer), (place + name, optimizer))
+    return dict(optimizers.values())
 
 
 def with_inner_optimizers(
@@ -395,8 +401,8 @@ def with_inner_optimizers(
 ) -> list[keras.optimizers.Optimizer]:
     """Returns an optimizer and the optimizers inside it, as of loss scaling and lookahead."""
     held = attributes_of(optimizer, keras.optimizers.Optimizer).values()
-    inner = [each for one in held for each in with_inner_optimizers(one)]
-    return list({id(each): each for each in (optimizer, *inner)}.values())
+    inner = [inner for direct in held for inner in with_inner_optimizers(direct)]
+    return list({id(item): item for item in (optimizer, *inner)}.values())
 
 
 def check_built(optimizer: keras.optimizers.Optimizer) -> None:

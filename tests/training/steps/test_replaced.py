@@ -7,6 +7,7 @@ functions that are replaced while a step runs.
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import subprocess
 import sys
@@ -21,15 +22,17 @@ from task_programs import LEFT_OUT
 from training_cases import X, Y, classifier, compiled, mirrored, stack
 
 import tfdist_ext as tfd
-from tfdist_ext.training._keras_private import REPLACED, Replaced, step_targets
+from tfdist_ext.training._keras_private import REPLACED, Replacement, Target
+from tfdist_ext.training.steps import exact
 from tfdist_ext.training.steps.context import ReplicaSums
 
 FIT = {"batch_size": 16, "verbose": 0}
 
 
-def in_place() -> dict[str, Any]:
+def in_place() -> dict[Target, Any]:
     """What is found under the name of each replaced function."""
-    return {str(each): inspect.getattr_static(*each.place()) for each in REPLACED}
+    targets = [each.targets()[: len(each.paths)] for each in REPLACED]  # without overrides
+    return {target: inspect.getattr_static(*target) for target in itertools.chain(*targets)}
 
 
 AT_FIRST = in_place()
@@ -195,13 +198,13 @@ def losses_added_by_itself(self: Any, x: Any, y: Any, y_pred: Any, *more: Any, *
 
 
 LOSSES = keras.src.losses.loss
-PLANTED: dict[str, list[tuple[Any, str, Any]]] = {
-    "apply": [(keras.Model, "train_step", step_past_apply)],
-    "loss": [(keras.Model, "compute_loss", compute_loss_past_the_call)],
-    "moments": [(keras.layers.BatchNormalization, "call", normalized_by_the_part)],
-    "draw": [(keras.layers.GaussianNoise, "call", noise_by_a_hash)],
-    "added_loss": [(keras.Model, "compute_loss", losses_added_by_itself)],
-    "replicas": [
+PLANTED: dict[Replacement, list[tuple[Any, str, Any]]] = {
+    exact.optimizer_apply: [(keras.Model, "train_step", step_past_apply)],
+    exact.call_loss: [(keras.Model, "compute_loss", compute_loss_past_the_call)],
+    exact.moments: [(keras.layers.BatchNormalization, "call", normalized_by_the_part)],
+    exact.random_operation: [(keras.layers.GaussianNoise, "call", noise_by_a_hash)],
+    exact.added_loss: [(keras.Model, "compute_loss", losses_added_by_itself)],
+    exact.replicas_in_sync: [
         (LOSSES, f"{name}_loss_for_distribution", lambda value: value)
         for name in ("scale", "unscale")
     ],
@@ -226,21 +229,28 @@ def with_all() -> keras.Model:
 
 def test_a_step_calls_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `check_called` expects, and what numbers alone show."""
-    seen: set[str] = set()
+    seen: set[Any] = set()
 
-    def check(model: Any, kind: str, called: set[str], written: Any, losses: Any) -> None:
+    def check(model: Any, kind: str, called: set[Any], written: Any, losses: Any) -> None:
         seen.update(called)
 
     monkeypatch.setattr("tfdist_ext.training.steps.exact.check_called", check)
     tfd.distribute(with_all, mirrored()).fit(X, Y, **FIT)
-    expected = {"added_loss", "apply", "clear_losses", "draw", "gradient", "loss"}
-    expected |= {"moments", "reduce_loss", "replicas", "update_mean"}
+    expected = {
+        *PLANTED,
+        exact.clear_losses,
+        exact.tape_gradient,
+        exact.reduce_loss,
+        exact.update_mean,
+    }
     assert not expected - seen
 
 
 @pytest.mark.filterwarnings("ignore:The step relates values")
-@pytest.mark.parametrize("key", PLANTED)
-def test_a_way_past_a_function_is_an_error(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("key", PLANTED, ids=lambda key: key.function.__name__)
+def test_a_way_past_a_function_is_an_error(
+    key: Replacement, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for planted in PLANTED[key]:
         monkeypatch.setattr(*planted)
     model = tfd.distribute(with_all, mirrored())
@@ -248,7 +258,8 @@ def test_a_way_past_a_function_is_an_error(key: str, monkeypatch: pytest.MonkeyP
     with pytest.raises(tfd.TfDistError) as caught:
         model.fit(X, Y, **FIT)
     for replaced in REPLACED:
-        assert (str(replaced) in str(caught.value)) == (replaced.key == key)
+        names = " or ".join(path.replace(":", ".") for path in replaced.paths)
+        assert (f" {names}, which" in str(caught.value)) == (replaced is key)
     assert f"Keras {keras.__version__}" in str(caught.value)
     assert "docs/compatibility.md" in str(caught.value)
     for one, other in zip(before, model.get_weights(), strict=True):
@@ -261,18 +272,11 @@ def test_a_function_that_is_gone_is_missed_by_those_who_need_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A model without a synchronized BatchNormalization trains without what that needs."""
-    moved = [
-        Replaced("moments", "keras:layers.BatchNormalization._moved", "sums"),
-        *(replaced for replaced in REPLACED if replaced.key != "moments"),
-    ]
-    monkeypatch.setattr("tfdist_ext.training._keras_private.REPLACED", tuple(moved))
-    step_targets.cache_clear()
-    try:
-        tfd.distribute(classifier(), mirrored()).fit(X, Y, **FIT)
-        with pytest.raises(tfd.TfDistError, match=r"did not call \S+tion._moved,"):
-            tfd.distribute(with_all, mirrored()).fit(X, Y, **FIT)
-    finally:
-        step_targets.cache_clear()
+    monkeypatch.setitem(vars(exact.moments), "paths", ["keras:layers.BatchNormalization._moved"])
+    tfd.distribute(classifier(), mirrored()).fit(X, Y, **FIT)
+    with pytest.raises(tfd.TfDistError, match=r"did not call \S+tion._moved,"):
+        tfd.distribute(with_all, mirrored()).fit(X, Y, **FIT)
+    monkeypatch.undo()
 
 
 def test_collectives_past_their_keys() -> None:

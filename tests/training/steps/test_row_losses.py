@@ -179,7 +179,7 @@ def test_a_sum_over_the_global_batch_size() -> None:
 def test_a_compiled_loss_over_the_global_batch_size() -> None:
     def loss(y: Any, p: Any) -> tf.Tensor:
         losses = tf.reduce_sum((y - p) ** 2, 1)
-        return tf.compat.v1.nn.compute_average_loss(losses, global_batch_size=16)
+        return tf.nn.compute_average_loss(losses, global_batch_size=16)
 
     same(lambda: compiled(Net(), RATE, loss))
 

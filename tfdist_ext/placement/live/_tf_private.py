@@ -54,6 +54,38 @@ def piece_being_updated(value: Any) -> Any:
     return list(value)[number]
 
 
+class _InPieces:
+    """What needs no private name of TensorFlow in the class of `server_variable_class`."""
+
+    _variables: list[Any]
+    numpy: Any
+
+    @property
+    def trainable(self) -> bool:
+        return bool(self._variables[0].trainable)
+
+    @property
+    def device(self) -> str:
+        """The device of the first piece."""
+        return str(self._variables[0].device)
+
+    @property
+    def _unique_id(self) -> str:
+        """The key by which optimizers find slots, also while a piece is being updated."""
+        return str(self._variables[0]._unique_id).replace("part_0", "sharded")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.numpy(), dtype)
+
+    def __getitem__(self, index: Any) -> tf.Tensor:
+        # TensorFlow's method reads pieces that no tape connects with this variable.
+        return tf.convert_to_tensor(self)[index]
+
+    def _convert_variables_to_tensors(self) -> tf.Tensor:
+        """The value of a variable that a branch of a `tf.cond` returns."""
+        return tf.convert_to_tensor(self)
+
+
 @functools.cache
 def server_variable_class() -> Any:
     """A variable in pieces on parameter servers, with one gradient for a custom training loop.
@@ -72,11 +104,7 @@ def server_variable_class() -> Any:
     watched_by_tapes = NAMES("eager.tape.variable_accessed")
     record_operation = NAMES("eager.record.record_operation")
 
-    class ServerVariable(sharded):
-        @property
-        def trainable(self) -> bool:
-            return bool(self._variables[0].trainable)
-
+    class ServerVariable(_InPieces, sharded):
         @property
         def variables(self) -> list[Any]:
             """The pieces, which the caller is about to read."""
@@ -101,27 +129,6 @@ def server_variable_class() -> Any:
                     functools.partial(_joined_gradient, self),
                 )
             return whole.handle
-
-        @property
-        def device(self) -> str:
-            """The device of the first piece."""
-            return str(self._variables[0].device)
-
-        @property
-        def _unique_id(self) -> str:
-            """The key by which optimizers find slots, also while a piece is being updated."""
-            return str(self._variables[0]._unique_id).replace("part_0", "sharded")
-
-        def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-            return np.asarray(self.numpy(), dtype)
-
-        def __getitem__(self, index: Any) -> tf.Tensor:
-            # TensorFlow's method reads pieces that no tape connects with this variable.
-            return tf.convert_to_tensor(self)[index]
-
-        def _convert_variables_to_tensors(self) -> tf.Tensor:
-            """The value of a variable that a branch of a `tf.cond` returns."""
-            return tf.convert_to_tensor(self)
 
     for name in ("assign", "assign_add", "assign_sub"):
         setattr(ServerVariable, name, _of_piece(sharded, name))

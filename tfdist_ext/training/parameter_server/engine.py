@@ -122,8 +122,8 @@ class ParameterServerProgram:
         self._row_rules = row_rules
         self._step = step_of(model, kind)
         self._outputs = StepOutputs(model, kind)
-        self._metrics, others = metrics_and_others(model)
-        self._watched = [v for v in others if not v.trainable]
+        self._metrics, rest = metrics_and_others(model)
+        self._watched = [v for v in rest if not v.trainable]
         self._counter: keras.Variable | None = None
         # Only a worker knows whether the gradients overflow, and the step does not count.
         may_skip = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
@@ -133,8 +133,8 @@ class ParameterServerProgram:
         # Other optimizers count in variables on the servers, to which a step adds. A step reads a
         # learning rate once.
         for optimizer in optimizers_of(model).values():
-            of_steps = [each for each in step_variables(optimizer) if each is not None]
-            self._watched += [each for each in of_steps if each is not self._counter]
+            of_steps = [variable for variable in step_variables(optimizer) if variable is not None]
+            self._watched += [variable for variable in of_steps if variable is not self._counter]
         self._counted = 0  # how often a step counts itself
         self._sizes = [int(np.prod(variable.shape)) for variable in self._metrics]
         is_sum = [variable.aggregation == "sum" for variable in self._metrics]
@@ -195,26 +195,26 @@ class ParameterServerProgram:
             if isinstance(iterator, WorkerIterators):
                 answers = self._on_shards(iterator, n, arguments)
                 used = sent = sum(int(answer.steps) for answer in answers)
-                found = [answer.values for answer in answers]
+                results = [answer.values for answer in answers]
             else:
-                _, used, found = self._calls.on_batches(
+                _, used, results = self._calls.on_batches(
                     self._on_batches, iterator, n, self._specs, arguments
                 )
         finally:  # the calls before an error have updated the weights
             with contextlib.suppress(tf.errors.OpError):  # a lost server has an error of its own
                 if self._counter is not None and sent:
                     raw_value(self._counter).assign(first + sent * self._counted)
-        for states, _ in found:
+        for states, _ in results:
             self._totals = np.where(self._is_sum, self._totals + states - self._start, states)
         self._assign(self._totals)
-        logs = self._logs(found[-1][1] if found else {})
+        logs = self._logs(results[-1][1] if results else {})
         return Execution(logs, used, seconds, stop_requested=stop_requested)
 
     def _on_shards(
         self, data: WorkerIterators, n: int, arguments: Callable[[int, int], Sequence[np.int64]]
     ) -> list[Answer]:
         """Take `n` steps, or fewer if all shards end; returns the answers that count."""
-        batches, found = data.batches, []
+        batches, answers = data.batches, []
         if (key := str(batches.batch_spec)) not in self._on_shard:
             steps = functools.partial(self._steps_on_shard, batches.element_spec)
             number, positions = tf.TensorSpec([], tf.int64), tf.TensorSpec([None], tf.int64)
@@ -228,15 +228,16 @@ class ParameterServerProgram:
                 number = min(most, n - before)
                 span = np.int64(number), *arguments(before, number)
                 calls.append((self._on_shard[key], (data.of_workers, data.positions, *span)))
-            found += (counted := data.count(self._calls.results(calls)))
+            answers += (counted := data.count(self._calls.results(calls)))
             done += sum(int(answer.steps) for answer in counted)
             if counted:
                 progress = time.monotonic()
             elif time.monotonic() - progress < worker_batches.PATIENCE:
                 time.sleep(0.1)  # the workers that have answered are done with their shards
+                self._calls.peers.enters("steps")  # no stall: this wait has a limit of its own
             else:
                 data.leave_out()
-        return found
+        return answers
 
     def _steps_on_shard(
         self,
@@ -300,8 +301,8 @@ class ParameterServerProgram:
     def _logs(self, outputs: dict[str, np.ndarray]) -> Logs:
         values = zip(self._metrics, self._unpacked(self._totals), strict=True)
         with keras.StatelessScope(values):  # without reading them from servers
-            found = self._outputs.results(outputs)
-        logs = {name: value.numpy() for name, value in sorted(found.items())}
+            results = self._outputs.results(outputs)
+        logs = {name: value.numpy() for name, value in sorted(results.items())}
         return {name: float(v) if v.ndim == 0 else v for name, v in logs.items()}
 
 
@@ -322,8 +323,8 @@ class ParameterServerPredictor:
         done, at_once = 0, 4 * BATCHES_IN_A_CALL * self._calls.workers
         while data.steps is None or done < data.steps:
             n = at_once if data.steps is None else min(at_once, data.steps - done)
-            _, read, found = self._calls.on_batches(self._each, data.iterator, n)
-            outputs = [outputs for of_call in found for outputs in of_call]
+            _, read, calls = self._calls.on_batches(self._each, data.iterator, n)
+            outputs = [outputs for of_call in calls for outputs in of_call]
             yield from outputs
             yield from [None] * (read - len(outputs))
             if read < n:

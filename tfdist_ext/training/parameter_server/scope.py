@@ -17,17 +17,14 @@ import tensorflow as tf
 from tfdist_ext.training._keras_private import (
     distribution_strategy_of,
     raw_value,
-    replacing,
-    step_targets,
     substitutes,
 )
 from tfdist_ext.training.steps.row_updates import RowRules, RowUpdates
 from tfdist_ext.training.steps.scope import (
     StepScope,
     metric_in_inner_graph,
-    record_result,
-    result_methods,
-    take_rows,
+    recording_results,
+    take,
 )
 from tfdist_ext.training.variables import (
     UpdatesInPlace,
@@ -110,16 +107,15 @@ def step_on_worker(
     updates: list[RowUpdates] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(scope)
-        stack.enter_context(replacing([*step_targets(), *result_methods(model)]))
-        stack.enter_context(substitutes({"take": _take, "result": record_result}))
+        stack.enter_context(substitutes({take: _take, **recording_results(model)}))
         for optimizer in optimizers_of(model).values():
             every = with_inner_optimizers(optimizer)
             rules = row_rules or RowRules()
             updates.append(RowUpdates(UpdatesInPlace(optimizer), every, rules))
             stack.enter_context(distribution_strategy_of(every, updates[-1]))
         yield
-        for each in updates:
-            each.check_decays()
+        for update in updates:
+            update.check_decays()
 
 
 def _take(
@@ -127,7 +123,7 @@ def _take(
 ) -> tf.Tensor | tf.RaggedTensor:
     if isinstance(indices, tf.SparseTensor):  # Keras also takes row 0 for missing entries
         indices = tf.sparse.to_dense(indices)
-    return take_rows(original, x, indices, axis)
+    return take.function(None, original, x, indices, axis)
 
 
 def _add_difference(raw: tf.Variable, after: tf.Tensor, before: tf.Tensor) -> None:

@@ -11,13 +11,13 @@ Between workers, a value whose size may differ from step to step is padded; see
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.data.pipelines import Structure
@@ -33,7 +33,13 @@ from tfdist_ext.strategies.reductions import (
     padded_to_size,
 )
 from tfdist_ext.strategies.traced_replica import replica_number, sum_up
-from tfdist_ext.training._keras_private import not_called, raw_value, substitutes
+from tfdist_ext.training._keras_private import (
+    INSTANCE_KEY,
+    Original,
+    raw_value,
+    replaces,
+    substitutes,
+)
 from tfdist_ext.training.steps.row_updates import RowRules
 from tfdist_ext.training.steps.rows import (
     EqualTensors,
@@ -99,28 +105,25 @@ class ReplicaSums:
             return list(values)
         self.check_graph()
         what = [STATISTIC] * len(values) if what is None else what
-        for value, each in zip(values, what, strict=True):
-            _set_shape(value, each)
-        dtypes = [value.dtype for value in values]
-        values = [_real(value) for value in values]
+        for value, kind in zip(values, what, strict=True):
+            _set_shape(value, kind)
         lookups = [Lookups(value, self.equal) for value in values]
-        parts = [part for each in lookups for part in each.parts]
+        parts = [part for lookup in lookups for part in lookup.parts]
         of_parts = [
             OTHER if has_keys else kind
-            for each, kind in zip(lookups, what, strict=True)
-            for has_keys in each.has_keys
+            for lookup, kind in zip(lookups, what, strict=True)
+            for has_keys in lookup.has_keys
         ]
-        sums = iter(self.synchronize(lambda mine: self._sums(mine, of_parts), parts))
-        summed = [each.joined([next(sums) for _ in each.parts]) for each in lookups]
-        summed = [_as_before(total, dtype) for total, dtype in zip(summed, dtypes, strict=True)]
+        sums = iter(self.synchronize(lambda local: self._sums(local, of_parts), parts))
+        summed = [lookup.joined([next(sums) for _ in lookup.parts]) for lookup in lookups]
         self.equal.add(summed)
         return summed
 
     def before_and_all(self, counts: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the sums of a vector (int64) over the replicas before this one, and over all."""
         number = tf.range(self.replicas)[:, tf.newaxis]
-        mine = tf.where(number == replica_number(), counts, 0)
-        (of_all,) = self.all_reduce([mine], [OTHER])
+        here = tf.where(number == replica_number(), counts, 0)
+        (of_all,) = self.all_reduce([here], [OTHER])
         before = tf.where(number < replica_number(), of_all, 0)
         return tf.reduce_sum(before, 0), tf.reduce_sum(of_all, 0)
 
@@ -147,19 +150,12 @@ class ReplicaSums:
         return sum_up, value.dtype.name, is_sparse, has_known_shape
 
     def _sum_of_elements(
-        self, values: Sequence[tf.Tensor], what: Sequence[Reduced], *, as_bits: bool = False
+        self, values: Sequence[tf.Tensor], what: Sequence[Reduced]
     ) -> list[tf.Tensor]:
-        """Sums dense tensors of one dtype; each has one shape on all workers.
-
-        Args:
-            as_bits: add the bits of 16-bit tensors, in which all replicas but one have zeros.
-        """
+        """Sums dense tensors of one dtype; each has one shape on all workers."""
         sizes = [tf.size(value) for value in values]
         flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
-        summands = _words(flat) if as_bits else flat
-        (total,) = sum_up([padded_to_size(summands)], what[:1], self.keys_of_size)
-        if as_bits:
-            total = tf.reshape(tf.bitcast(total, flat.dtype), [-1])
+        (total,) = sum_up([padded_to_size(flat)], what[:1], self.keys_of_size)
         pieces = tf.split(total[: tf.size(flat)], tf.stack(sizes), num=len(values))
         return [
             tf.ensure_shape(tf.reshape(piece, tf.shape(value)), value.shape)
@@ -169,42 +165,43 @@ class ReplicaSums:
     def _sum_of_slices(
         self, values: Sequence[tf.IndexedSlices], what: Sequence[Reduced]
     ) -> list[tf.IndexedSlices]:
-        """Gathers the slices of all replicas, for all tables of one dtype in one collective.
+        """Gathers the slices of all replicas, for all tables of one dtype together.
 
-        With `gradient_dtype` the bits of rows and indices travel, with rows in this type.
+        With `gradient_dtype` the rows travel in this type.
         """
         counts = tf.stack([tf.size(value.indices, tf.int64) for value in values])
-        places = [tf.unstack(each, len(values)) for each in self.before_and_all(counts)]
-        dtype = values[0].dtype if values[0].dtype.size > 2 else tf.float32  # holds a digit
+        before, count = (tf.unstack(vector, len(values)) for vector in self.before_and_all(counts))
         narrow = narrow_sums_of(tf.distribute.get_strategy())
-        if narrow is not None:
-            dtype = narrow.dtype
-        encode, decode = (_digits, _joined_digits) if narrow is None else (_bits, _joined_bits)
-        mine = [tf.cast(value.values, dtype) for value in values]
-        mine += [encode(value.indices, dtype) for value in values]
-        padded = list(map(among_zeros, mine, *[[*each, *each] for each in places]))
-        sums = self._sum_of_elements(padded, what, as_bits=narrow is not None)
+        dtype = values[0].dtype if narrow is None else narrow.dtype
+        rows = [tf.cast(value.values, dtype) for value in values]
+        indices = [tf.cast(value.indices, tf.int64) for value in values]
+        rows, indices = (
+            self._sum_of_elements(list(map(among_zeros, parts, before, count)), what)
+            for parts in (rows, indices)
+        )
         return [
             tf.IndexedSlices(
-                tf.cast(rows, value.dtype),
-                decode(indices, value.indices.dtype),
-                value.dense_shape,
+                tf.cast(row, value.dtype), tf.cast(index, value.indices.dtype), value.dense_shape
             )
-            for value, rows, indices in zip(values, sums, sums[len(values) :], strict=False)
+            for value, row, index in zip(values, rows, indices, strict=True)
         ]
 
     @contextlib.contextmanager
     def keys_of_size(self, size: tf.Tensor) -> Iterator[None]:
         """Scope in which collectives have the keys of a size."""
 
-        def key(original: Callable[..., int], launcher: object) -> tf.Tensor:
-            return key_of_size(original(launcher), size)
-
-        called: set[str] = set()
-        with substitutes({"collective_key": key}, called):
+        called: set[Any] = set()
+        key = functools.partial(collective_key.function, size)
+        with substitutes({collective_key: key}, called):
             yield
         if not called:
-            raise not_called("collective_key")
+            raise collective_key.not_called()
+
+
+@replaces(INSTANCE_KEY)
+def collective_key(size: tf.Tensor, original: Original, launcher: object) -> tf.Tensor:
+    """Returns one key per size; TensorFlow uses one key for all iterations of a loop."""
+    return key_of_size(original(launcher), size)
 
 
 @dataclass(eq=False)
@@ -229,8 +226,8 @@ class StepContext:
         replicas, equal, graph: those of `sums`.
         on_tpu: whether the replica runs on a TPU, where copies of variables cannot be reached one
             by one.
-        substitutes: the functions that replace Keras's functions in this step, by key.
-        called: the keys of the replaced functions that the step has called.
+        substitutes: what the step calls in place of functions of Keras and TensorFlow.
+        called: the replacements that the step has called.
         exact: maps the key of a tensor that covers all rows to the tensors before it.
         statistics: maps the key of a tensor to whether it is a statistic of this part's rows.
         row_numbers: shuffled numbers of rows in the global batch.
@@ -259,8 +256,8 @@ class StepContext:
         self.equal = self.sums.equal
         self.equal.add(self.batch, equal=False)
         self.equal.add(self.global_rows)
-        self.substitutes: Mapping[str, Callable[..., Any]] = {}
-        self.called: set[str] = set()
+        self.substitutes: Mapping[Any, Callable[..., Any]] = {}
+        self.called: set[Any] = set()
         self.exact: dict[Key, Sequence[tf.Tensor]] = {}
         self.statistics: dict[Key, bool] = {}
         self.row_numbers: list[tf.Tensor] = []
@@ -377,52 +374,6 @@ class StepContext:
         return totals
 
 
-def _real(value: Gradient) -> Gradient:
-    """A complex value as real numbers, which collectives can sum."""
-    if not value.dtype.is_complex:
-        return value
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(_real(value.values), value.indices, None)
-    return tf.stack([tf.math.real(value), tf.math.imag(value)], -1)
-
-
-def _as_before(value: Gradient, dtype: tf.DType) -> Gradient:
-    """Undoes `_real` for a value of this dtype."""
-    if not dtype.is_complex:
-        return value
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(_as_before(value.values, dtype), value.indices, None)
-    return tf.complex(value[..., 0], value[..., 1])
-
-
-_DIGITS = np.array([1, 1 << 24, 1 << 48])  # float32 holds integers up to 2**24
-
-
-def _digits(indices: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Indices as numbers of a floating dtype, three for each index, which add up exactly."""
-    digits = tf.cast(indices, tf.int64)[:, tf.newaxis] // _DIGITS % (1 << 24)
-    return tf.cast(digits, dtype)
-
-
-def _joined_digits(digits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    return tf.cast(tf.reduce_sum(tf.cast(digits, tf.int64) * _DIGITS, 1), dtype)
-
-
-def _bits(indices: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """The bits of indices in a 16-bit type, four numbers for each index."""
-    return tf.bitcast(tf.cast(indices, tf.int64), dtype)
-
-
-def _joined_bits(bits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    return tf.cast(tf.bitcast(bits, tf.int64), dtype)
-
-
-def _words(vector: tf.Tensor) -> tf.Tensor:
-    """The bits of a 16-bit vector as int32, which collectives add; a last zero if it is odd."""
-    even = tf.pad(vector, [[0, tf.size(vector) % 2]])
-    return tf.bitcast(tf.reshape(even, [-1, 2]), tf.int32)
-
-
 def among_zeros(value: tf.Tensor, before: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
     """Pads a tensor with rows of zeros to `count` rows, of which `before` come first."""
     after = count - before - tf.shape(value, tf.int64)[0]
@@ -510,8 +461,8 @@ def gather_rows(context: StepContext, values: Sequence[tf.Tensor]) -> list[tf.Te
         with tf.control_dependencies([] if check is None else [check]):
             # Collectives sum few types of integers.
             dtype = tensor.dtype if tensor.dtype.is_floating else tf.int64
-            mine = tf.cast(tensor, dtype)[: context.rows]
-        padded.append(among_zeros(mine, before, count))
+            own = tf.cast(tensor, dtype)[: context.rows]
+        padded.append(among_zeros(own, before, count))
     gathered = []
     for tensor, total in zip(tensors, _totals(context, padded), strict=True):
         rows = tf.cast(total, tensor.dtype)
@@ -523,9 +474,9 @@ def gather_rows(context: StepContext, values: Sequence[tf.Tensor]) -> list[tf.Te
 def _totals(context: StepContext, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The sums over replicas; integers have no gradient."""
     floats = [value for value in values if value.dtype.is_floating]
-    others = [value for value in values if not value.dtype.is_floating]
+    integers = [value for value in values if not value.dtype.is_floating]
     float_sums = iter(context.differentiable_sum(floats, OTHER) if floats else ())
-    other_sums = iter(context.sums.all_reduce(others, [OTHER] * len(others)))
+    other_sums = iter(context.sums.all_reduce(integers, [OTHER] * len(integers)))
     return [next(float_sums if value.dtype.is_floating else other_sums) for value in values]
 
 

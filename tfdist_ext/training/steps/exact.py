@@ -7,7 +7,6 @@ whole batch. docs/exactness.md states the rules; each function here is a part of
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -22,12 +21,18 @@ from tfdist_ext.strategies._tf_private import is_recording
 from tfdist_ext.strategies.reductions import STATISTIC
 from tfdist_ext.strategies.traced_replica import computed_once, replica_id
 from tfdist_ext.training._keras_private import (
+    AGGREGATING_ASSIGN,
+    ASSIGN_DEPENDENCIES,
+    LAZY_READ,
+    MIRRORED_UPDATE,
+    PFOR,
+    REDUCE_EXAMPLES,
+    REDUCE_LOSS,
     Original,
-    Target,
     flat_layers,
     loss_ids,
-    not_called,
     overrides,
+    replaces,
     seed_generators,
     stateless_scope,
     substitutes,
@@ -43,7 +48,12 @@ from tfdist_ext.training.steps.context import (
 )
 from tfdist_ext.training.steps.mixing import mixed_rows
 from tfdist_ext.training.steps.parts import OptimizerParts, sums_of_parts
-from tfdist_ext.training.steps.random_numbers import RANDOM, REFUSED_IN_UPDATES, rows_at
+from tfdist_ext.training.steps.random_numbers import (
+    gather,
+    random_operation,
+    refuse_to_draw,
+    shuffle,
+)
 from tfdist_ext.training.steps.row_updates import RowUpdates
 from tfdist_ext.training.steps.rows import Gradient, symbolic_tensors, tensor_key
 from tfdist_ext.training.steps.scope import (
@@ -51,7 +61,7 @@ from tfdist_ext.training.steps.scope import (
     check_equal,
     check_value,
     shared_by_replicas,
-    take_rows,
+    take,
     warn_of_sums,
 )
 from tfdist_ext.training.steps.step_timer import timestamp_after
@@ -64,7 +74,6 @@ from tfdist_ext.training.variables import (
     default_strategy_scope,
     is_updated_once,
     local_copy,
-    optimizers_of,
     owner_copy,
     parts_of,
     with_inner_optimizers,
@@ -72,78 +81,75 @@ from tfdist_ext.training.variables import (
 from tfdist_ext.user_frames import warn
 
 
-def substitutes_of(context: StepContext) -> Mapping[str, Callable[..., Any]]:
-    """Returns the functions that replace those of Keras and TensorFlow in a step, by key."""
-    functions: dict[str, Callable[..., Any]] = {
-        "apply": _apply,
-        "reduce_loss": _reduce_loss,
-        "loss": _loss_of_batch,
-        "average_loss": _average_loss,
-        "clear_losses": _clear_losses,
-        "added_loss": _added_loss,
-        "gradient": _gradient,
-        "vectorize": _vectorize,
-        "update_mean": _update_mean,
-        "moments": _moments,
-        "replicas": lambda context, original, strategy: 1,
-        "take": _take,
-        **RANDOM,
-    }
+def substitutes_of(context: StepContext) -> Mapping[Any, Callable[..., Any]]:
+    """Returns what a step calls in place of functions of Keras and TensorFlow."""
+    replacements = [
+        *(optimizer_apply, tape_gradient, vectorized_map, call_loss, reduce_loss, average_loss),
+        *(added_loss, clear_losses, update_mean, moments, replicas_in_sync, take),
+        *(random_operation, shuffle, gather),
+    ]
     if context.replicas > 1 and not context.on_tpu:
-        functions |= {"write_variable": _write_variable, "update_variable": _update_variable}
-    return {key: functools.partial(function, context) for key, function in functions.items()}
+        replacements += [write_variable, update_variable]
+    return {replaced: functools.partial(replaced.function, context) for replaced in replacements}
 
 
-def _take(
-    context: StepContext,
-    original: Original,
-    x: Any,
-    indices: Any,
-    axis: int | None = None,
-) -> tf.Tensor:
-    x = x if axis is None else rows_at(context, x, indices, axis)
-    return take_rows(original, x, indices, axis)
+@replaces("tensorflow:distribute.Strategy.num_replicas_in_sync")
+def replicas_in_sync(context: StepContext, original: Original, strategy: object) -> int:
+    """Is 1: Keras and users divide a mean loss by it, but gradients are weighted already."""
+    return 1
 
 
-def _write_variable(
-    context: StepContext, original: Original, variable: tf.Variable, *args: Any, **named: Any
+@replaces(LAZY_READ, ASSIGN_DEPENDENCIES)
+def write_variable(
+    context: StepContext, original: Original, variable: tf.Variable, *op: tf.Operation | None
 ) -> Any:
-    """Handles a write to a tf.Variable of the user.
+    """Averages over all rows what a replica assigns to a tf.Variable of the user.
 
     Each writing method calls `_lazy_read` with the operation that wrote, None in eager code. Only
-    `assign` does not with read_value=False: it returns that operation.
+    `assign`, `assign_add` and `assign_sub` do not with read_value=False.
     """
-    result = original(variable, *args, **named)
-    op = args[0] if original.__name__ == "_lazy_read" else result
+    result = original(variable, *op)
+    _note_write(context, variable, *op)
+    return result
+
+
+def _note_write(
+    context: StepContext, variable: tf.Variable, op: tf.Operation | None = None
+) -> None:
+    """Checks what an operation writes to a variable."""
     scope = stateless_scope()
-    if isinstance(scope, ReplicaScope) and isinstance(op, tf.Operation | None):
-        values = [] if op is None else op.inputs[1:]
+    if not isinstance(scope, ReplicaScope):
+        return
+    if op is not None:
+        values = op.inputs[1:]
         for value in values:
             check_value(context, variable, value)
             if variable.dtype.is_floating:
                 warn_of_sums(context, variable.name, value)
-        if op is not None and not variable.dtype.is_floating:
+        if not variable.dtype.is_floating:
             check_equal(context, variable, values, op.type)
-        elif op is not None and ("Scatter" in op.type or "Slice" in op.type):
+        elif "Scatter" in op.type or "Slice" in op.type:
             check_equal(context, variable, values[0], op.type)
-        scope.copies.add(variable)
-    return result
+    scope.copies.add(variable)
 
 
-def _update_variable(
+@replaces(MIRRORED_UPDATE, AGGREGATING_ASSIGN)
+def update_variable(
     context: StepContext, original: Original, variable: tf.Variable, *args: Any, **named: Any
 ) -> Any:
-    """Updates this replica's copy of a mirrored tf.Variable of the user."""
-    del original
+    """Writes the replica's own copy of a tf.Variable of the user, also in a cond."""
     if hasattr(variable, "get") or variable.aggregation == tf.VariableAggregation.SUM:
         raise shared_by_replicas(variable, context.local_replicas)
     update, value = args
     copies = tf.distribute.get_strategy().experimental_local_results(variable)
-    return update(copies[replica_id() % len(copies)], value, **named)
+    result = update(copy := copies[replica_id() % len(copies)], value, **named)
+    if isinstance(result, tf.Operation):  # read_value=False
+        _note_write(context, copy, result)
+    return result
 
 
 def check_called(
-    model: keras.Model, kind: str, called: Set[str], written: Container[int], losses: Set[int]
+    model: keras.Model, kind: str, called: Set[Any], written: Container[int], losses: Set[int]
 ) -> None:
     """Checks that a step has called the replaced functions that its model must call.
 
@@ -151,7 +157,7 @@ def check_called(
 
     Args:
         kind: "train" or "test".
-        called: keys of `REPLACED` that the step has called.
+        called: the replacements that the step has called.
         written: ids of the variables that the step has written.
         losses: ids of what the layers have given to add_loss.
     """
@@ -159,24 +165,25 @@ def check_called(
     computes_loss = of_keras and not overrides(model, "compute_loss")
     trains = of_keras and kind == "train" and bool(model.trainable_variables)
     required = {
-        "clear_losses": of_keras,
-        "update_mean": of_keras,
-        "loss": computes_loss and any(map(_is_reduced, keras.tree.flatten(model.loss))),
-        "reduce_loss": "loss" in called,
-        "gradient": trains,
-        "apply": trains,
-        "replicas": of_keras,
-        **dict.fromkeys(("added_loss", "moments", "draw"), False),
+        clear_losses: of_keras,
+        update_mean: of_keras,
+        call_loss: computes_loss and any(map(_is_reduced, keras.tree.flatten(model.loss))),
+        reduce_loss: call_loss in called,
+        tape_gradient: trains,
+        optimizer_apply: trains,
+        replicas_in_sync: of_keras,
+        **dict.fromkeys((added_loss, moments, random_operation), False),
     }
     for layer in flat_layers(model):
-        required["added_loss"] |= computes_loss and not losses.isdisjoint(loss_ids(layer))
+        required[added_loss] |= computes_loss and not losses.isdisjoint(loss_ids(layer))
         if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
-            required["moments"] |= id(layer.moving_mean) in written
-        if type(layer).__module__.startswith("keras.") and "shuffle" not in called:
-            required["draw"] |= any(id(each.state) in written for each in seed_generators(layer))
-    for key, is_required in required.items():
-        if is_required and key not in called:
-            raise not_called(key)
+            required[moments] |= id(layer.moving_mean) in written
+        if type(layer).__module__.startswith("keras.") and shuffle not in called:
+            seeds = [generator.state for generator in seed_generators(layer)]
+            required[random_operation] |= any(id(state) in written for state in seeds)
+    for replacement, is_required in required.items():
+        if is_required and replacement not in called:
+            raise replacement.not_called()
 
 
 def _is_reduced(loss: object) -> bool:
@@ -200,24 +207,8 @@ def check_activity_regularizers(model: keras.Model) -> None:
             )
 
 
-def own_applies(model: keras.Model) -> list[Target]:
-    """Returns the `apply` methods that the classes of the model's optimizers override.
-
-    An override is replaced, because it may use the gradients before it calls Keras's method.
-    """
-    of_keras = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
-    owners = dict.fromkeys(
-        owner
-        for optimizer in optimizers_of(model).values()
-        for owner in itertools.takewhile(lambda base: base not in of_keras, type(optimizer).mro())
-    )
-    names = ("apply", "apply_gradients")
-    return [
-        Target("apply", owner, name) for owner in owners for name in names if name in vars(owner)
-    ]
-
-
-def _apply(
+@replaces("keras:optimizers.Optimizer.apply", overrides=("apply", "apply_gradients"))
+def optimizer_apply(
     context: StepContext,
     original: Original,
     optimizer: keras.optimizers.Optimizer,
@@ -225,10 +216,10 @@ def _apply(
     *more: Any,
     **named: Any,
 ) -> Any:
-    """Calls an optimizer's `apply` with the gradients of the global batch.
+    """Gets the gradients of the global batch, before it clips, accumulates or applies them.
 
     It is `optimizer.apply(grads, variables)`, or `apply_gradients(zip(grads, variables))` of an
-    optimizer of the user's. It may be a method that is not linear, or has a state of its own.
+    optimizer of the user's. An override may use the gradients before it calls Keras's method.
     """
     check_built(optimizer)
     grads = list(grads)
@@ -236,21 +227,47 @@ def _apply(
     if has_pairs:
         grads, variables = map(list, zip(*grads, strict=True))
     else:
-        given = [each for each in [*more, *named.values()] if isinstance(each, list | tuple)]
-        variables = list(given[0]) if given else trained_by(optimizer)
+        lists = [value for value in [*more, *named.values()] if isinstance(value, list | tuple)]
+        variables = list(lists[0]) if lists else trained_by(optimizer)
 
     def apply(grads: Sequence[Gradient | None], variables: Sequence[Any] = variables) -> Any:
         if has_pairs:
             pairs = list(zip(grads, variables, strict=True))
             result = original(optimizer, pairs, *more, **named)
             return optimizer.iterations if result is None else result
-        args = [variables if isinstance(each, list | tuple) else each for each in more]
+        args = [variables if isinstance(value, list | tuple) else value for value in more]
         options = {k: variables if isinstance(v, list | tuple) else v for k, v in named.items()}
         return original(optimizer, grads, *args, **options)
 
     if (shared := parts_of(optimizer)) is not None:
         return _apply_to_parts(context, shared, grads, variables, apply)
-    # Gradients that the step has summed are equal on all replicas, whatever the step did to them.
+    grads = _summed(context, grads, variables)
+    if context.on_tpu:
+        with running_step(None):
+            return apply(grads)
+    strategy = tf.distribute.get_strategy()
+    optimizers = with_inner_optimizers(optimizer)
+    touched = [*variables, *(v for optimizer in optimizers for v in optimizer.variables)]
+    if context.local_replicas > 1 and is_updated_once(touched, strategy, context.local_replicas):
+        _update_once(context, optimizer, grads, touched, apply)
+        return optimizer.iterations
+    number = replica_id()
+    copies = LocalCopies(lambda variable: local_copy(variable, strategy, number), optimizers)
+    drawing = substitutes({random_operation: refuse_to_draw} if context.replicas > 1 else {})
+    updates = RowUpdates(default_strategy(), optimizers, context.row_rules)
+    with running_step(None), drawing, default_strategy_scope(optimizers, updates), copies:
+        result = apply(grads)
+        updates.check_decays()
+        return result
+
+
+def _summed(
+    context: StepContext, grads: Sequence[Gradient | None], variables: Sequence[keras.Variable]
+) -> list[Gradient | None]:
+    """Returns the gradients of the global batch.
+
+    Gradients that the step has summed are equal on all replicas, whatever the step did to them.
+    """
     # If the numbers of gradients and variables differ, Keras raises an error.
     local = [
         i
@@ -261,25 +278,8 @@ def _apply(
     sums = [context.weighted(grads[i]) for i in local]
     if not context.on_tpu:  # there Keras sums, after it has clipped
         sums = context.sums.all_reduce(sums, [reduced_for("gradient", variables[i]) for i in local])
-    for i, total in zip(local, sums, strict=True):
-        grads[i] = total
-    if context.on_tpu:
-        with running_step(None):
-            return apply(grads)
-    strategy = tf.distribute.get_strategy()
-    optimizers = with_inner_optimizers(optimizer)
-    touched = [*variables, *(v for each in optimizers for v in each.variables)]
-    if context.local_replicas > 1 and is_updated_once(touched, strategy, context.local_replicas):
-        _update_once(context, optimizer, grads, touched, apply)
-        return optimizer.iterations
-    number = replica_id()
-    copies = LocalCopies(lambda variable: local_copy(variable, strategy, number), optimizers)
-    drawing = substitutes(REFUSED_IN_UPDATES if context.replicas > 1 else {})
-    updates = RowUpdates(default_strategy(), optimizers, context.row_rules)
-    with running_step(None), drawing, default_strategy_scope(optimizers, updates), copies:
-        result = apply(grads)
-        updates.check_decays()
-        return result
+    by_index = dict(zip(local, sums, strict=True))
+    return [by_index.get(i, gradient) for i, gradient in enumerate(grads)]
 
 
 def _apply_to_parts(
@@ -300,7 +300,7 @@ def _apply_to_parts(
     parts = [shared.part_of(variable) for variable in variables]
     if any(part is variable for part, variable in zip(parts, variables, strict=True)):
         return apply(grads, variables)  # Keras names the variable that the optimizer lacks
-    mine: list[Gradient | None] = []
+    local: list[Gradient | None] = []
     dense: list[int] = []
     sparse: list[int] = []
     for number, (gradient, part) in enumerate(zip(grads, parts, strict=False)):
@@ -309,18 +309,18 @@ def _apply_to_parts(
             (sparse if isinstance(gradient, tf.IndexedSlices) else dense).append(number)
         elif gradient is not None:
             gradient = part.of_whole(gradient)
-        mine.append(gradient)
+        local.append(gradient)
     what = [reduced_for("gradient", variables[number]) for number in sparse]
-    slices = context.sums.all_reduce([mine[number] for number in sparse], what)
+    slices = context.sums.all_reduce([local[number] for number in sparse], what)
     for number, total in zip(sparse, slices, strict=True):
-        mine[number] = parts[number].of_whole(total)
-    values = [tf.ensure_shape(mine[number], variables[number].shape) for number in dense]
+        local[number] = parts[number].of_whole(total)
+    values = [tf.ensure_shape(local[number], variables[number].shape) for number in dense]
     sums = functools.partial(sums_of_parts, parts=[parts[number] for number in dense])
     for number, total in zip(dense, context.sums.synchronize(sums, values), strict=True):
-        mine[number] = total
+        local[number] = total
     updating = shared.updating(strategy, context.row_rules)
-    with running_step(None), substitutes(REFUSED_IN_UPDATES), updating:
-        return apply(mine, parts)
+    with running_step(None), substitutes({random_operation: refuse_to_draw}), updating:
+        return apply(local, parts)
 
 
 def _update_once(
@@ -341,12 +341,12 @@ def _update_once(
     optimizers = with_inner_optimizers(optimizer)
 
     def update(values: list[Gradient]) -> tf.Tensor:
-        sums = [strategy.experimental_local_results(each)[0] for each in values]
+        sums = [strategy.experimental_local_results(value)[0] for value in values]
         rest = iter(sums)
         copies = LocalCopies(lambda variable: owner_copy(variable, strategy), optimizers)
         updates = RowUpdates(UpdatesInPlace(optimizer), optimizers, context.row_rules)
         with running_step(None), default_strategy_scope(optimizers, updates), copies:
-            apply([None if each is None else next(rest) for each in grads])
+            apply([None if gradient is None else next(rest) for gradient in grads])
             updates.check_decays()
         broadcast_from_owner([*touched, *copies.used], strategy)
         return timestamp_after(sums)
@@ -356,44 +356,48 @@ def _update_once(
     context.sums.synchronize(functools.partial(computed_once, update), values)
 
 
-def _update_mean(
+@replaces(REDUCE_EXAMPLES)
+def update_mean(
     context: StepContext,
     original: Original,
-    metric: keras.metrics.Metric,
     values: npt.ArrayLike | tf.Tensor,
-    sample_weight: npt.ArrayLike | tf.Tensor | None = None,
+    sample_weight: npt.ArrayLike | tf.Tensor | None,
+    reduce_fn: Callable[..., tf.Tensor],
+    dtype: str,
 ) -> Any:
-    """Updates a mean. A single number is the mean of the part, and counts once in a step."""
-    share = context.batch_fraction(metric.dtype)
+    """Counts a single number in Mean and Sum, the mean over a part, with the part's share."""
+    share = context.batch_fraction(dtype)
     if sample_weight is None and len(getattr(values, "shape", ())) == 0:
         warn_of_mixed_rows(context, values)
         sample_weight = share
     elif context.rows_in(values) == "batch":  # equal on all replicas
         weights = tf.ones_like(values) if sample_weight is None else sample_weight
-        sample_weight = tf.cast(weights, metric.dtype) * share
-    return original(metric, values, sample_weight)
+        sample_weight = tf.cast(weights, dtype) * share
+    return original(values, sample_weight, reduce_fn, dtype)
 
 
-def _vectorize(context: StepContext, original: Original, *args: Any, **named: Any) -> Any:
-    """Traces the function of a vectorized map, in which a gradient is that of a single row."""
-    with substitutes({"gradient": None}):
+@replaces(PFOR)
+def vectorized_map(context: StepContext, original: Original, *args: Any, **named: Any) -> Any:
+    """Computes the gradients of single rows in `tape.jacobian` and `tf.vectorized_map`."""
+    with substitutes({tape_gradient: None}):
         return original(*args, **named)
 
 
-def _moments(
+@replaces("keras:layers.BatchNormalization._moments")
+def moments(
     context: StepContext,
     original: Original,
     layer: keras.layers.BatchNormalization,
     inputs: tf.Tensor,
     mask: tf.Tensor | None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns mean and variance of each channel, of a synchronized layer over all replicas."""
+    """Weights replicas by their rows, also in the gradient, and applies the mask."""
     if not layer.synchronized:
-        moments = original(layer, inputs, mask)
-        for moment in symbolic_tensors(moments):  # `distribute` warns of them
+        of_part = original(layer, inputs, mask)
+        for moment in symbolic_tensors(of_part):  # `distribute` warns of them
             context.exact[tensor_key(moment)] = [inputs]
             context.statistics[tensor_key(moment)] = False
-        return moments
+        return of_part
     counted = tf.ones_like(inputs)
     if mask is not None:
         counted *= tf.cast(tf.cast(mask, tf.bool), inputs.dtype)[..., tf.newaxis]
@@ -413,7 +417,8 @@ _RATIOS = (keras.losses.dice, keras.losses.tversky)
 _REDUCTIONS = ("sum", "sum_over_batch_size", "mean", "mean_with_sample_weight", "none", None)
 
 
-def _reduce_loss(
+@replaces(REDUCE_LOSS)
+def reduce_loss(
     context: StepContext,
     original: Original,
     values: tf.Tensor,
@@ -421,11 +426,11 @@ def _reduce_loss(
     *more: Any,
     **named: Any,
 ) -> tf.Tensor:
-    """Reduces a loss over the part, so that the weighted mean over parts is the global loss."""
+    """Weighs a loss by the part's share of the divisor, which no public function returns."""
     loss = _reduced(context, original, values, sample_weight, *more, **named)
     if loss is not values:
         before = symbolic_tensors([values, sample_weight])
-        context.exact.update({tensor_key(each): before for each in symbolic_tensors(loss)})
+        context.exact.update({tensor_key(tensor): before for tensor in symbolic_tensors(loss)})
     return loss
 
 
@@ -464,15 +469,16 @@ def _reduced(
     # Keras's `apply_mask` scales the weights so that the sum is divided by the rows that count.
     ones = tf.ones_like(values, loss.dtype)
     divisor = original(ones, sample_weight=counted, mask=mask, reduction="sum")
-    mine = context.where_nonempty(divisor)
-    (whole,) = context.sums.all_reduce([mine])
+    share = context.where_nonempty(divisor)
+    (whole,) = context.sums.all_reduce([share])
     if is_selection:  # the part may have none of the selected rows
         total = original(values, sample_weight=sample_weight, mask=mask, reduction="sum")
         return tf.math.divide_no_nan(total, context.batch_fraction(total.dtype)) / whole
-    return loss * tf.math.divide_no_nan(mine, whole * context.batch_fraction(loss.dtype))
+    return loss * tf.math.divide_no_nan(share, whole * context.batch_fraction(loss.dtype))
 
 
-def _loss_of_batch(
+@replaces("keras:losses.Loss.__call__")
+def call_loss(
     context: StepContext,
     original: Original,
     loss: keras.losses.Loss,
@@ -481,10 +487,7 @@ def _loss_of_batch(
     *more: Any,
     **named: Any,
 ) -> tf.Tensor:
-    """Calls a loss; those that relate rows to each other, with the rows of all replicas.
-
-    Without an axis, Dice and Tversky are ratios of sums over the whole batch.
-    """
+    """Computes Dice and Tversky, ratios of sums, and Circle from the rows of all replicas."""
     is_ratio = type(loss).call is keras.losses.Dice.call and loss.fn in _RATIOS
     if is_ratio and loss.get_config().get("axis") is None:
         y_true, y_pred = all_rows((y_true, y_pred))
@@ -494,30 +497,31 @@ def _loss_of_batch(
     return original(loss, y_true, y_pred, *more, **named)
 
 
-def _average_loss(
+@replaces("tensorflow:nn.compute_average_loss")
+def average_loss(
     context: StepContext,
     original: Original,
     losses: Any,
     sample_weight: Any = None,
     global_batch_size: Any = None,
 ) -> tf.Tensor:
-    """Calls `tf.nn.compute_average_loss`, and makes its result a mean over the part."""
+    """Divides by the rows of all parts."""
     losses = tf.convert_to_tensor(losses)
     rows = context.rows_of(losses)
     if global_batch_size is None and rows is not None and rows.is_selection:
-        mine = context.where_nonempty(tf.shape(losses, tf.int64)[0])
-        (global_batch_size,) = context.sums.all_reduce([mine])
+        selected = context.where_nonempty(tf.shape(losses, tf.int64)[0])
+        (global_batch_size,) = context.sums.all_reduce([selected])
     loss = original(losses, sample_weight, global_batch_size)
     if global_batch_size is None or context.rows_in(losses) == "batch":
         return loss  # divided by as many rows as it is the sum of
     return tf.math.divide_no_nan(loss, context.batch_fraction(loss.dtype))
 
 
-def _clear_losses(context: StepContext, original: Original, layer: keras.Layer) -> None:
-    """Drops the losses that this replica's last call of a layer has added.
+@replaces("keras:Layer._clear_losses")
+def clear_losses(context: StepContext, original: Original, layer: keras.Layer) -> None:
+    """Keeps the losses of other replicas, which share the layer.
 
-    A layer keeps the ids of its losses, and all replicas share the layer. While a replica waits for
-    the others in the middle of its step, their calls of the layer would drop its losses.
+    While a replica waits in the middle of its step, other replicas call the layer.
     """
     scope = stateless_scope()
     if not isinstance(scope, ReplicaScope):
@@ -525,14 +529,16 @@ def _clear_losses(context: StepContext, original: Original, layer: keras.Layer) 
     scope.forget_losses(layer)
 
 
-def _added_loss(
+@replaces("keras:Model._aggregate_additional_loss")
+def added_loss(
     context: StepContext, original: Original, model: keras.Model, loss: tf.Tensor
 ) -> tf.Tensor:
-    """Adds up what a layer gave to `add_loss`; Keras sums one number per row over all rows."""
+    """Sums the losses from add_loss; a sum over the rows of a part is not a mean."""
     return context.sum_over_rows(original(model, loss), loss)
 
 
-def _gradient(
+@replaces("tensorflow:GradientTape.gradient")
+def tape_gradient(
     context: StepContext,
     original: Original,
     tape: tf.GradientTape,
@@ -542,24 +548,24 @@ def _gradient(
     *options: Any,
     **named_options: Any,
 ) -> Structure:
-    """Returns a tape's gradient of the loss of the global batch.
+    """Returns the gradient of the global batch; only here is the shape of the loss known.
 
     That of a variable is summed over all replicas. That of a tensor with rows has the rows of this
     part. A loss with one number per row is a sum over rows, not a mean. Inside another tape, or a
-    graph in the step's graph, the gradient of a variable is that of the part, and `_apply` sums it.
+    graph in the step's graph, a variable has the gradient of the part; `optimizer_apply` sums it.
     """
     if context.replicas == 1:
         return original(tape, target, sources, output_gradients, *options, **named_options)
     targets = tf.nest.flatten(target)
     warn_of_mixed_rows(context, targets)
     upstream = _upstream(context, targets, output_gradients)
-    with substitutes({"gradient": None}):  # a custom gradient may call a tape
-        made = original(tape, target, sources, upstream, *options, **named_options)
+    with substitutes({tape_gradient: None}):  # a custom gradient may call a tape
+        gradients = original(tape, target, sources, upstream, *options, **named_options)
     # Replicas cannot wait for each other in inner graphs. On TPUs Keras's optimizer sums. Another
     # tape would want the gradient of the sum.
     is_summed_later = context.sums_in_apply or context.on_tpu
     is_inside = current_graph() is not context.graph or _is_inside_of_another(tape)
-    flat = tf.nest.flatten(made)
+    flat = tf.nest.flatten(gradients)
     summed: dict[int, Any] = {}
     for number, source in enumerate(tf.nest.flatten(sources)):
         is_variable = isinstance(source, tf.Variable | keras.Variable)
@@ -577,7 +583,7 @@ def _gradient(
     sums = context.sums.all_reduce([flat[number] for number in summed], what)
     for number, total in zip(summed, sums, strict=True):
         flat[number] = total
-    return tf.nest.pack_sequence_as(made, flat)
+    return tf.nest.pack_sequence_as(gradients, flat)
 
 
 def _is_inside_of_another(tape: tf.GradientTape) -> bool:
@@ -589,14 +595,14 @@ def _is_inside_of_another(tape: tf.GradientTape) -> bool:
         return is_recording()
 
 
-def _upstream(context: StepContext, targets: list[tf.Tensor], given: Structure) -> list[tf.Tensor]:
+def _upstream(context: StepContext, targets: list[tf.Tensor], grads: Structure) -> list[tf.Tensor]:
     """Returns the upstream gradient of each target, of rows divided by `batch_fraction`."""
-    upstream = list(map(tf.ones_like, targets)) if given is None else tf.nest.flatten(given)
+    upstream = list(map(tf.ones_like, targets)) if grads is None else tf.nest.flatten(grads)
     return [
-        each * tf.math.reciprocal_no_nan(context.batch_fraction(each.dtype))
+        gradient * tf.math.reciprocal_no_nan(context.batch_fraction(gradient.dtype))
         if context.rows_in(target) == "part"
-        else each
-        for target, each in zip(targets, upstream, strict=True)
+        else gradient
+        for target, gradient in zip(targets, upstream, strict=True)
     ]
 
 

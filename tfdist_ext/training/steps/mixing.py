@@ -110,10 +110,10 @@ def mixed_rows(
         if op.type not in _RELATING | _NOT_LINEAR or not op.inputs[0].dtype.is_floating:
             continue
         # Numbers divided by others are linear in the former only.
-        others = op.inputs[1:] if op.type in _DIVIDING else op.inputs
-        found = [_is_statistic(each, equal, known) for each in others]
-        is_related = any(map(unknown_sizes, op.inputs)) or (op.type == "Mul" and all(found))
-        if any(found) and (is_related or op.type in _NOT_LINEAR):
+        factors = op.inputs[1:] if op.type in _DIVIDING else op.inputs
+        related = [_is_statistic(factor, equal, known) for factor in factors]
+        is_related = any(map(unknown_sizes, op.inputs)) or (op.type == "Mul" and all(related))
+        if any(related) and (is_related or op.type in _NOT_LINEAR):
             return f"{_STATISTIC}, in {op.name!r}"
     return None
 
@@ -146,9 +146,9 @@ def _compares_rows(tensor: tf.Tensor, equal: EqualTensors) -> bool:
     Neither of them is equal on all replicas, nor a range of numbers, as in a mask of lengths.
     """
     inputs = tensor.op.inputs
-    if unknown_sizes(tensor) != 2 or [unknown_sizes(each) for each in inputs] != [1, 1]:
+    if unknown_sizes(tensor) != 2 or [unknown_sizes(source) for source in inputs] != [1, 1]:
         return False
-    ranges = [behind(each, SAME_ORDER).op.type == "Range" for each in inputs]
+    ranges = [behind(source, SAME_ORDER).op.type == "Range" for source in inputs]
     return not any(ranges) and not any(map(equal.has, inputs))
 
 
@@ -163,17 +163,17 @@ def _is_statistic(tensor: tf.Tensor, equal: EqualTensors, known: dict[Key, bool]
     waiting, seen = [tensor], list[Key]()
     result = False
     while waiting and not result:
-        key = tensor_key(each := waiting.pop())
+        key = tensor_key(source := waiting.pop())
         if known.get(key) is False or key in seen:
             continue
         seen.append(key)
-        if known.get(key) or unknown_sizes(each) or each.shape.rank is None:
+        if known.get(key) or unknown_sizes(source) or source.shape.rank is None:
             result = True
-        elif each.op.type in _SIZES:
-            rows = rows_of(each.op.inputs[0], equal)
+        elif source.op.type in _SIZES:
+            rows = rows_of(source.op.inputs[0], equal)
             result = rows is not None and rows.is_selection
-        elif not equal.has(each):
-            waiting += each.op.inputs
+        elif not equal.has(source):
+            waiting += source.op.inputs
     known.update(dict.fromkeys(seen if not result else seen[:1], result))
     return result
 

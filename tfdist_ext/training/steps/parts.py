@@ -26,12 +26,14 @@ from tfdist_ext.placement.planning import plan_owners
 from tfdist_ext.placement.specs import VariableShard, VariableSpec
 from tfdist_ext.strategies.owned_sums import OwnedSums, Owners, owned_sums_of
 from tfdist_ext.training._keras_private import (
+    ADD,
+    COND,
     Original,
     building_again,
     noting_slots,
     optimizer_builds,
     raw_value,
-    replacing,
+    replaces,
     substitutes,
 )
 from tfdist_ext.training.steps.row_updates import RowRules, RowUpdates
@@ -40,6 +42,7 @@ from tfdist_ext.training.variables import (
     LocalCopies,
     PartOfVariable,
     ShardedSlot,
+    Updates,
     default_strategy_scope,
     local_copy,
     set_sharded_slots,
@@ -76,8 +79,8 @@ class OwnPart(PartOfVariable):
         """Returns the part of a tensor of the weight's shape, or of slices of its rows."""
         if not isinstance(value, tf.IndexedSlices):
             flat = tf.reshape(value, [-1])
-            mine = [flat[:0], *(flat[a:b] for a, b in self._elements)]
-            return tf.reshape(tf.concat(mine, 0) if len(mine) != 2 else mine[1], self.shape)
+            pieces = [flat[:0], *(flat[a:b] for a, b in self._elements)]
+            return tf.reshape(tf.concat(pieces, 0) if len(pieces) != 2 else pieces[1], self.shape)
         values, indices, before = [value.values[:0]], [value.indices[:0]], 0
         for a, b in self._rows:
             is_mine = (value.indices >= a) & (value.indices < b)
@@ -88,12 +91,8 @@ class OwnPart(PartOfVariable):
         return tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), shape)
 
 
-class _UpdatesOfParts:
-    """Stands in for an optimizer's strategy: updates parts, if they have rows."""
-
-    @property
-    def extended(self) -> _UpdatesOfParts:
-        return self
+class _UpdatesOfParts(Updates):
+    """Updates parts, if they have rows."""
 
     def update(
         self, var: Any, fn: Callable[..., Any], args: Sequence[Any] = (), group: bool = True
@@ -128,20 +127,20 @@ class OptimizerParts:
         All workers must have the same weights: slots may start from them.
         """
         sums, optimizer = _sums_of(strategy), self.optimizer
-        if any(getattr(each, "overwrite_with_gradient", False) for each in self.variables):
+        if any(getattr(variable, "overwrite_with_gradient", False) for variable in self.variables):
             raise TrainingError("float8 training is not supported with shard_optimizer=True.")
         specs = [
-            VariableSpec(str(number), tuple(each.shape), each.dtype)
-            for number, each in enumerate(self.variables)
+            VariableSpec(str(number), tuple(variable.shape), variable.dtype)
+            for number, variable in enumerate(self.variables)
         ]
-        cut = [rows_can_be_owned(each, optimizer) for each in self.variables]
+        cut = [rows_can_be_owned(variable, optimizer) for variable in self.variables]
         plan = plan_owners(specs, sums.workers, is_cut=lambda spec: cut[int(spec.path)])
         self.parts = [
-            OwnPart(each, plan.owned_shards_of(spec.path), sums.worker)
-            for each, spec in zip(self.variables, specs, strict=True)
+            OwnPart(variable, plan.owned_shards_of(spec.path), sums.worker)
+            for variable, spec in zip(self.variables, specs, strict=True)
         ]
-        for each in with_inner_optimizers(optimizer):
-            each.built = False
+        for inner in with_inner_optimizers(optimizer):
+            inner.built = False
         again: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.initial is not None:
             again = building_again(with_inner_optimizers(optimizer))
@@ -149,8 +148,8 @@ class OptimizerParts:
             optimizer.build(self.parts)
         slots = [_slot_of(variable, part) for variable, part in noted]
         set_sharded_slots(optimizer, slots)
-        for each in with_inner_optimizers(optimizer):
-            vars(each)["save_own_variables"] = functools.partial(_save, each, slots)
+        for inner in with_inner_optimizers(optimizer):
+            vars(inner)["save_own_variables"] = functools.partial(_save, inner, slots)
         for part in self.parts:
             # Keras looks for the names of variables without weight decay there, but for Muon.
             if not isinstance(optimizer, keras.optimizers.Muon):
@@ -170,8 +169,10 @@ class OptimizerParts:
         """Scope in which the optimizer updates parts. At its end all workers get the weights."""
         optimizers, sums = with_inner_optimizers(self.optimizer), _sums_of(strategy)
         copies = LocalCopies(lambda variable: local_copy(variable, strategy, 0), optimizers)
-        functions = {"clip": _clip, "check_finite": _check_finite}
-        over_workers = {key: functools.partial(each, sums) for key, each in functions.items()}
+        over_workers = {
+            replacement: functools.partial(replacement.function, sums)
+            for replacement in (clip_gradients, check_finite)
+        }
         updates = RowUpdates(_UpdatesOfParts(), optimizers, rules)
         scope = default_strategy_scope(optimizers, updates)
         with self._loaded(strategy), scope, copies, substitutes(over_workers):
@@ -193,33 +194,37 @@ class OptimizerParts:
         """Scope in which parts have values."""
         for part in self.parts:
             part.value = part.of_whole(local_copy(part.variable, strategy, 0).read_value())
-        with substitutes({"cond": self._cond, "add": _add}):
+        with substitutes({cond: functools.partial(cond.function, self), add: add.function}):
             yield
         for part in self.parts:
             part.value = None
 
-    def _cond(self, original: Callable[..., Any], pred: Any, *branches: Callable[[], Any]) -> None:
-        """A cond whose branches may update parts."""
-        before = [part.value for part in self.parts]
-
-        def values_after(branch: Callable[[], object]) -> list[tf.Tensor | None]:
-            self._assign(before)
-            branch()
-            return [part.value for part in self.parts]
-
-        if_true, if_false = branches
-        self._assign(original(pred, lambda: values_after(if_true), lambda: values_after(if_false)))
-
-    def _assign(self, values: Sequence[tf.Tensor | None]) -> None:
+    def assign(self, values: Sequence[tf.Tensor | None]) -> None:
+        """Gives each part a value."""
         for part, value in zip(self.parts, values, strict=True):
             part.value = value
+
+
+@replaces(COND)
+def cond(
+    shared: OptimizerParts, original: Original, pred: Any, *branches: Callable[[], object]
+) -> None:
+    """Lets both branches of an optimizer's update write the parts of `shard_optimizer=True`."""
+    before = [part.value for part in shared.parts]
+
+    def values_after(branch: Callable[[], object]) -> list[tf.Tensor | None]:
+        shared.assign(before)
+        branch()
+        return [part.value for part in shared.parts]
+
+    shared.assign(original(pred, *(functools.partial(values_after, branch) for branch in branches)))
 
 
 def sums_of_parts(values: Sequence[tf.Tensor], parts: Sequence[OwnPart]) -> list[tf.Tensor]:
     """Returns the sum over workers of each part of gradients, which have the weights' shapes."""
     sums = _sums_of(tf.distribute.get_strategy())
-    found = sums.reduce(values, [part.owners for part in parts])
-    return [tf.reshape(each, part.shape) for each, part in zip(found, parts, strict=True)]
+    totals = sums.reduce(values, [part.owners for part in parts])
+    return [tf.reshape(total, part.shape) for total, part in zip(totals, parts, strict=True)]
 
 
 @contextlib.contextmanager
@@ -231,7 +236,7 @@ def deferring_builds() -> Iterator[None]:
             vars(optimizer)[PARTS] = OptimizerParts(optimizer, variables)
             optimizer.built = True
 
-    with replacing(optimizer_builds()), substitutes({"build": note}):
+    with substitutes(dict.fromkeys(optimizer_builds(), note)):
         yield
 
 
@@ -262,15 +267,18 @@ def _sums_of(strategy: tf.distribute.Strategy) -> OwnedSums:
     return sums
 
 
-def _add(original: Callable[..., tf.Tensor], x1: Any, x2: Any) -> tf.Tensor:
+@replaces(ADD)
+def add(original: Original, x1: Any, x2: Any) -> tf.Tensor:
+    """Adds parts without rows; Keras takes a matrix without rows for a bias."""
     is_empty = 0 in (getattr(x1, "shape", None) or ())
     return tf.add(tf.convert_to_tensor(x1), x2) if is_empty else original(x1, x2)
 
 
-def _clip(
+@replaces("keras:optimizers.Optimizer._clip_gradients")
+def clip_gradients(
     sums: OwnedSums, original: Original, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any]
 ) -> list[Any]:
-    """Clips the parts of gradients by the norms of the whole gradients."""
+    """Clips by the norms of whole gradients under `shard_optimizer=True`."""
     limit = optimizer.clipnorm or optimizer.global_clipnorm
     if not limit:
         return original(optimizer, grads)
@@ -295,9 +303,10 @@ def _clip(
     return list(map(scaled, grads, tf.unstack(factors, len(grads))))
 
 
-def _check_finite(
+@replaces("keras:optimizers.LossScaleOptimizer.check_finite")
+def check_finite(
     sums: OwnedSums, original: Original, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any]
 ) -> tf.Tensor:
-    """Returns whether the gradients of all workers' parts are finite, for loss scaling."""
+    """Checks the gradients of all workers under `shard_optimizer=True`."""
     is_finite = tf.reshape(original(optimizer, grads), [1])
     return sums.total(1.0 - tf.cast(is_finite, tf.float32))[0] == 0.0

@@ -15,8 +15,7 @@ found, and a literal batch size, are errors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -24,7 +23,10 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.initial_values import counter_at, group_size
 from tfdist_ext.training._keras_private import (
+    OPERATION,
+    SHUFFLE,
     Original,
+    replaces,
     substitutes,
 )
 from tfdist_ext.training.steps.context import StepContext, gather_rows
@@ -55,14 +57,14 @@ def _rows_drawn(context: StepContext, shape: tf.Tensor, known: tf.TensorShape) -
         )
     source = behind(shape, ("Cast", "Identity"))
     if source.op.type == "Shape":
-        found = [context.rows_of(source.op.inputs[0])]
+        held = [context.rows_of(source.op.inputs[0])]
     elif source.op.type == "Pack":
         sizes = enumerate(source.op.inputs)
-        found = [_rows_of_size(context, axis, size) for axis, size in sizes]
+        held = [_rows_of_size(context, axis, size) for axis, size in sizes]
     else:
         is_equal = context.equal.has(behind(source, ("Cast", "ConcatV2", "Identity", "Pack")))
-        found = [None if is_equal else Rows(0)]
-    dimensions = [rows for rows in found if rows is not None]
+        held = [None if is_equal else Rows(0)]
+    dimensions = [rows for rows in held if rows is not None]
     if len(dimensions) > 1 or any(not rows.blocks for rows in dimensions):
         raise TrainingError(
             f"A step draws random numbers of shape {known}, in which the rows of the batch cannot"
@@ -94,8 +96,8 @@ def _span(
         length: of the dimension on this replica.
     """
     if rows.is_selection:
-        mine = context.where_nonempty(length, 0)
-        before, total = context.sums.before_and_all(mine[tf.newaxis])
+        entries = context.where_nonempty(length, 0)
+        before, total = context.sums.before_and_all(entries[tf.newaxis])
         return before[0], length, tf.maximum(total[0], before[0] + length)
     before, global_rows = context.position()
     entries = -(-length // (rows.blocks * context.rows_read))  # of a row
@@ -174,10 +176,11 @@ def _with_rows(context: StepContext, drawn: tf.Tensor, rows: Rows) -> tf.Tensor:
     return drawn
 
 
-def _shuffled(
+@replaces(SHUFFLE)
+def shuffle(
     context: StepContext, original: Original, x: Any, axis: int = 0, seed: Any = None
 ) -> tf.Tensor:
-    """Shuffles the rows of the global batch, and returns this replica's part of them.
+    """Shuffles the rows of all replicas.
 
     The numbers of this part's rows (`arange(batch_size)`) become numbers of rows in the global
     batch. `rows_at` finds these rows.
@@ -190,13 +193,13 @@ def _shuffled(
     source = behind(x, ("Cast", "Identity")).op
     are_numbers = source.type == "Range" and tf.get_static_value(source.inputs[0]) == 0
     of_batch = x + tf.cast(before, x.dtype) if are_numbers else x
-    with substitutes(dict.fromkeys(_BY_COUNTER)):
+    with substitutes({random_operation: None}):
         shuffled = original(gather_rows(context, [of_batch])[0], 0, seed)
-    mine = shuffled[before : before + context.rows_read]
-    mine.set_shape(x.shape)
+    own = shuffled[before : before + context.rows_read]
+    own.set_shape(x.shape)
     if are_numbers:
-        context.row_numbers.append(mine)
-    return mine
+        context.row_numbers.append(own)
+    return own
 
 
 def rows_at(context: StepContext, x: Any, indices: Any, axis: int | None) -> Any:
@@ -210,10 +213,11 @@ def _are_shuffled_numbers(context: StepContext, indices: Any) -> bool:
     """Whether indices are what a shuffle returned, also after a cast or a reshape."""
     if context.row_numbers:
         indices = behind(indices, SAME_ORDER)
-    return any(indices is each for each in context.row_numbers)
+    return any(indices is numbers for numbers in context.row_numbers)
 
 
-def _gather(
+@replaces("tensorflow:gather")
+def gather(
     context: StepContext,
     original: Original,
     params: Any,
@@ -221,7 +225,7 @@ def _gather(
     *more: Any,
     **named: Any,
 ) -> tf.Tensor:
-    """Calls `tf.gather`; of the rows of all replicas, where these are shuffled."""
+    """Finds rows of other replicas by the indices that a shuffle returned."""
     return original(rows_at(context, params, indices, named.get("axis")), indices, *more, **named)
 
 
@@ -246,38 +250,27 @@ _WHOLE = (
 _STATEFUL = ("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal")
 
 
-def _refuse_to_draw(original: Original, op: str, **named: Any) -> NoReturn:
+@replaces(OPERATION, only={*_BY_COUNTER, *_WHOLE, *_STATEFUL})
+def random_operation(
+    context: StepContext, original: Original, op: str, **named: Any
+) -> tuple[Any, ...]:
+    """Creates all operations; those that draw random numbers draw the rows of the part.
+
+    Args:
+        original: as TensorFlow's generated gen_*_ops.py call it: type, and arguments by name.
+    """
+    *description, outputs = original(op, **named)
+    named.pop("name", None)
+    draw = functools.partial(_drawn, op=op) if op in _BY_COUNTER else _drawn_whole
+    with substitutes({random_operation: None}):
+        return (*description, [draw(context, getattr(tf.raw_ops, op), outputs[0], **named)])
+
+
+def refuse_to_draw(original: Original, op: str, **named: Any) -> Any:
+    """In an update, a stateful operation would make the copies of a variable different."""
+    if op not in _STATEFUL:
+        return original(op, **named)
     raise TrainingError(
         "An optimizer draws random numbers with tf.random, which are not the same on all replicas."
         " Use keras.random with a keras.random.SeedGenerator that is an attribute of the optimizer."
     )
-
-
-# In an update: the copies of a variable would become different.
-REFUSED_IN_UPDATES = dict.fromkeys(_STATEFUL, _refuse_to_draw)
-
-
-def _creating(
-    draw: Callable[..., tf.Tensor], context: StepContext, original: Original, op: str, **named: Any
-) -> tuple[Any, ...]:
-    """Creates an operation, and returns what `draw` draws in the place of its result.
-
-    Args:
-        draw: gets the context, the operation's function of `tf.raw_ops`, the result of the
-            operation, and the arguments of the operation by name.
-        original: as TensorFlow's generated gen_*_ops.py call it: type, and arguments by name.
-    """
-    *others, outputs = original(op, **named)
-    named.pop("name", None)
-    with substitutes({op: None}):
-        return (*others, [draw(context, getattr(tf.raw_ops, op), outputs[0], **named)])
-
-
-# What replaces functions and operations that draw random numbers, by key or by the operation's
-# type. Each gets the step's context first.
-RANDOM: dict[str, Callable[..., Any]] = {
-    **{op: functools.partial(_creating, functools.partial(_drawn, op=op)) for op in _BY_COUNTER},
-    **dict.fromkeys([*_WHOLE, *_STATEFUL], functools.partial(_creating, _drawn_whole)),
-    "gather": _gather,
-    "shuffle": _shuffled,
-}

@@ -29,7 +29,7 @@ from tfdist_ext.placement.live._tf_private import piece_being_updated
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.placement.specs import size_text
 from tfdist_ext.training._keras_private import key_of, stateless_scope
-from tfdist_ext.training.variables import PartOfVariable, UpdatesInPlace
+from tfdist_ext.training.variables import PartOfVariable, Updates, UpdatesInPlace
 from tfdist_ext.user_frames import warn
 
 # The update of a variable: (variable, gradient, learning rate).
@@ -57,8 +57,8 @@ class RowRules:
     ways: dict[str, Way] = field(default_factory=dict)
 
 
-class RowUpdates:
-    """Stands in for an optimizer's strategy: gives updates the rows of tables.
+class RowUpdates(Updates):
+    """Gives updates the rows of tables.
 
     Args:
         inner: updates a variable on its device: an object with `extended.update`.
@@ -74,19 +74,15 @@ class RowUpdates:
     ):
         self._inner = inner
         self._optimizer = optimizers[-1]
-        self._slots = {id(slot) for each in optimizers for slot in each.variables}
+        self._slots = {id(slot) for optimizer in optimizers for slot in optimizer.variables}
         self._rules = rules
         self._decays: dict[str, Callable[[Any], object]] = {}  # waiting for the update, by key
-        self._may_rest = rules.lazy or all(each.weight_decay is None for each in optimizers)
-        if rules.lazy and any(each.gradient_accumulation_steps for each in optimizers):
+        self._may_rest = rules.lazy or all(opt.weight_decay is None for opt in optimizers)
+        if rules.lazy and any(opt.gradient_accumulation_steps for opt in optimizers):
             raise TrainingError(
                 "lazy_updates=True updates the rows of each batch, but"
                 " gradient_accumulation_steps sums gradients of whole tables. Use one of them."
             )
-
-    @property
-    def extended(self) -> RowUpdates:
-        return self
 
     def update(
         self, var: Any, fn: Callable[..., Any], args: Sequence[Any] = (), group: bool = True
@@ -258,11 +254,6 @@ class Rows(PartOfVariable):
         ids = tf.gather(self._ids, slices.indices)
         self._variable.scatter_add(tf.IndexedSlices(slices.values, ids))
 
-    def scatter_update(self, slices: tf.IndexedSlices) -> None:
-        self.value = None
-        ids = tf.gather(self._ids, slices.indices)
-        self._variable.scatter_update(tf.IndexedSlices(slices.values, ids))
-
 
 class _Instead(keras.StatelessScope):
     """Scope in which Keras variables have other values.
@@ -351,11 +342,11 @@ class _Trial:
         """The values of these rows of the table and of its slots, by id, after an update."""
         parts: dict[int, PartOfVariable] = {}
 
-        def part(key: int, of: Any) -> PartOfVariable:
+        def part(key: int, variable: Any) -> PartOfVariable:
             if key not in parts:
-                start = self._start.setdefault(key, self._values((5, *of.shape[1:])))
-                parts[key] = PartOfVariable(of)
-                parts[key].value = tf.constant(start[rows], of.dtype)
+                start = self._start.setdefault(key, self._values((5, *variable.shape[1:])))
+                parts[key] = PartOfVariable(variable)
+                parts[key].value = tf.constant(start[rows], variable.dtype)
             return parts[key]
 
         def invented(variable: keras.Variable) -> Any:
@@ -367,7 +358,7 @@ class _Trial:
 
         with _Instead(invented, None):
             self._update(part(0, self._table), gradient, tf.constant(0.5, self._table.dtype))
-        return {key: each.read_value() for key, each in parts.items()}
+        return {key: part.read_value() for key, part in parts.items()}
 
     def _values(self, shape: Sequence[int]) -> np.ndarray:
         return self._random.uniform(0.5, 0.7, shape)  # mean squares are above squared means

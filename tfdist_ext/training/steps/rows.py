@@ -78,14 +78,12 @@ class EqualTensors:
         stack = [tensor]
         while stack:
             key, inputs = tensor_key(stack[-1]), _inputs(stack[-1])
-            found = (
-                [None] if inputs is None else [self._known.get(tensor_key(each)) for each in inputs]
-            )
-            if key in self._known or inputs is None or False in found or None not in found:
-                self._known.setdefault(key, all(found))
+            known = [None] if inputs is None else [self._known.get(tensor_key(x)) for x in inputs]
+            if key in self._known or inputs is None or False in known or None not in known:
+                self._known.setdefault(key, all(known))
                 stack.pop()
             else:
-                stack.append(inputs[found.index(None)])
+                stack.append(inputs[known.index(None)])
         return self._known[tensor_key(tensor)]
 
 
@@ -95,7 +93,7 @@ def _inputs(tensor: tf.Tensor) -> Sequence[tf.Tensor] | None:
     if op.type == "Placeholder":
         captures = getattr(tensor.graph, "captures", ())
         outer = [outer for outer, inner in captures if inner is tensor]
-        return [each for each in outer if tf.is_symbolic_tensor(each)] if outer else None
+        return [tensor for tensor in outer if tf.is_symbolic_tensor(tensor)] if outer else None
     if op.op_def.is_stateful and op.type not in _READS:  # random numbers, data, Python
         return None
     if op.type == "IdentityN":
@@ -262,7 +260,7 @@ def _source_of_rows(tensor: tf.Tensor, equal: EqualTensors) -> tf.Tensor | None:
         return op.inputs[1]
     if op.inputs and op.inputs[0].op.type == "Shape":  # such as noise, drawn with this shape
         return op.inputs[0].op.inputs[0]
-    of_part = (each for each in op.inputs if unknown_sizes(each) and not equal.has(each))
+    of_part = (source for source in op.inputs if unknown_sizes(source) and not equal.has(source))
     return next(of_part, None)
 
 
@@ -271,7 +269,7 @@ def _rows_after(
 ) -> Rows | None:
     """How the result of an operation holds the rows of one of its inputs."""
     op, axis, rank = result.op, rows.axis, source.shape.rank or 0
-    constants = [tf.get_static_value(each) for each in op.inputs[1:]]
+    constants = [tf.get_static_value(value) for value in op.inputs[1:]]
     if op.type == "Transpose" and constants[0] is not None:
         return rows._replace(axis=constants[0].tolist().index(axis))
     if op.type == "Tile":
@@ -284,19 +282,19 @@ def _rows_after(
         added = int(constants[0]) if op.type == "ExpandDims" else op.get_attr("axis")
         return rows._replace(axis=axis + (added % (rank + 1) <= axis))
     if op.type == "ConcatV2" and constants[-1] is not None and constants[-1] % rank == axis:
-        parts = [rows_of(each, equal) for each in op.inputs[:-1]]
-        is_known = all(each and each.axis == axis and not each.is_selection for each in parts)
-        blocks = [each.blocks for each in parts if each is not None]
+        parts = [rows_of(part, equal) for part in op.inputs[:-1]]
+        is_known = all(part and part.axis == axis and not part.is_selection for part in parts)
+        blocks = [part.blocks for part in parts if part is not None]
         return rows._replace(blocks=sum(blocks) if is_known and all(blocks) else 0)
     if op.type == "Reshape":
         return _rows_after_reshape(result, source, rows)
     if op.type in _REDUCING and constants[0] is not None:
-        gone = [int(each) % rank for each in np.reshape(constants[0], [-1])]
+        gone = [int(number) % rank for number in np.reshape(constants[0], [-1])]
         keeps = op.type not in ("ArgMax", "ArgMin") and op.get_attr("keep_dims")
         return rows if keeps and axis not in gone else _without(rows, gone)
     if op.type == "Squeeze":
         sizes = source.shape.as_list() if rank else []
-        gone = [each % rank for each in op.get_attr("squeeze_dims")]
+        gone = [number % rank for number in op.get_attr("squeeze_dims")]
         return _without(rows, gone or [i for i, size in enumerate(sizes) if size == 1])
     if op.type == "Einsum":
         return _rows_after_einsum(op, source, rows)
@@ -321,7 +319,7 @@ def _without(rows: Rows, dimensions: Collection[int]) -> Rows | None:
     """Returns the rows after dimensions were removed; None if theirs is one of them."""
     if rows.axis in dimensions:
         return None
-    return rows._replace(axis=rows.axis - sum(each < rows.axis for each in dimensions))
+    return rows._replace(axis=rows.axis - sum(number < rows.axis for number in dimensions))
 
 
 def _rows_after_reshape(result: tf.Tensor, source: tf.Tensor, rows: Rows) -> Rows:
@@ -342,7 +340,7 @@ def _rows_after_reshape(result: tf.Tensor, source: tf.Tensor, rows: Rows) -> Row
 def _rows_after_einsum(op: tf.Operation, source: tf.Tensor, rows: Rows) -> Rows | None:
     equation = tf.compat.as_str(op.get_attr("equation")).replace(" ", "")
     terms, _, result = equation.partition("->")
-    number = next(i for i, each in enumerate(op.inputs) if each is source)
+    number = next(i for i, tensor in enumerate(op.inputs) if tensor is source)
     if "." in equation:
         return rows._replace(blocks=0)
     letter = terms.split(",")[number][rows.axis]
@@ -418,10 +416,10 @@ class Lookups:
         if not isinstance(gradient, tf.IndexedSlices):
             return
         lookups = _concatenated(gradient.indices)
-        kinds = [_kind_of(each, equal) for each in lookups]
+        kinds = [_kind_of(lookup, equal) for lookup in lookups]
         if set(kinds) == {"rows"}:
             return
-        sizes = tf.stack([tf.size(each) for each in lookups])
+        sizes = tf.stack([tf.size(lookup) for lookup in lookups])
         values = tf.split(gradient.values, sizes, num=len(lookups))
         indices = tf.split(gradient.indices, sizes, num=len(lookups))
         self.has_keys = [kind != "rows" for kind in kinds]
@@ -439,12 +437,12 @@ class Lookups:
         if not any(self.has_keys):
             return sums[0]
         slices = [
-            self._merged(each) if has_keys else each
-            for each, has_keys in zip(sums, self.has_keys, strict=True)
+            self._merged(total) if has_keys else total
+            for total, has_keys in zip(sums, self.has_keys, strict=True)
         ]
-        if any(not isinstance(each, tf.IndexedSlices) for each in slices):
+        if any(not isinstance(part, tf.IndexedSlices) for part in slices):
             return tf.add_n(list(map(tf.convert_to_tensor, slices)))  # by a StrategyTemplate
-        values = tf.concat([each.values for each in slices], 0)
+        values = tf.concat([part.values for part in slices], 0)
         return tf.IndexedSlices(values, tf.concat([x.indices for x in slices], 0), self._shape)
 
     def _merged(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
@@ -457,7 +455,7 @@ def _concatenated(indices: tf.Tensor) -> list[tf.Tensor]:
     made_by = behind(indices, SAME_ORDER).op
     if made_by.type != "ConcatV2" or tf.get_static_value(made_by.inputs[-1]) != 0:
         return [indices]
-    return [part for each in made_by.inputs[:-1] for part in _concatenated(each)]
+    return [part for tensor in made_by.inputs[:-1] for part in _concatenated(tensor)]
 
 
 def _kind_of(indices: tf.Tensor, equal: EqualTensors) -> Literal["equal", "distinct", "rows"]:

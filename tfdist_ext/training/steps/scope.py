@@ -27,12 +27,14 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies.traced_replica import replica_id, replica_number
 from tfdist_ext.training._keras_private import (
+    TAKE,
     Original,
     Target,
     flat_layers,
     loss_ids,
     overrides,
     raw_value,
+    replaces,
     stateless_scope,
     substitutes,
     target_of,
@@ -45,6 +47,7 @@ from tfdist_ext.training.steps.context import (
     outside_of_inner_graphs,
 )
 from tfdist_ext.training.steps.mixing import adds_rows
+from tfdist_ext.training.steps.random_numbers import rows_at
 from tfdist_ext.training.steps.rows import follows_from, places_rows
 from tfdist_ext.training.variables import is_updated_once, local_copies, local_copy
 from tfdist_ext.user_frames import warn
@@ -110,7 +113,7 @@ class StepScope(keras.StatelessScope):
         return [self.get_current_value(variable) for variable in metric.variables]
 
 
-def record_result(
+def _record_result(
     original: Original, metric: keras.metrics.Metric, *args: Any, **named: Any
 ) -> Structure:
     """Calls the `result` of a metric, and records it in the open StepScope."""
@@ -120,9 +123,10 @@ def record_result(
     return value
 
 
-def result_methods(model: keras.Model) -> list[Target]:
-    """Returns the `result` methods of the classes of a model's metrics."""
-    return [target_of("result", type(metric), "result") for metric in metrics_of(model)]
+def recording_results(model: keras.Model) -> dict[Target, Callable[..., Any]]:
+    """Returns what a step calls in place of the `result` methods of a model's metrics."""
+    targets = [target_of(type(metric), "result") for metric in metrics_of(model)]
+    return dict.fromkeys(targets, _record_result)
 
 
 class ReplicaScope(StepScope):
@@ -190,11 +194,11 @@ class ReplicaScope(StepScope):
 
     def forget_losses(self, layer: keras.Layer) -> None:
         """Drop the losses that a layer and its sublayers gave to add_loss in this step."""
-        for each in flat_layers(layer) if self.losses else ():
-            ids = loss_ids(each)
-            mine = {id(loss) for loss in self.losses} & ids
-            self.losses[:] = [loss for loss in self.losses if id(loss) not in mine]
-            ids -= mine
+        for inner in flat_layers(layer) if self.losses else ():
+            ids = loss_ids(inner)
+            own = {id(loss) for loss in self.losses} & ids
+            self.losses[:] = [loss for loss in self.losses if id(loss) not in own]
+            ids -= own
 
     def rows(self, variable: keras.Variable, ids: tf.Tensor) -> tf.Tensor | None:
         """Rows of a table, gathered where the table is.
@@ -222,11 +226,11 @@ class ReplicaScope(StepScope):
             By the number of a watched variable, as a string, the means that are left to be assigned
             after the step. They are equal on all replicas.
         """
-        collected = [each for key, each in self._watched.items() if key in self.state_mapping]
+        collected = [entry for key, entry in self._watched.items() if key in self.state_mapping]
         variables: list[Any] = [variable for _, variable in collected]
         means = [self.state_mapping[id(variable)] for variable in variables]
         own = self.copies.written()
-        values = [*means, *(self.copies.copy_of(each).read_value() for each in own)]
+        values = [*means, *(self.copies.copy_of(variable).read_value() for variable in own)]
         means = context.mean(values, [*variables, *own])
         for variable, mean in zip(own, means[len(variables) :], strict=True):
             _assign(self.copies.copy_of(variable), mean)
@@ -310,12 +314,12 @@ class StepOutputs:
         self._updated |= scope.updated
         logs, known = _flat(returned), scope.final_results()
         self._of_metrics = {n: known[id(value)] for n, value in logs.items() if id(value) in known}
-        others = {
+        numbers = {
             name: tf.convert_to_tensor(value)
             for name, value in logs.items()
             if name not in self._of_metrics
         }
-        for name, value in others.items():
+        for name, value in numbers.items():
             dtype, context = value.dtype, current_step()
             if tf.is_symbolic_tensor(value) and not value.shape.is_fully_defined():
                 raise TrainingError(
@@ -332,8 +336,8 @@ class StepOutputs:
                     " metric, such as keras.metrics.Sum."
                 )
         if warns and not tf.executing_eagerly():
-            self._warn_of([n for n, value in others.items() if follows_from(value, before)])
-        return others
+            self._warn_of([n for n, value in numbers.items() if follows_from(value, before)])
+        return numbers
 
     def _warn_of(self, names: Sequence[str]) -> None:
         new = [name for name in names if name not in self._warned_of]
@@ -355,24 +359,24 @@ class StepOutputs:
                 the value of the metric of its name, if the step updates that metric, as in Keras.
         """
         if not self.exist:
-            found = _flat(self._model.get_metrics_result())
+            logs = _flat(self._model.get_metrics_result())
         else:
-            found = dict(outputs)
+            logs = dict(outputs)
             for metric in self._model.metrics:
                 if any(id(variable) in self._updated for variable in metric.variables):
                     named = _flat({metric.name: metric.result()})
-                    found.update({name: named[name] for name in named.keys() & outputs.keys()})
+                    logs.update({name: named[name] for name in named.keys() & outputs.keys()})
             for name, (metric, index) in self._of_metrics.items():
-                found[name] = keras.tree.flatten(metric.result())[index]
-        return {name: tf.convert_to_tensor(value) for name, value in found.items()}
+                logs[name] = keras.tree.flatten(metric.result())[index]
+        return {name: tf.convert_to_tensor(value) for name, value in logs.items()}
 
 
 def _flat(outputs: dict[str, Any]) -> dict[str, Any]:
     """The values of nested dicts in one dict: a metric may have a dict of results."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in outputs.items():
-        found.update(_flat(value) if isinstance(value, dict) else {name: value})
-    return found
+        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
+    return flat
 
 
 class OwnCopies:
@@ -425,11 +429,11 @@ class OwnCopies:
 
     def written(self) -> list[keras.Variable | tf.Variable]:
         """The floating variables that were written."""
-        return [each for each in self._written.values() if tf.as_dtype(each.dtype).is_floating]
+        return [v for v in self._written.values() if tf.as_dtype(v.dtype).is_floating]
 
     def all_copies(self) -> list[list[tf.Variable]]:
         """Of each variable that was written, the copies of all local replicas."""
-        return [local_copies(each, self._strategy) for each in self._written.values()]
+        return [local_copies(variable, self._strategy) for variable in self._written.values()]
 
 
 def check_value(
@@ -500,17 +504,17 @@ def _assign(variable: tf.Variable, value: tf.Tensor) -> None:
 def metrics_and_others(model: keras.Model) -> tuple[list[keras.Variable], list[keras.Variable]]:
     """Returns (the variables of a model's metrics, its other variables), each variable once."""
     metrics = {id(v): v for metric in metrics_of(model) for v in metric.variables}
-    others = [variable for variable in model.variables if id(variable) not in metrics]
-    return list(metrics.values()), others
+    rest = [variable for variable in model.variables if id(variable) not in metrics]
+    return list(metrics.values()), rest
 
 
 def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
     """The model's metrics, including those that its own `metrics` property leaves out."""
-    found = list(model.metrics)
+    metrics = list(model.metrics)
     for layer in flat_layers(model):
         kind = keras.Model if isinstance(layer, keras.Model) else keras.Layer
-        found += kind.metrics.fget(layer)
-    return list({id(metric): metric for metric in found}.values())
+        metrics += kind.metrics.fget(layer)
+    return list({id(metric): metric for metric in metrics}.values())
 
 
 def assign_each(
@@ -551,13 +555,17 @@ def _check_is_no_metric(variable: keras.Variable) -> None:
         )
 
 
-def take_rows(
-    original: Callable[..., tf.Tensor],
+@replaces(TAKE)
+def take(
+    context: StepContext | None,
+    original: Original,
     x: keras.Variable | tf.Tensor,
     indices: tf.Tensor | tf.RaggedTensor | tf.SparseTensor,
     axis: int | None = None,
 ) -> tf.Tensor | tf.RaggedTensor:
-    """`keras.ops.take`, which gathers rows of a table where the table is, if the step can."""
+    """Gathers rows of a shared table on its device; Keras copies the table first."""
+    if context is not None and axis is not None:
+        x = rows_at(context, x, indices, axis)
     scope, is_ragged = stateless_scope(), isinstance(indices, tf.RaggedTensor)
     is_table = axis == 0 and isinstance(x, keras.Variable)
     if not is_table or not isinstance(scope, StepScope) or isinstance(indices, tf.SparseTensor):

@@ -178,7 +178,7 @@ class SynchronousProgram:
         if self._batches_read is not None:
             read = batch.has_value() if if_any else batch
             tensors = tf.nest.flatten(read, expand_composites=True)
-            with tf.control_dependencies([each for each in tensors if each is not None]):
+            with tf.control_dependencies([tensor for tensor in tensors if tensor is not None]):
                 self._batches_read.assign_add(1, read_value=False)
         return batch
 
@@ -191,7 +191,7 @@ class SynchronousProgram:
     def _one_step(self, batch: Parts, before: Carried, rows: tf.Tensor | None = None) -> Carried:
         """One global batch, in cross-replica context."""
         states, outputs = self._step(batch, before[0], rows)
-        return states, {name: _sum([each[name] for each in outputs]) for name in outputs[0]}
+        return states, {name: _sum([replica[name] for replica in outputs]) for name in outputs[0]}
 
     def _empty_outputs(self, batches: BatchIterator, before: Carried) -> dict[str, tf.Tensor]:
         """Zeros of the structure that an overridden step returns, so that a loop can carry it."""
@@ -246,12 +246,14 @@ class Predictor:
         return call(self._of_batch, batch.get_value(), data.batches.needs_row_count)
 
     def _outputs_of_batch(self, batch: Parts, needs_row_count: bool) -> Structure:
-        step, on = self._step, self._reduction
+        step = self._step
         if not tf.executing_eagerly():
-            on.peers.enters("compiling")
+            self._reduction.peers.enters("compiling")
         rows_of_all = step.rows_of_all(batch)[0] if needs_row_count else None
-        states, outputs = step(batch, step.states.at_start(), rows_of_all)
-        if step.updates_metrics:  # layers may update metrics in their call
+        before = step.states.at_start()
+        states, outputs = step(batch, before, rows_of_all)
+        # Layers may update metrics in their call.
+        if any(new is not old for new, old in zip(states[0], before[0], strict=True)):
             step.states.over_all(states, {}, tf.constant(0.0))
         return keras.tree.map_structure(self._rows_of_all, *outputs)
 
@@ -285,15 +287,16 @@ class SynchronousEngine:
         lazy_updates: bool = False,
     ):
         self._strategy = strategy
-        self.reduction = on = SynchronousReduction(strategy)
-        shard, from_each = Shard(on.worker, on.workers), functools.partial(from_each_worker, on)
-        self.readers = Readers(on.replicas, shard, from_each)
+        self.reduction = reduction = SynchronousReduction(strategy)
+        shard = Shard(reduction.worker, reduction.workers)
+        from_each = functools.partial(from_each_worker, reduction)
+        self.readers = Readers(reduction.replicas, shard, from_each)
         self._one_trace: OneTrace = one_trace
         self._lazy_updates = lazy_updates
         # On a TPU steps cannot write what was made outside; they run in the calling thread. So does
         # the one replica of the default strategy, which has no devices.
-        devices = [] if isinstance(strategy, tf.distribute.TPUStrategy) else on.devices
-        self._seeds = Seeds(devices, on.from_chief)
+        devices = [] if isinstance(strategy, tf.distribute.TPUStrategy) else reduction.devices
+        self._seeds = Seeds(devices, reduction.from_chief)
 
     def feed(self, parts_of: PartsOf, *, eagerly: bool) -> Iterable[Parts]:
         """The input that the programs iterate over: the parts of this task's replicas.
@@ -304,10 +307,11 @@ class SynchronousEngine:
         Args:
             eagerly: steps run once on each task, on the whole global batch.
         """
-        on = self.reduction
-        if not eagerly and not on.feeds_on_host:
+        reduction = self.reduction
+        if not eagerly and not reduction.feeds_on_host:
             return distributed(parts_of, self._strategy)
-        replicas = (0, 1, 1) if eagerly else (on.first_replica, on.local_replicas, on.replicas)
+        local = reduction.first_replica, reduction.local_replicas
+        replicas = (0, 1, 1) if eagerly else (*local, reduction.replicas)
         return parts_of(*replicas).prefetch(tf.data.AUTOTUNE)
 
     def finalize(self, model: keras.Model) -> None:
@@ -316,7 +320,7 @@ class SynchronousEngine:
         with self.reduction.peers.barrier("averaged weights"), strategy.scope():
             if (parts := parts_of(optimizer)) is None:
                 optimizer.finalize_variable_values(model.trainable_weights)
-            elif any(getattr(each, "use_ema", False) for each in with_inner_optimizers(optimizer)):
+            elif any(getattr(opt, "use_ema", False) for opt in with_inner_optimizers(optimizer)):
                 tf.function(lambda: strategy.run(parts.finalize), autograph=False)()
 
     def make_program(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import keras
@@ -28,9 +28,7 @@ from tfdist_ext.training._keras_private import (
     drawing_from,
     global_seed_generator,
     raw_value,
-    replacing,
     step_of,
-    step_targets,
     substitutes,
     uses_keras_step,
 )
@@ -44,8 +42,7 @@ from tfdist_ext.training.steps.scope import (
     StepOutputs,
     assign_each,
     metrics_and_others,
-    record_result,
-    result_methods,
+    recording_results,
 )
 from tfdist_ext.training.steps.step_timer import StepTimer, Waits
 from tfdist_ext.training.synchronous.reduction import (
@@ -78,7 +75,6 @@ class ModelStep:
         timer: records the times of steps; None where nobody asks for them.
         states: the states of the model's metrics.
         outputs: what an overridden step returns.
-        updates_metrics: whether the step writes variables of metrics.
         batch_size: rows of a whole global batch; None if not known. To be set before a trace.
     """
 
@@ -99,14 +95,12 @@ class ModelStep:
         self._eagerly = bool(model.run_eagerly)
         self.states = MetricStates(reduction, variables, eagerly=self._eagerly)
         self.outputs = StepOutputs(model, kind)
-        self.updates_metrics = False
         self.batch_size: int | None = None
         self._kind = kind
         self._step = step_of(model, kind)
         self._seeds = seeds
         self._one_trace = one_trace
         self._row_rules = row_rules
-        self._replaced = [*step_targets(), *exact.own_applies(model), *result_methods(model)]
         self._replicas = 1 if self._eagerly else reduction.replicas
         self._local_replicas = 1 if self._eagerly else reduction.local_replicas
         self._local = OwnCopies(reduction.strategy, self._local_replicas)
@@ -127,6 +121,7 @@ class ModelStep:
         if why := trace_for_each(reduction, one_trace, jit_compile=self._jit_compile):
             self._trace_for_each(why)
         self._shared: dict[Any, SharedStep] = {}  # by the kind of arguments
+        self._draws: dict[Any, bool] = {}  # of functions: whether they draw from `_seeds`
 
     @property
     def traces(self) -> str:
@@ -154,12 +149,12 @@ class ModelStep:
 
     def _call(self, function: Any, *args: Any) -> Any:
         in_graph = not self._eagerly
-        if in_graph and not function.experimental_get_tracing_count():
+        if in_graph and function not in self._draws:
             with self._reporting_compilation():
-                function.get_concrete_function(*args)
+                trace = function.get_concrete_function(*args)
+            self._draws[function] = self._seeds.are_used_by(trace)
         is_shared = in_graph and self._why_trace_each is None
-        # `are_drawn` is set while a step is traced, which has happened above.
-        if draws := not in_graph or self._seeds.are_drawn:
+        if draws := not in_graph or self._draws[function]:
             self._seeds.begin()
         # A shared step is optimized already, and the graph around it has little to gain.
         optimization = lightly_optimized() if is_shared else contextlib.nullcontext()
@@ -194,8 +189,7 @@ class ModelStep:
         Returns:
             For each local replica, or for the eager step, the new states and its outputs.
         """
-        with replacing(self._replaced):
-            results = self._results(batch, states, rows)
+        results = self._results(batch, states, rows)
         states, written, outputs, ready = map(list, zip(*results, strict=True))
         variables = [self._others[int(number)] for number in written[0]]
         # The value is equal on all replicas, so any of them will do.
@@ -211,8 +205,8 @@ class ModelStep:
             return [self._run_eagerly(batch[0], states[0])]
         if self._why_trace_each is None:
             args = [
-                (part, mine, rows)
-                for part, mine in zip(reduction.parts(batch), states, strict=True)
+                (part, state, rows)
+                for part, state in zip(reduction.parts(batch), states, strict=True)
             ]
             try:
                 return self._shared_step(args)(args)
@@ -273,9 +267,9 @@ class ModelStep:
         with (
             tf.name_scope(""),  # a summary's tag would begin with "while/"
             running_step(context),
-            substitutes({"result": record_result}),
+            substitutes(recording_results(self.model)),
             ReplicaScope(metrics, self._others, self._local) as scope,
-            self._seeds.of_replica(scope.updated),
+            self._seeds.of_replica(),
         ):
             returned = self._step(context.batch)
             if self._kind == "predict":
@@ -285,8 +279,8 @@ class ModelStep:
                 outputs = {name: context.weighted(value) for name, value in outputs.items()}
         self._check(scope, context)
         scope.forget_losses(self.model)
-        self.updates_metrics |= not scope.updated.isdisjoint(map(id, self.states.variables))
-        new = self.states.stacked(scope.states())
+        is_updated = not scope.updated.isdisjoint(map(id, self.states.variables))
+        new = self.states.stacked(scope.states()) if is_updated else states
         ready = None if waits is None else waits.ready(new)
         return new, scope.written(context), outputs, ready
 
@@ -310,10 +304,10 @@ class ModelStep:
     ) -> StepContext:
         """The context of the running replica."""
         reduction = self.reduction
-        rows, of, batch = part
+        rows, rows_of_part, batch = part
         context = StepContext(
             rows,
-            of if rows_of_all is None else rows_of_all,
+            rows_of_part if rows_of_all is None else rows_of_all,
             ReplicaSums(self._replicas, between_workers=reduction.between_workers, waits=waits),
             self._local_replicas,
             batch,
@@ -373,28 +367,22 @@ class Seeds:
 
     Attributes:
         generators: one for each replica.
-        are_drawn: whether a step has drawn from them.
     """
 
     def __init__(self, devices: Sequence[str], from_chief: Callable[[Any], Any]):
         self._from_chief = from_chief
         self.generators = outside_of_scopes(_generators_on, devices)
-        self.are_drawn = False
 
-    @contextlib.contextmanager
-    def of_replica(self, written: Container[int]) -> Iterator[None]:
-        """Scope in which this thread draws from the generator of the running replica.
-
-        Args:
-            written: gets the ids of the variables that the step writes.
-        """
+    def of_replica(self) -> contextlib.AbstractContextManager[None]:
+        """Scope in which this thread draws from the generator of the running replica."""
         if not self.generators:
-            yield
-            return
-        generator = self.generators[replica_id() % len(self.generators)]
-        with drawing_from(generator):
-            yield
-        self.are_drawn |= id(generator.state) in written
+            return contextlib.nullcontext()
+        return drawing_from(self.generators[replica_id() % len(self.generators)])
+
+    def are_used_by(self, trace: tf.types.experimental.ConcreteFunction) -> bool:
+        """Whether a traced function draws from the generators."""
+        handles = {id(raw_value(generator.state).handle) for generator in self.generators}
+        return any(id(captured) in handles for captured in trace.captured_inputs)
 
     def begin(self) -> None:
         """Begin where the chief's calling thread is; every worker must call."""

@@ -111,11 +111,11 @@ class SynchronousReduction(Reduction):
             kinds: how each value combines: "sum" or "mean"; else the first replica's value counts.
         """
         vectors = []
-        for replica, mine in enumerate(values):
+        for replica, states in enumerate(values):
             first = self.is_chief and replica == 0
             parts = [
                 _contribution(value, kind, self.replicas, first=first)
-                for value, kind in zip(mine, kinds, strict=True)
+                for value, kind in zip(states, kinds, strict=True)
             ]
             vectors.append(tf.concat([tf.zeros([0], tf.float64), *parts], 0))
         pieces = tf.split(self._sum_of_replicas(vectors), [*map(tf.size, values[0]), 0])
@@ -147,25 +147,25 @@ class SynchronousReduction(Reduction):
     def rows_of_all(self, batch: Parts) -> tuple[tf.Tensor, tf.Tensor]:
         """In a step of data that tasks read: (rows of all parts, how many parts have data)."""
         counts = [
-            tf.stack([tf.cast(rows, tf.int64), tf.cast(of, tf.int64)])
-            for rows, of, _ in self.parts(batch)
+            tf.stack([tf.cast(rows, tf.int64), tf.cast(parts, tf.int64)])
+            for rows, parts, _ in self.parts(batch)
         ]
         summed = self._sum_of_replicas(counts, OTHER)
         return summed[0], summed[1]
 
     def _sum_of_tasks(self, value: tf.Tensor) -> tf.Tensor:
         """The sum over tasks of a value that each task has once, in the graph."""
-        others = [tf.zeros_like(value) for _ in range(self.local_replicas - 1)]
-        return self._sum_of_replicas([value, *others])
+        zeros = [tf.zeros_like(value) for _ in range(self.local_replicas - 1)]
+        return self._sum_of_replicas([value, *zeros])
 
     def _sum_of_replicas(self, values: Sequence[tf.Tensor], what: Reduced = METRIC) -> tf.Tensor:
         """The sum over all replicas, of the tensors of the local replicas."""
         if not self.multi_worker and not tells_what_it_reduces(self.strategy):
             return tf.add_n(list(values))
 
-        def in_replica(mine: tf.Tensor) -> tf.Tensor:
+        def in_replica(local: tf.Tensor) -> tf.Tensor:
             # A tensor from outside has no device, and the reduction needs its device.
-            return all_reduce(tf.distribute.ReduceOp.SUM, [tf.identity(mine)], [what])[0]
+            return all_reduce(tf.distribute.ReduceOp.SUM, [tf.identity(local)], [what])[0]
 
         results = self.strategy.run(in_replica, args=(per_replica(values),))
         return self.strategy.experimental_local_results(results)[0]
@@ -202,10 +202,10 @@ class MetricStates:
     """
 
     def __init__(
-        self, on: SynchronousReduction, variables: Sequence[keras.Variable], *, eagerly: bool
+        self, reduction: SynchronousReduction, variables: Sequence[keras.Variable], *, eagerly: bool
     ):
         self.variables = variables
-        self._on = on
+        self._on = reduction
         self._eagerly = eagerly
         kinds: dict[Any, list[int]] = {}
         for place, variable in enumerate(variables):
@@ -227,8 +227,8 @@ class MetricStates:
             tf.zeros_like(value) if aggregation == "sum" else value
             for value, aggregation in zip(values, self._aggregations, strict=True)
         ]
-        others = [list(zeros) for _ in range(self._on.local_replicas)]
-        return [values, *others[1:]] if self._on.is_chief else others
+        replicas = [list(zeros) for _ in range(self._on.local_replicas)]
+        return [values, *replicas[1:]] if self._on.is_chief else replicas
 
     def stacked(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The value of each variable, as few tensors."""
@@ -253,21 +253,21 @@ class MetricStates:
         Returns:
             (the values of the variables, outputs, report), the same on every worker.
         """
-        on, stacked = self._on, states[0]
+        reduction, stacked = self._on, states[0]
         if self._eagerly:
-            report = tf.constant(on.sum_over_workers(report))
-        elif on.replicas > 1:
+            report = tf.constant(reduction.sum_over_workers(report))
+        elif reduction.replicas > 1:
             of_task = [*outputs.values(), report]
             # Of an output that is not a mean, the chief's counts.
             kinds = ["sum" if value.dtype.is_floating else None for value in of_task]
             zeros = list(map(tf.zeros_like, of_task))
             values = [[*state, *zeros] for state in states]
             values[0] = [*states[0], *of_task]
-            totals = on.totals([*self._aggregations, *kinds], values)
+            totals = reduction.totals([*self._aggregations, *kinds], values)
             stacked, of_task = totals[: len(stacked)], totals[len(stacked) :]
             outputs, report = dict(zip(outputs, of_task, strict=False)), of_task[-1]
         values = self.of_variables(stacked)
-        assign_each(on.strategy, self.variables, values)
+        assign_each(reduction.strategy, self.variables, values)
         return values, outputs, report
 
 
