@@ -27,7 +27,7 @@ from tfdist_ext.user_frames import filter_traceback
 
 _BUCKET_BYTES_PER_WORKER = 4 << 20  # as in strategies/reductions.py
 _NARROW_ITEMSIZE = 2  # bytes of a bfloat16 and of a float16
-_ID_DIGITS, _NARROW_ID_BYTES = 3, 8  # an id travels as three numbers, or as its own 8 bytes
+_ID_BYTES = 8
 _NUMBER = r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*"
 _RATE = re.compile(_NUMBER + r"([kKmMgGtT]?)(?:([bB]it|b)(?:/s|ps)?|B/s)\s*")
 _SECONDS = re.compile(_NUMBER + r"(s|ms|us)\s*")
@@ -111,9 +111,8 @@ class StepCost:
         """Returns the bytes of the rows of tables of all workers, which are summed among zeros."""
         ratio = workers * rows / self.rows
         values, ids = math.ceil(self.table_values * ratio), math.ceil(self.table_ids * ratio)
-        if narrow:
-            return _padded(values * _NARROW_ITEMSIZE + ids * _NARROW_ID_BYTES, 4)
-        return _padded((values + ids * _ID_DIGITS) * self.itemsize, self.itemsize)
+        itemsize = min(self.itemsize, _NARROW_ITEMSIZE) if narrow else self.itemsize
+        return _padded(values * itemsize, itemsize) + _padded(ids * _ID_BYTES, _ID_BYTES)
 
     def memory(self, workers: int, *, sharded: bool) -> int:
         """Returns the bytes of variables, slots and gradients on a worker, without activations."""
@@ -157,7 +156,8 @@ def step_seconds(
         seconds = max(first + count * reducing, seconds + reducing)
     if step.table_ids:
         size = step.gathered_bytes(rows, workers, narrow=narrow)
-        seconds += network.seconds(2 * part * size, 4 * (workers - 1), 2)  # counts, then rows
+        # Counts, then rows and ids.
+        seconds += network.seconds(2 * part * size, 6 * (workers - 1), 3)
     if sharded:
         count = network.buckets(step.trained_bytes, workers, sharded=True)
         seconds += network.seconds(part * step.trained_bytes, count * (workers - 1), count)

@@ -587,7 +587,7 @@ def tape_gradient(
 
 
 def _is_inside_of_another(tape: tf.GradientTape) -> bool:
-    """Whether another tape records. A persistent tape may be asked in its own scope."""
+    """Whether another tape records. A persistent tape itself may still record."""
     try:
         with tape.stop_recording():
             return is_recording()

@@ -156,7 +156,7 @@ def _is_statistic(tensor: tf.Tensor, equal: EqualTensors, known: dict[Key, bool]
     """Whether a tensor without rows is computed from the values of this part's rows.
 
     Args:
-        known: what was found before, by key of a tensor.
+        known: earlier results, by key of a tensor.
     """
     if unknown_sizes(tensor) or tensor.shape.rank is None:
         return False

@@ -407,7 +407,7 @@ class Lookups:
 
     Attributes:
         parts: the gradient itself, or slices of each lookup.
-        has_keys: for each part, whether its indices are keys, of which one device has one slice.
+        has_keys: for each part, whether its indices are keys. One device has one slice for a key.
     """
 
     def __init__(self, gradient: Gradient, equal: EqualTensors):

@@ -355,8 +355,8 @@ class StepOutputs:
         """Returns the logs, in a scope that holds the metrics' states of the whole epoch.
 
         Args:
-            outputs: the other values that an overridden step returned, over all replicas. One has
-                the value of the metric of its name, if the step updates that metric, as in Keras.
+            outputs: the other values that an overridden step returned, over all replicas. As in
+                Keras, a metric of the same name replaces an output if the step updates the metric.
         """
         if not self.exist:
             logs = _flat(self._model.get_metrics_result())

@@ -76,7 +76,7 @@ class StepTimer:
         return tf.control_dependencies([self._begun])
 
     def step_is_done(self, ready: Sequence[tf.Tensor]) -> None:
-        """Take the result of `Waits.ready` of each replica; the last one counts."""
+        """Records a step, which ends when the last replica is ready (`Waits.ready`)."""
         own = tf.reduce_max(tf.stack(ready)) - self._begun - self.waits.seconds()
         self._note(self._begun, own)
 

@@ -258,7 +258,7 @@ class MetricStates:
             report = tf.constant(reduction.sum_over_workers(report))
         elif reduction.replicas > 1:
             of_task = [*outputs.values(), report]
-            # Of an output that is not a mean, the chief's counts.
+            # An output that is not a mean has the chief's value.
             kinds = ["sum" if value.dtype.is_floating else None for value in of_task]
             zeros = list(map(tf.zeros_like, of_task))
             values = [[*state, *zeros] for state in states]
