@@ -6,6 +6,7 @@ A page that is new is run like the others; what is run elsewhere is in the table
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import json
 import os
@@ -181,9 +182,9 @@ def test_the_lines_for_two_machines_are_one_training(tmp_path: Path) -> None:
     (script,) = [block for block in blocks if block.file == "train.py"]
     (tmp_path / "train.py").write_text(script.program, encoding="utf-8")
     session = r"^([AB])\$ export ([^$]*)\n\1\$ python train\.py$"
-    found = re.findall(session, "".join(block.text for block in blocks), re.M)
-    assert [machine for machine, _ in found] == ["A", "B"]
-    lines = [setting for _, setting in found]
+    exports = re.findall(session, "".join(block.text for block in blocks), re.M)
+    assert [machine for machine, _ in exports] == ["A", "B"]
+    lines = [setting for _, setting in exports]
     programs = []
     with reserve_ports(2) as ports:
         for number, line in enumerate(lines):
@@ -233,12 +234,12 @@ def test_the_job_of_the_quickstart_survives_a_kill(tmp_path: Path) -> None:
         assert line in log, log[-3000:]
 
 
-def _run_as_one_program(blocks: list[Block], folder: Path, given: str) -> None:
+def _run_as_one_program(blocks: list[Block], folder: Path, setup: str) -> None:
     """A `text` block that follows one of Python is what is printed."""
     python = [block for block in blocks if block.language in PYTHON]
     if not python:
         return
-    command = [sys.executable, "-c", given + "\n".join(block.program for block in python)]
+    command = [sys.executable, "-c", setup + "\n".join(block.program for block in python)]
     run = run_program(command, folder, cwd=folder / "here", timeout=100)
     assert run.returncode == 0, run.stderr[-3000:]
     for before, block in itertools.pairwise(blocks):
@@ -284,8 +285,8 @@ def _compare(printed: list[str], expected: list[str], where: str) -> None:
     text = "\n".join(" ".join(line.split()) for line in printed)
     for line in (" ".join(line.split()) for line in expected):
         pattern = re.escape(line).replace(re.escape("..."), ".*")
-        found = re.search(f"^{pattern}$", text, re.M)
-        assert found, f"{where} does not print {line!r} but\n{text[-3000:]}"
+        is_printed = re.search(f"^{pattern}$", text, re.M)
+        assert is_printed, f"{where} does not print {line!r} but\n{text[-3000:]}"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -391,9 +392,9 @@ def test_the_choice_names_every_strategy() -> None:
 
 def test_each_public_name_is_in_the_reference() -> None:
     page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
-    found = re.findall(r"^\.\. auto\w+:: (\S+)$", page, re.M)
-    assert len(found) == len(set(found))
-    things = [pkgutil.resolve_name(":".join(name.rpartition(".")[::2])) for name in found]
+    names = re.findall(r"^\.\. auto\w+:: (\S+)$", page, re.M)
+    assert len(names) == len(set(names))
+    things = [pkgutil.resolve_name(":".join(name.rpartition(".")[::2])) for name in names]
     for module in (tfd, tfd.data, tfd.placement, tfd.strategies, testing):
         for name in module.__all__:
             thing = getattr(module, name)  # which may have several names, and stands there by one
@@ -402,17 +403,23 @@ def test_each_public_name_is_in_the_reference() -> None:
             )
 
 
+@functools.cache
+def nodes_of_the_package() -> list[ast.AST]:
+    """All nodes of the syntax trees of the package's modules."""
+    paths = (ROOT / "tfdist_ext").rglob("*.py")
+    return [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
+
+
 def texts_of_the_package() -> set[str]:
     """The strings of the package, with "..." for the values of an f-string."""
-    found = set()
-    for path in (ROOT / "tfdist_ext").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                parts = [it.value if isinstance(it, ast.Constant) else "..." for it in node.values]
-                found.add("".join(map(str, parts)))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.add(node.value)
-    return found
+    texts = set()
+    for node in nodes_of_the_package():
+        if isinstance(node, ast.JoinedStr):
+            parts = [it.value if isinstance(it, ast.Constant) else "..." for it in node.values]
+            texts.add("".join(map(str, parts)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.add(node.value)
+    return texts
 
 
 def test_the_listed_messages_are_those_of_the_package() -> None:
@@ -451,13 +458,9 @@ def test_help_in_the_package_leads_to_a_section() -> None:
 
 def names_in_package() -> set[str]:
     """Modules, functions and classes of the package, by their own names."""
-    found = set()
-    for path in (ROOT / "tfdist_ext").rglob("*.py"):
-        found.add(path.stem)
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                found.add(node.name)
-    return found
+    kinds = ast.FunctionDef | ast.ClassDef
+    names = {node.name for node in nodes_of_the_package() if isinstance(node, kinds)}
+    return names | {path.stem for path in (ROOT / "tfdist_ext").rglob("*.py")}
 
 
 def test_pages_for_developers_name_what_exists() -> None:

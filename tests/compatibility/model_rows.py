@@ -1,7 +1,7 @@
 """The models of the table: each a function that builds it, its data, and what it says of itself.
 
-Tiny configurations of real families: every kind of layer and step, few numbers. Packages are
-imported when a model is built, so that the list can be read without them.
+Tiny configurations of real families: every kind of layer and step, few numbers. KerasHub and
+KerasRS are imported when a model is built, so that the list can be read without them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import guide_models
+import keras
 import numpy as np
+from two_steps import BATCH
+
+import tfdist_ext as tfd
+from tfdist_ext.training.verify import Trainings
 
 ROWS = 8
 CLASSES = 3
@@ -50,10 +56,6 @@ class Row(NamedTuple):
 
     def trainings(self, timer: Any) -> Any:
         """Returns the trainings of two steps, which `tfd.verify` compares."""
-        from two_steps import BATCH
-
-        from tfdist_ext.training.verify import Trainings
-
         data, callbacks = self.data(), [*self.callbacks(), timer]
         arrays = tuple(data[name] for name in ("x", "y", "sample_weight") if name in data)
         fit = {"batch_size": BATCH, "epochs": data.get("epochs", 1), "callbacks": callbacks}
@@ -62,8 +64,8 @@ class Row(NamedTuple):
 
 def rows() -> dict[str, Row]:
     """All models, by title."""
-    found = [*applications(), *hub_texts(), *hub_images(), *recommenders(), *guides()]
-    return {row.title: row for row in found}
+    models = [*applications(), *hub_texts(), *hub_images(), *recommenders(), *guides()]
+    return {row.title: row for row in models}
 
 
 def random(seed: int = 0) -> np.random.Generator:
@@ -75,16 +77,12 @@ def classes() -> np.ndarray:
 
 
 def compiled(model: Any, loss: str = "sparse_categorical_crossentropy", **settings: Any) -> Any:
-    import keras
-
     model.compile(keras.optimizers.SGD(0.01), loss, jit_compile=False, **settings)
     return model
 
 
 def classifier(inputs: Any, x: Any) -> Any:
     """A compiled model whose last layer gives the classes."""
-    import keras
-
     return compiled(keras.Model(inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)))
 
 
@@ -99,8 +97,6 @@ SIZES |= {f"EfficientNetB{number}": 64 for number in (5, 6, 7)}
 
 
 def applications() -> list[Row]:
-    import keras
-
     modules = [getattr(keras.applications, name) for name in dir(keras.applications)]
     names = sorted({name for module in modules for name in dir(module) if name[0].isupper()})
     return [application(name, SIZES.get(name, 32)) for name in names]
@@ -108,8 +104,6 @@ def applications() -> list[Row]:
 
 def application(name: str, size: int) -> Row:
     def build() -> Any:
-        import keras
-
         make = getattr(keras.applications, name)
         return compiled(make(weights=None, input_shape=(size, size, 3), classes=CLASSES))
 
@@ -220,7 +214,6 @@ def of_text(name: str) -> np.ndarray:
 
 def hub_classifier(name: str, config: dict[str, Any]) -> Any:
     """A backbone as a classifier: the mean of its last output's entries, and a dense layer."""
-    import keras
     import keras_hub
 
     make = getattr(keras_hub.models, f"{name}Backbone")
@@ -311,8 +304,8 @@ def recommenders() -> list[Row]:
     """Every layer, loss and metric of KerasRS."""
     losses = ["ListMLELoss", "PairwiseHingeLoss", "PairwiseLogisticLoss"]
     losses += ["PairwiseMeanSquaredError", "PairwiseSoftZeroOneLoss"]
-    found = [Row("KerasRS", name, functools.partial(ranking, name), lists) for name in losses]
-    found += [
+    models = [Row("KerasRS", name, functools.partial(ranking, name), lists) for name in losses]
+    models += [
         Row("KerasRS", "FeatureCross", deep_and_cross, vectors),
         Row("KerasRS", "DotInteraction", dot_interaction, features),
         Row("KerasRS", "EmbedReduce", embed_reduce, baskets),
@@ -320,12 +313,11 @@ def recommenders() -> list[Row]:
         Row("KerasRS", "Retrieval with in-batch negatives", retrieval, pairs, lines=3),
         Row("KerasRS", "BruteForceRetrieval in a model", brute_force, vectors),
     ]
-    return found
+    return models
 
 
 def ranking(loss: str) -> Any:
     """Scores of 5 items of a list, with all metrics of ranking."""
-    import keras
     import keras_rs
 
     names = ["DCG", "MeanAveragePrecision", "MeanReciprocalRank", "NDCG"]
@@ -343,7 +335,6 @@ def lists() -> dict[str, Any]:
 
 
 def deep_and_cross() -> Any:
-    import keras
     import keras_rs
 
     inputs = keras.Input((6,))
@@ -353,11 +344,10 @@ def deep_and_cross() -> Any:
 
 
 def dot_interaction() -> Any:
-    import keras
     import keras_rs
 
     inputs = [keras.Input((1,), dtype="int32") for _ in range(3)]
-    rows = [keras.layers.Flatten()(keras.layers.Embedding(WORDS, 4)(each)) for each in inputs]
+    rows = [keras.layers.Flatten()(keras.layers.Embedding(WORDS, 4)(ids)) for ids in inputs]
     x = keras_rs.layers.DotInteraction()(rows)
     return classifier(inputs, x)
 
@@ -368,7 +358,6 @@ def features() -> dict[str, Any]:
 
 
 def embed_reduce() -> Any:
-    import keras
     import keras_rs
 
     inputs = keras.Input((4,), dtype="int32")
@@ -381,7 +370,6 @@ def baskets() -> dict[str, Any]:
 
 
 def distributed_embedding() -> Any:
-    import keras
     import keras_rs
 
     layers = keras_rs.layers
@@ -400,10 +388,7 @@ def named_features() -> dict[str, Any]:
 
 def retrieval() -> Any:
     """Two towers, the other rows of the batch as negatives: two lines more for their rows."""
-    import keras
     import keras_rs
-
-    import tfdist_ext as tfd
 
     ops, layers = keras.ops, keras_rs.layers
 
@@ -441,7 +426,6 @@ def pairs() -> dict[str, Any]:
 
 
 def brute_force() -> Any:
-    import keras
     import keras_rs
 
     inputs = keras.Input((6,))
@@ -458,17 +442,13 @@ class Search(Row):
     """A search: what comes out are the scores of its trials."""
 
     def trainings(self, timer: Any) -> Any:
-        import guide_models
-
         return guide_models.Searches(timer)
 
 
 def guides() -> list[Row]:
-    from guide_models import GUIDES
-
-    found = [
+    rows_of_guides = [
         Row("guides", name, build, data, lines, callbacks=callbacks)
-        for name, build, data, lines, callbacks in GUIDES
+        for name, build, data, lines, callbacks in guide_models.GUIDES
     ]
     tuner = Search("KerasTuner", "GridSearch", lambda: None, dict, lines=1, on_clusters=False)
-    return [*found, tuner]
+    return [*rows_of_guides, tuner]

@@ -20,7 +20,7 @@ def shuffled() -> tf.data.Dataset:
 def read(data: tf.data.Dataset, steps: int | None, inspect: Any) -> list[list[list[int]]]:
     batches = batches_of(data, steps=steps, readers=Readers())
     epochs = Epochs(batches, lambda parts_of: parts_of(0, 1, 1), steps, inspect)
-    found = []
+    epochs_read = []
     for _ in range(4):
         with epochs.next() as epoch:
             rows: list[list[int]] = []
@@ -28,8 +28,8 @@ def read(data: tf.data.Dataset, steps: int | None, inspect: Any) -> list[list[li
                 while epoch.steps is None or len(rows) < epoch.steps:
                     rows.append(next(epoch.iterator)[0][2].numpy().tolist())
         epochs.end_epoch(epoch, len(rows), stopped=False)
-        found.append(rows)
-    return found
+        epochs_read.append(rows)
+    return epochs_read
 
 
 @pytest.mark.filterwarnings("ignore:the data ended after")
@@ -40,6 +40,6 @@ def test_an_inspected_batch_is_read_once(steps: int | None, known: bool) -> None
         return shuffled() if known else shuffled().filter(lambda _: True)
 
     seen: list[Any] = []
-    found = read(data(), steps, lambda batch: seen.append(batch.numpy().tolist()))
-    assert found == read(data(), steps, None)
-    assert seen == found[0][:1]
+    rows = read(data(), steps, lambda batch: seen.append(batch.numpy().tolist()))
+    assert rows == read(data(), steps, None)
+    assert seen == rows[0][:1]

@@ -15,7 +15,7 @@ from tfdist_ext.data.files import files_of
 Write = Callable[..., str]
 
 
-def test_indexes_beside_the_data_are_no_data(tmp_path: Path, write_records: Write) -> None:
+def test_indexes_beside_the_data_match_no_pattern(tmp_path: Path, write_records: Write) -> None:
     paths = [write_records(tmp_path / f"{i}.tfrecord", [b"x"]) for i in range(2)]
     assert shard_files(f"{tmp_path}/*", Shard(0, 1)) == paths
     # TensorFlow's own patterns match hidden files.
@@ -23,7 +23,9 @@ def test_indexes_beside_the_data_are_no_data(tmp_path: Path, write_records: Writ
     assert shard_files(f"{tmp_path}/*", Shard(0, 1)) == paths
 
 
-def test_patterns(tmp_path: Path, write_records: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patterns_give_each_file_once_in_order(
+    tmp_path: Path, write_records: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = ["a-1", "a-2", "b-1", "odd[1]"]
     paths = [write_records(tmp_path / name, [b"x"]) for name in names]
     assert files_of([tmp_path / "a-*", f"{tmp_path}/*-1"]) == paths[:3]  # a-1 is there once
@@ -44,7 +46,7 @@ def test_patterns(tmp_path: Path, write_records: Write, monkeypatch: pytest.Monk
         pytest.param(["{}/a", 3], r"or a list of them, got \[.*3\]", id="a number"),
     ],
 )
-def test_files_that_are_not_there(tmp_path: Path, pattern: Any, message: str) -> None:
+def test_missing_and_unreadable_files_are_named(tmp_path: Path, pattern: Any, message: str) -> None:
     (tmp_path / "a").write_text("x")
     (tmp_path / "sub").mkdir()
     if "gone" in str(pattern):

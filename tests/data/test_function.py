@@ -110,12 +110,12 @@ def test_other_states_are_refused(change: dict[str, Any], message: str) -> None:
         (lambda: None, r"function must take"),
     ],
 )
-def test_what_is_no_function_of_a_shard(function: Any, message: str) -> None:
+def test_other_things_than_a_function_of_a_shard_are_refused(function: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         from_dataset_fn(function)
 
 
-def test_what_the_function_returns_is_checked() -> None:
+def test_other_things_than_batches_of_a_dataset_are_refused() -> None:
     with pytest.raises(
         DataError, match=r"the function returned \[1, 2\] for shard 0 of 1, not a tf\.data"
     ):
@@ -131,12 +131,12 @@ def test_what_the_function_returns_is_checked() -> None:
 def test_a_loop_over_replicas_cuts_the_batches(four_cpus: None) -> None:
     data = from_dataset_fn(of_shard, global_batch_size=7)
     strategy = tfd.create_strategy("mirrored", devices=3)
-    found = [
+    batches = [
         [part.numpy().tolist() for part in strategy.experimental_local_results(batch)]
         for batch in data.batches(strategy)
     ]
-    assert [len(parts) for parts in found] == [3, 3, 3]
-    assert np.concatenate([part for parts in found for part in parts]).tolist() == [*range(20)]
+    assert [len(parts) for parts in batches] == [3, 3, 3]
+    assert np.concatenate([part for parts in batches for part in parts]).tolist() == [*range(20)]
     assert data.position == (1, 0)
     with pytest.raises(
         DataError,

@@ -35,9 +35,9 @@ class Counted:
         self.data, self.read = data, 0
 
     def __call__(self, offset: int, count: int) -> bytes:
-        found = self.data[offset : offset + count]
-        self.read += len(found)
-        return found
+        content = self.data[offset : offset + count]
+        self.read += len(content)
+        return content
 
     def scan(self) -> tuple[list[int], str]:
         offsets, damage = scan(self, len(self.data))
@@ -149,7 +149,7 @@ def test_damage_is_named_or_skipped(tmp_path: Path, write_records: Write) -> Non
     assert not (tmp_path / ".a.tfdindex").exists()  # the file may be made whole
 
 
-def test_files_of_another_kind(tmp_path: Path) -> None:
+def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(gzip.compress(b"x" * 99))
     with pytest.raises(DataError, match="Is it an uncompressed TFRecord"):
         indexes_of([str(tmp_path / "a")])

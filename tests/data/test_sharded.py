@@ -45,7 +45,7 @@ def test_a_loop_advances_the_position() -> None:
 
 @pytest.mark.long("[4]")
 @pytest.mark.parametrize("replicas", [2, 4])
-def test_custom_training_loops(replicas: int) -> None:
+def test_custom_training_loops_train_as_one_device(replicas: int) -> None:
     """Weighted by rows, the steps of replicas are those of one device; after a break, too."""
 
     def train(strategy: Any, data: Any, weight: Any, most: int) -> None:
@@ -104,16 +104,16 @@ def test_padded_parts_have_one_size_and_dropped_ones_too(count: int) -> None:
         assert parts == ranges
 
 
-def test_what_cannot_be_padded_or_distributed() -> None:
+def test_wrong_remainders_are_refused() -> None:
     with pytest.raises(DataError, match=r"must be \(x, y\) or"):
         from_arrays(X, global_batch_size=10).dataset(remainder=Remainder.PAD)
     with pytest.raises(DataError, match=r"Remainder\.KEEP, Remainder\.DROP or"):
         ordered().dataset(remainder="pad")
 
 
-def test_shards_of_whatever_has_one() -> None:
+def test_the_shard_of_an_input_context_and_of_a_strategy() -> None:
     context = tf.distribute.InputContext(num_input_pipelines=3, input_pipeline_id=2)
     data = ordered()
-    for found, wanted in zip(data.dataset(context), data.dataset(Shard(2, 3)), strict=True):
-        np.testing.assert_array_equal(found[0], wanted[0])
+    for batch, wanted in zip(data.dataset(context), data.dataset(Shard(2, 3)), strict=True):
+        np.testing.assert_array_equal(batch[0], wanted[0])
     assert len(list(data.dataset(mirrored(2)))) == 3

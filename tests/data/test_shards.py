@@ -34,14 +34,14 @@ def all_ranges(n: int, count: int, remainder: Remainder) -> list[ShardRange]:
         pytest.param(2, 3, PAD, [(0, 0, 1), (0, 1, 0), (1, 2, 0)], id="a shard of padding only"),
     ],
 )
-def test_table(
+def test_shard_range_of_each_remainder(
     n: int, count: int, remainder: Remainder, ranges: list[tuple[int, int, int]]
 ) -> None:
     assert all_ranges(n, count, remainder) == ranges
 
 
 @given(st.integers(0, 10**15), st.integers(1, 300))
-def test_any_number_of_rows(n: int, count: int) -> None:
+def test_ranges_of_any_number_of_rows_are_even_and_complete(n: int, count: int) -> None:
     keep, drop, pad = (all_ranges(n, count, remainder) for remainder in (KEEP, DROP, PAD))
     for ranges, end in ((keep, n), (drop, n - n % count)):
         assert (ranges[0].start, ranges[-1].stop) == (0, end)
@@ -62,12 +62,12 @@ def test_any_number_of_rows(n: int, count: int) -> None:
         pytest.param(True, 2, r"index of a Shard .*got True", id="a flag is no number"),
     ],
 )
-def test_no_such_shard(index: Any, count: Any, message: str) -> None:
+def test_a_shard_that_does_not_exist_is_refused(index: Any, count: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         Shard(index, count)
 
 
-def test_arguments_of_another_type() -> None:
+def test_arguments_of_another_type_are_refused() -> None:
     with pytest.raises(DataError, match="the number of rows"):
         shard_range(-1, Shard(0, 1))
     with pytest.raises(DataError, match=r"Shard\(index, count\), got \(0, 2\)"):
@@ -92,7 +92,9 @@ WITH_PS = {"chief": ("a:1",), "worker": ("b:1", "c:1"), "ps": ("d:1",)}
         pytest.param(WITH_PS, Task("chief", 0), (0, 1), id="a coordinator hands out everything"),
     ],
 )
-def test_of_a_cluster(jobs: dict[str, tuple[str, ...]], task: Task, shard: tuple) -> None:
+def test_the_shard_of_a_task_of_a_cluster(
+    jobs: dict[str, tuple[str, ...]], task: Task, shard: tuple
+) -> None:
     assert Shard.of(ClusterConfig(jobs, task)) == Shard(*shard)
 
 
@@ -101,7 +103,7 @@ def test_a_parameter_server_reads_nothing() -> None:
         Shard.of(ClusterConfig(WITH_PS, Task("ps", 0)))
 
 
-def test_of_a_shard_and_of_nothing() -> None:
+def test_the_shard_of_a_shard_and_of_a_text() -> None:
     assert Shard.of(Shard(1, 2)) == Shard(1, 2)
     with pytest.raises(DataError, match=r"ClusterConfig or a tf.*got 'worker'"):
         Shard.of("worker")
@@ -145,7 +147,7 @@ def test_every_file_once_and_balanced_by_bytes(
         assert max(sums) * count / sum(sums) < 1.04
 
 
-def test_fewer_files_than_shards(ten_files: list[str]) -> None:
+def test_fewer_files_than_shards_are_refused(ten_files: list[str]) -> None:
     with pytest.raises(
         DataError, match=r"10 files are not enough for 11 shards\. .*from_tfrecords"
     ):

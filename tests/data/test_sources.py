@@ -18,12 +18,12 @@ X = np.arange(ROWS * 3, dtype="float32").reshape(ROWS, 3)
 Y = np.arange(ROWS)
 
 
-def test_arrays_of_the_other_byte_order(tmp_path: Path) -> None:
+def test_arrays_of_the_other_byte_order_are_read(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", X.astype(">f4"))
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     for array in (mapped, X.astype(">f4")):
-        (found,) = from_arrays(array, global_batch_size=ROWS).dataset()
-        np.testing.assert_array_equal(found, X)
+        (batch,) = from_arrays(array, global_batch_size=ROWS).dataset()
+        np.testing.assert_array_equal(batch, X)
 
 
 class Squares:
@@ -39,7 +39,7 @@ class Squares:
         return {"kind": "squares"}
 
 
-def test_a_custom_source() -> None:
+def test_a_custom_source_is_read_in_order() -> None:
     data = from_source(Squares(), global_batch_size=6)
     assert next(iter(data.dataset(Shard(1, 2)))).numpy().tolist() == [9, 16, 25]
     with pytest.raises(
@@ -58,7 +58,7 @@ def test_a_custom_source() -> None:
         (np.array([{}, None]), "dtype that tensors have, got object"),
     ],
 )
-def test_arrays_that_are_wrong(arrays: Any, message: str) -> None:
+def test_wrong_arrays_are_refused(arrays: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         from_arrays(arrays, global_batch_size=4)
 

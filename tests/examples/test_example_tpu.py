@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import tpu as example
-
-import tfdist_ext as tfd
 
 
 @pytest.mark.parametrize(
@@ -26,18 +22,13 @@ import tfdist_ext as tfd
         ),
     ],
 )
-def test_settings(
+def test_settings_name_the_servers_and_the_task(
     tpu: str, options: dict[str, str], master: str, cluster: dict[str, list[str]], job: str | None
 ) -> None:
-    found = example.settings(tpu, **options)
     task = (job or next(iter(cluster)), 0)
-    assert found == {"master": master, "cluster": cluster, "task": task}
+    assert example.settings(tpu, **options) == {"master": master, "cluster": cluster, "task": task}
 
 
-@pytest.mark.parametrize(
-    ("create", "error"),
-    [(example.plain, RuntimeError), (example.with_tfdist_ext, tfd.StrategyError)],
-)
 @pytest.mark.parametrize(
     ("tpu", "words"),
     [
@@ -45,12 +36,11 @@ def test_settings(
         ("grpc://127.0.0.1:1", ["'grpc://127.0.0.1:1'", "127.0.0.1:1"]),
     ],
 )
-def test_the_error_says_what_was_looked_for(
-    create: Callable[[str], Any], error: type[Exception], tpu: str, words: list[str]
-) -> None:
+def test_the_error_of_the_plain_way_says_what_was_looked_for(tpu: str, words: list[str]) -> None:
+    """That of create_strategy: tests/strategies/test_tpu.py."""
     begun = time.monotonic()
-    with pytest.raises(error) as raised:
-        create(tpu)
+    with pytest.raises(RuntimeError) as raised:
+        example.plain(tpu)
     assert time.monotonic() - begun < 5
     for word in ["no TPU", *words]:
         assert word in str(raised.value)

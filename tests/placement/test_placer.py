@@ -36,7 +36,7 @@ def tasks_of(placer: ServerPlacer, specs: Sequence[VariableSpec] = SPECS) -> lis
 
 
 @pytest.mark.parametrize("placement", [None, "balanced"])
-def test_without_rules_each_goes_where_the_fewest_bytes_are(placement: Any) -> None:
+def test_without_rules_the_task_with_the_fewest_bytes_gets_the_next(placement: Any) -> None:
     placer = ServerPlacer(placement, 2)
     assert placer.plans_models == (placement is not None)
     assert tasks_of(placer) == [(0,), (1,), (1,), (1,)]
@@ -50,7 +50,7 @@ def test_without_rules_each_goes_where_the_fewest_bytes_are(placement: Any) -> N
     assert tasks_of(placer, [VariableSpec("late", (4,))]) == [(0,)]
 
 
-def test_rules_one_by_one() -> None:
+def test_rules_decide_where_variables_go_one_by_one() -> None:
     rules = [Rule("users", Sharded(3)), Rule("head/.*", OnTask(1)), Rule("head/bias", Balanced())]
     placer = ServerPlacer(rules, 2)
     # 1000 rows in three are 334, 333, 333: 21,376 and 21,312 bytes.
@@ -63,20 +63,6 @@ def test_rules_one_by_one() -> None:
     # The rule for the path itself goes before the expression.
     assert tasks_of(placer, SPECS[1:]) == [(0,), (1,), (0,)]
     assert placer.bytes_by_task == [21_376 + 6_400 + 16, 42_624 + 256]
-
-
-def test_a_learned_model() -> None:
-    placer = ServerPlacer({"head/bias": "task 1"}, 2)
-    placer.learn(SPECS)
-    made = plan(SPECS, 2, rules={"head/bias": "task 1"})
-    assert placer.plan == made
-    # One by one, the largest would go to a task alone; as a whole it is cut. The order of creation
-    # is not that of the plan.
-    assert tasks_of(placer, SPECS[::-1])[-1] == (0, 1)
-    assert placer.bytes_by_task == list(made.bytes_by_task)
-    # A rule for no variable of the model is a mistake, which only the whole model shows.
-    with pytest.raises(PlacementError, match=r"'haed/bias' .* matches no variable.* 'head/bias'"):
-        ServerPlacer({"haed/bias": "task 1"}, 2).learn(SPECS)
 
 
 def test_large_variables_are_cut_without_a_placement() -> None:
@@ -93,7 +79,7 @@ def test_large_variables_are_cut_without_a_placement() -> None:
     assert tasks_of(placer, specs) == [(0,), (0, 1, 2), (1,), (2,), (0, 1)]
     assert [shard.stop - shard.start for shard in large.shards((0, 1, 2))] == [22, 21, 21]
     planned = plan_in_order(specs, 3)
-    assert [planned.tasks_of(each.path) for each in specs] == tasks_of(ServerPlacer(None, 3), specs)
+    assert [planned.tasks_of(one.path) for one in specs] == tasks_of(ServerPlacer(None, 3), specs)
     # Slots are beside their variable, and count in the plan.
     assert planned.bytes_by_task[0] == 16 + 3 * 22 * row + 128 * row
     assert tasks_of(ServerPlacer(None, 1), specs) == [(0,)] * 5
@@ -105,7 +91,7 @@ def test_large_variables_are_cut_without_a_placement() -> None:
     assert "cut" not in str(ServerPlacer(None, 1))
 
 
-def test_a_plan(tmp_path: Path) -> None:
+def test_a_plan_decides_and_refuses_another_model(tmp_path: Path) -> None:
     made = plan(SPECS, 2, rules={"items": "task 1"})
     file = tmp_path / "plan.json"
     file.write_text(made.to_json(), encoding="utf-8")
@@ -134,7 +120,7 @@ def test_a_plan(tmp_path: Path) -> None:
         ("no/such/plan.json", "the plan 'no/such/plan.json' cannot be read: .*No such file"),
     ],
 )
-def test_a_placement_that_is_wrong(placement: Any, message: str) -> None:
+def test_a_wrong_placement_is_refused(placement: Any, message: str) -> None:
     with pytest.raises(PlacementError, match=message):
         ServerPlacer(placement, 2)
 
@@ -167,7 +153,7 @@ def test_the_placement_of_a_variable(
     assert placer.placement_of(variable) == expected, reason
 
 
-def test_what_comes_one_by_one_goes_to_whom_owns_least() -> None:
+def test_the_device_that_owns_least_gets_the_next_variable() -> None:
     placer = DevicePlacer(FOUR)
     sizes = [8, 4, 2, 1, 1, 2, 6]
     owners = [placer.choose_owner(spec(str(n), kib)) for n, kib in enumerate(sizes)]
@@ -195,7 +181,7 @@ def test_pieces_go_where_that_balances() -> None:
     specs = [spec("a", 8), spec("b", 8), spec("c", 4)]
     rules = {"a": "sharded(2)", "b": Sharded(2), "c": "sharded"}
     placer = DevicePlacer(FOUR, rules)
-    a, b, c = ((each, placer.placement_of(each)) for each in specs)
+    a, b, c = ((one, placer.placement_of(one)) for one in specs)
     assert placer.devices_of_pieces(*a) == placer.devices_of_pieces(*b) == FOUR[:2], "unknown yet"
     plan = placer.learn(specs)
     assert {*placer.devices_of_pieces(*a), *placer.devices_of_pieces(*b)} == {*FOUR}
@@ -216,6 +202,6 @@ def test_pieces_go_where_that_balances() -> None:
         ("owned", "rules must be a list of Rule"),
     ],
 )
-def test_rules_that_do_not_fit_the_devices(rules: Any, said: str) -> None:
+def test_rules_that_do_not_fit_the_devices_are_refused(rules: Any, said: str) -> None:
     with pytest.raises(PlacementError, match=re.escape(said)):
         DevicePlacer(FOUR, rules)

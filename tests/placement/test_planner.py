@@ -81,7 +81,7 @@ def check_rows_and_bytes(made: PlacementPlan) -> None:
 
 @QUICK
 @given(st.data(), models(), st.integers(1, 9))
-def test_rows_rules_and_the_bound(
+def test_a_plan_has_each_row_once_and_keeps_the_rules(
     data: st.DataObject, specs: list[VariableSpec], tasks: int
 ) -> None:
     rules = data.draw(ruled(specs, tasks))
@@ -132,7 +132,7 @@ def test_what_can_be_cut_is_balanced(rows: list[int], tasks: int, already: int) 
     assert max(made.bytes_by_task) <= max(even, already)
 
 
-def test_fewest_pieces() -> None:
+def test_no_more_is_cut_than_balance_needs() -> None:
     table = VariableSpec("table", (1_000_000, 64))
     small = [VariableSpec(f"w{i}", (64, 64)) for i in range(48)]
     assert plan([table], 4).shards_of("table") == (
@@ -172,7 +172,7 @@ CANNOT_BE_EVEN = {("ResNet-50", 64), ("MobileNetV2", 64), ("EfficientNetB0", 64)
 
 @pytest.mark.parametrize("tasks", [3, 64])
 @pytest.mark.parametrize("name", MODELS)
-def test_balance(name: str, tasks: int) -> None:
+def test_real_models_are_balanced_to_a_hundredth(name: str, tasks: int) -> None:
     specs = MODELS[name]()
     made = plan(specs, tasks)
     if (name, tasks) in CANNOT_BE_EVEN:

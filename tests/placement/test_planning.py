@@ -27,7 +27,7 @@ SPECS = [
 ]
 
 
-def test_the_devices_of_one_machine() -> None:
+def test_variables_and_slots_on_the_devices_of_one_machine() -> None:
     made = plan(
         SPECS,
         devices=["CPU:0", "/device:gpu:0", "GPU:1"],
@@ -84,7 +84,7 @@ def test_owners_are_balanced_and_nothing_is_cut_on_one_machine() -> None:
         ({"tasks": 2, "budget": ["1GB"]}, "budget must be a size, got"),
     ],
 )
-def test_plans_that_cannot_be(arguments: dict[str, Any], named: str) -> None:
+def test_wrong_arguments_of_a_plan_are_refused(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(PlacementError, match=named):
         plan(SPECS, **arguments)
 
@@ -105,7 +105,7 @@ def test_a_rule_that_breaks_the_budget_is_named() -> None:
         plan_owners(specs, 2, budget="2KiB")
 
 
-def test_variables_are_variables_and_have_different_paths() -> None:
+def test_two_variables_of_one_path_are_refused() -> None:
     with pytest.raises(PlacementError, match=r"two variables have the path 'steps'\. Rules and"):
         plan([*SPECS, SPECS[-1]], 2)
     with pytest.raises(PlacementError, match="VariableSpec objects, got 'steps'"):
@@ -116,7 +116,7 @@ def cells(table: str) -> list[str]:
     return [" ".join(line.split()) for line in table.splitlines()]
 
 
-def test_a_model_with_many_variables() -> None:
+def test_compare_shows_the_memory_of_each_strategy() -> None:
     """335,141,888 parameters of 4 bytes are 1.25 GiB, Adam's slots twice that."""
     table = compare(bert_large(), devices=8, ps=4)
     assert cells(table)[1:] == [
@@ -131,7 +131,7 @@ def test_a_model_with_many_variables() -> None:
 
 
 @pytest.mark.parametrize("numbers", [(0, 1), (1, 0)])
-def test_numbers_that_are_not_positive(numbers: tuple[int, int]) -> None:
+def test_compare_refuses_numbers_below_1(numbers: tuple[int, int]) -> None:
     with pytest.raises(PlacementError, match=r"must be an integer (of at least|from) 1"):
         compare([VariableSpec("a", (1,))], *numbers)
 
@@ -150,7 +150,7 @@ def test_workers_own_rows_of_a_variable() -> None:
     slots = sum(spec.bytes for spec in specs) - weights
     assert sum(made.bytes_by_task) == 3 * weights + slots
     assert max(made.bytes_by_task) <= weights + slots / 3 * 1.05
-    assert sum(each.stop - each.start for each in made.owned_shards_of("table")) == 1000
+    assert sum(rows.stop - rows.start for rows in made.owned_shards_of("table")) == 1000
     assert len(made.owned_shards_of("whole")) == 1
     assert made.owned_shards_of("count") == ()
     assert "31.25 KiB on every worker, slots on worker 0" in str(made)

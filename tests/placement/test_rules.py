@@ -41,7 +41,7 @@ def test_a_placement_is_written_as_it_is_read(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "sharded(-1)", "sharded(0)", "task one", "gpu 0", 4])
-def test_what_is_no_placement(text: Any) -> None:
+def test_other_texts_than_placements_are_refused(text: Any) -> None:
     with pytest.raises(PlacementError, match=r"(device GPU:0|an integer of at least 1), got"):
         placement_from(text)
 
@@ -105,7 +105,7 @@ def test_a_piece_on_each_task_or_device(where: Any) -> None:
         (["scale"], 'rules must be a list of Rule("pattern", placement)'),
     ],
 )
-def test_rules_that_cannot_be(rules: Any, named: str) -> None:
+def test_rules_that_cannot_be_kept_are_refused(rules: Any, named: str) -> None:
     # In the texts above only ".*" between spaces is an expression.
     pattern = " .* ".join(map(re.escape, named.split(" .* ")))
     with pytest.raises(PlacementError, match=pattern):

@@ -36,7 +36,7 @@ def test_bytes_of_a_variable() -> None:
         ({"load": float("nan")}, "load of 'v'"),
     ],
 )
-def test_what_is_no_variable(arguments: dict[str, Any], named: str) -> None:
+def test_wrong_variables_are_refused(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(PlacementError, match=named):
         VariableSpec(**({"path": "v", "shape": (2, 3)} | arguments))
 
@@ -53,7 +53,7 @@ def test_what_is_no_variable(arguments: dict[str, Any], named: str) -> None:
         ("0.3KiB", 307),  # a part of a byte is dropped
     ],
 )
-def test_sizes(written: int | str, size: int) -> None:
+def test_sizes_are_read(written: int | str, size: int) -> None:
     assert parse_size(written) == size
 
 
@@ -61,7 +61,7 @@ def test_sizes(written: int | str, size: int) -> None:
     "written",
     ["", "8G", "-1GB", "1.5", "٣GB", "9" * 30, -1, True, 2.5],
 )
-def test_what_is_no_size(written: Any) -> None:
+def test_other_texts_than_sizes_are_refused(written: Any) -> None:
     with pytest.raises(PlacementError, match="budget must be a size") as error:
         parse_size(written)
     assert len(str(error.value)) < 300

@@ -18,27 +18,19 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 
 def build(**compiling: Any) -> keras.Model:
-    model = keras.Sequential(
-        [keras.Input((6,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)]
-    )
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"], **compiling)
-    return model
+    return _compiled([], **compiling)
 
 
 def build_with_state() -> keras.Model:
     """A model with moving statistics and random numbers, whose state counts, too."""
-    model = keras.Sequential(
-        [
-            keras.Input((6,)),
-            keras.layers.Dense(8, activation="tanh"),
-            keras.layers.BatchNormalization(momentum=0.8),
-            keras.layers.Dropout(0.3),
-            keras.layers.Dense(3),
-        ]
-    )
+    return _compiled([keras.layers.BatchNormalization(momentum=0.8), keras.layers.Dropout(0.3)])
+
+
+def _compiled(between: list[keras.layers.Layer], **compiling: Any) -> keras.Model:
+    dense = keras.layers.Dense(8, activation="tanh")
+    model = keras.Sequential([keras.Input((6,)), dense, *between, keras.layers.Dense(3)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"], **compiling)
     return model
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tfdist_ext as tfd
 from tfdist_ext.strategies.buckets import buckets_of, dense_bytes, reduced_in_buckets
 from tfdist_ext.strategies.owned_sums import owned_buckets
 
@@ -46,20 +44,20 @@ def test_every_element_goes_to_its_owner(data: st.DataObject, workers: int, larg
     """And no worker gets much more of a bucket than the others, as long as they own as much."""
     pieces = st.lists(st.tuples(st.integers(0, workers - 1), st.integers(0, 90)), max_size=4)
     owners = [
-        [(worker, end - size, end) for (worker, size), end in zip(each, ends, strict=True)]
-        for each in data.draw(st.lists(pieces, max_size=6))
-        for ends in [list(itertools.accumulate(size for _, size in each))]
+        [(worker, end - size, end) for (worker, size), end in zip(value, ends, strict=True)]
+        for value in data.draw(st.lists(pieces, max_size=6))
+        for ends in [list(itertools.accumulate(size for _, size in value))]
     ]
     buckets = owned_buckets(owners, workers, largest)
-    found: dict[int, dict[int, int]] = {value: {} for value in range(len(owners))}
+    owner_of: dict[int, dict[int, int]] = {value: {} for value in range(len(owners))}
     lengths = []
     for bucket in buckets:
         lengths.append(max(sum(p.stop - p.start for p in part) for part in bucket))
         for worker, part in enumerate(bucket):
             for piece in part:
-                found[piece.value] |= dict.fromkeys(range(piece.start, piece.stop), worker)
-    for value, each in enumerate(owners):
-        assert found[value] == {i: w for w, start, stop in each for i in range(start, stop)}
+                owner_of[piece.value] |= dict.fromkeys(range(piece.start, piece.stop), worker)
+    for value, parts in enumerate(owners):
+        assert owner_of[value] == {i: w for w, start, stop in parts for i in range(start, stop)}
     assert all(0 < length <= -(-largest // workers) + 2 * 16 for length in lengths)
 
 
@@ -75,18 +73,13 @@ def test_values_come_back_to_their_places(shapes: list[tuple[int, ...]], size: i
     slices = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([5, 1]))
     counted = []
 
-    def doubled(some: list) -> list:
-        counted.extend(some)
-        return [tf.IndexedSlices(v.values * 2, v.indices) if v is slices else v * 2 for v in some]
+    def doubled(parts: list) -> list:
+        counted.extend(parts)
+        return [tf.IndexedSlices(v.values * 2, v.indices) if v is slices else v * 2 for v in parts]
 
-    *found, of_slices = reduced_in_buckets([*values, slices], size, doubled)
-    for value, result in zip(values, found, strict=True):
+    *results, of_slices = reduced_in_buckets([*values, slices], size, doubled)
+    for value, result in zip(values, results, strict=True):
         np.testing.assert_array_equal(result, value * 2)
     np.testing.assert_array_equal(of_slices.values, 2 * np.ones([2, 3]))
     assert sum(map(tf.size, map(tf.convert_to_tensor, counted[:-1]))) == sum(map(tf.size, values))
     assert dense_bytes([*values, slices]) == sum(v.dtype.size * tf.size(v) for v in values)
-
-
-def test_a_size_that_is_none() -> None:
-    with pytest.raises(tfd.TfDistError, match="bucket_bytes must be a size, got 'big'"):
-        tfd.create_strategy("multi_worker_mirrored", bucket_bytes="big")

@@ -10,7 +10,7 @@ import tensorflow as tf
 import tfdist_ext as tfd
 
 
-def test_a_choice_by_itself() -> None:
+def test_explain_lists_the_choice_and_what_was_passed_over() -> None:
     assert str(tfd.explain(tfd.create_strategy())) == (
         "strategy     mirrored (MirroredStrategy)\n"
         "because      4 logical CPUs on this machine, no cluster\n"
@@ -28,7 +28,7 @@ def test_a_choice_by_itself() -> None:
     )
 
 
-def test_what_it_says_is_there_as_attributes() -> None:
+def test_an_explanation_has_attributes_that_cannot_be_set() -> None:
     explanation = tfd.explain(tfd.create_strategy(devices=2))
     assert explanation.strategy == "mirrored"
     assert explanation.reason == "devices= asks for 2 on this machine, no cluster"
@@ -54,7 +54,7 @@ def test_central_storage_says_where_variables_are() -> None:
         (lambda: tf.distribute.get_strategy(), ["replicas     1", "wherever TensorFlow places"]),
     ],
 )
-def test_strategies_made_elsewhere(strategy: Any, words: list[str]) -> None:
+def test_a_strategy_of_tensorflow_was_made_elsewhere(strategy: Any, words: list[str]) -> None:
     made = strategy()
     if type(made) is not type(tf.distribute.get_strategy()):
         assert "made elsewhere" in str(tfd.explain(made))
@@ -64,7 +64,7 @@ def test_strategies_made_elsewhere(strategy: Any, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("thing", [None, tf.distribute.MirroredStrategy])
-def test_what_is_no_strategy(thing: Any) -> None:
+def test_other_things_than_strategies_are_refused(thing: Any) -> None:
     with pytest.raises(
         tfd.StrategyError, match="explain takes the result of create_strategy or distribute, not"
     ):

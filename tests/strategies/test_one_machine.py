@@ -29,7 +29,7 @@ def test_every_spelling_is_one_device(name: str) -> None:
     ["", "CPU", "CPU:-1", "CPU:0,CPU:1", 3]
     + ["/job:worker/replica:0/task:1/device:CPU:0"],  # of another process: never taken for ours
 )
-def test_what_is_no_name_of_a_device_here(name: Any) -> None:
+def test_other_names_are_no_device_of_this_process(name: Any) -> None:
     with pytest.raises(StrategyError, match="is not the name of a device of this process"):
         normal_name(name)
 
@@ -43,7 +43,7 @@ def test_what_is_no_name_of_a_device_here(name: Any) -> None:
         (["CPU:3", "/device:CPU:1"], ["CPU:3", "CPU:1"]),  # in the order that was given
     ],
 )
-def test_picking(devices: Any, picked: list[str]) -> None:
+def test_devices_are_picked_by_number_and_by_name(devices: Any, picked: list[str]) -> None:
     assert pick_devices("s", devices) == picked
 
 
@@ -61,19 +61,19 @@ def test_picking(devices: Any, picked: list[str]) -> None:
         (["CPU:6"], "logical_cpus=7"),
     ],
 )
-def test_refusals(devices: Any, message: str) -> None:
+def test_devices_that_cannot_be_picked_are_refused(devices: Any, message: str) -> None:
     with pytest.raises(StrategyError) as error:
         pick_devices("mirrored", devices)
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize("count", [0, True, 2.0])
-def test_logical_cpus_is_a_number(count: Any) -> None:
+def test_logical_cpus_that_is_no_number_is_refused(count: Any) -> None:
     with pytest.raises(StrategyError, match="logical_cpus must be an integer of at least 1"):
         make_logical_cpus(count)
 
 
-def test_logical_cpus_after_the_start() -> None:
+def test_logical_cpus_cannot_change_after_tensorflows_start() -> None:
     make_logical_cpus(4)  # as many as there are: nothing to complain about
     with pytest.raises(
         StrategyError, match="logical_cpus=2 is not possible: TensorFlow has already started with 4"

@@ -9,23 +9,21 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from template_cases import ON_DEVICE, devices_of
 
 import tfdist_ext as tfd
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
 from tfdist_ext.testing import assert_trains_like_one_device
 
-FULL = "/job:localhost/replica:0/task:0/device:"
 SUM = tf.VariableAggregation.SUM
 TABLE = np.arange(14, dtype="float32").reshape(7, 2)
 
 
 def pieces_of(strategy: Any, variable: Any) -> list[tuple[str, int]]:
     """(device, rows) of each piece."""
-    return [
-        (copy.device.removeprefix(FULL), copy.shape.as_list()[0] if copy.shape.rank else 0)
-        for copy in strategy.copies(variable)
-    ]
+    rows = [copy.shape.as_list()[0] if copy.shape.rank else 0 for copy in strategy.copies(variable)]
+    return list(zip(devices_of(strategy, variable), rows, strict=True))
 
 
 @pytest.fixture
@@ -130,14 +128,14 @@ def test_an_update_is_computed_once_where_the_piece_is(
 
     def noting(self: Any, gradient: Any, variable: Any, rate: Any) -> None:
         rows = tf.convert_to_tensor(variable).shape[0]
-        seen.add((rows, tf.zeros([]).device.removeprefix(FULL)))
+        seen.add((rows, tf.zeros([]).device.removeprefix(ON_DEVICE)))
         original(self, gradient, variable, rate)
 
     monkeypatch.setattr(kind, "update_step", noting)
     trained(PlacedStrategy(3, RULES), optimizer)
     pieces = {(4, "CPU:0"), (4, "CPU:1"), (4, "CPU:2"), (6, "CPU:0"), (6, "CPU:1")}
     whole = {(12, "CPU:0")}
-    updates = {each for each in seen if each[1]}  # what is only tried out has no device
+    updates = {(rows, device) for rows, device in seen if device}  # a trial has no device
     assert updates - {(2, "CPU:0")} == (pieces if by_piece else whole)
 
 
@@ -241,14 +239,14 @@ def test_a_custom_strategy_cuts() -> None:
     """Over other devices than those of its replicas."""
     devices = ["CPU:2", "CPU:3", "CPU:0"]
 
-    class Mine(StrategyTemplate):
+    class InPieces(StrategyTemplate):
         def create_variable(self, spec: Any, create: Any, beside: Any = None) -> Any:
             return create(devices, in_pieces=True)
 
-    mine = Mine(2)
-    with mine.scope():
+    strategy = InPieces(2)
+    with strategy.scope():
         variable = tf.Variable(TABLE)
         with pytest.raises(tfd.StrategyError, match=r"of shape \[2, 5\] into 3 pieces"):
             tf.Variable(tf.zeros([2, 5]))
-    assert pieces_of(mine, variable) == [("CPU:2", 3), ("CPU:3", 2), ("CPU:0", 2)]
+    assert pieces_of(strategy, variable) == [("CPU:2", 3), ("CPU:3", 2), ("CPU:0", 2)]
     np.testing.assert_array_equal(variable.numpy(), TABLE)

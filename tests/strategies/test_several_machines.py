@@ -18,7 +18,13 @@ from tfdist_ext.launcher.resources import reserve_ports
 from tfdist_ext.strategies.reductions import bucket_bytes_of
 from tfdist_ext.testing import run_tasks
 
-PROGRAMS = Path(__file__).parents[1] / "programs"
+# Reports the missing peer after half a second instead of ten.
+WAITS_FOR_PEERS = """
+import tfdist_ext as tfd
+from tfdist_ext.cluster import liveness
+liveness.FIRST_AFTER = 0.5
+tfd.create_strategy({name!r}, wait=1.5)
+"""
 
 
 @pytest.mark.tfdist_cluster(worker=2)
@@ -146,7 +152,7 @@ def test_logical_cpus_a_late_start_and_a_real_parameter_server() -> None:
         ("parameter_server", {"chief": 1, "worker": 1, "ps": 1}, Task("ps", 0), "chief:0"),
     ],
 )
-def test_the_wait_for_a_missing_peer_can_be_limited(
+def test_a_peer_that_does_not_come_within_wait_is_named(
     name: str, jobs: dict[str, int], me: Task, missing: str, tmp_path: Path
 ) -> None:
     with reserve_ports(sum(jobs.values())) as ports:
@@ -154,7 +160,7 @@ def test_the_wait_for_a_missing_peer_can_be_limited(
         cluster = {job: [f"127.0.0.1:{next(free)}" for _ in range(n)] for job, n in jobs.items()}
         config = ClusterConfig(jobs={job: tuple(at) for job, at in cluster.items()}, task=me)
         done = run_program(
-            [sys.executable, str(PROGRAMS / "strategy_missing_peer.py"), name, "1.5"],
+            [sys.executable, "-c", WAITS_FOR_PEERS.format(name=name)],
             tmp_path,
             timeout=60,
             env={**os.environ, "TF_CONFIG": config.to_tf_config()},

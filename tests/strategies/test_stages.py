@@ -26,7 +26,7 @@ STEP = [
 SUM = (["gradient:0"], ["sum"])
 
 
-def test_inputs_that_were_made_after_their_node() -> None:
+def test_inputs_made_after_their_node_are_in_its_stage() -> None:
     """The gradient of a loop gives the loop inputs that are made after it."""
     nodes = [
         node("x", "Placeholder"),
@@ -56,7 +56,7 @@ def test_nodes_stay_between_the_sync_points_where_they_were_made() -> None:
     assert set(second.inputs) == {"w:0", "sum:0", "forward:0"}
 
 
-def test_a_sum_that_depends_on_itself() -> None:
+def test_a_sum_that_depends_on_itself_is_refused() -> None:
     nodes = [
         node("x", "Placeholder"),
         node("loop", "While", "x late"),
@@ -73,10 +73,10 @@ Step = tuple[list[tf.compat.v1.NodeDef], list[tuple[list[str], list[str]]], list
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
     """A step whose nodes add up their inputs, with sync points between them."""
-    nodes = [node("given", "Placeholder"), node("constant", "Const")]
+    nodes = [node("argument", "Placeholder"), node("constant", "Const")]
     points = []
     for number in range(draw(st.integers(1, 25))):
-        names = [each.name for each in nodes]
+        names = [one.name for one in nodes]
         takes = draw(st.lists(st.sampled_from(names), min_size=1, max_size=3))
         if draw(st.integers(0, 4)) == 0:
             brought = list(dict.fromkeys(takes))
@@ -88,7 +88,7 @@ def steps(draw: st.DrawFn) -> Step:
             points.append(([f"{name}:0" for name in brought], results))
         else:
             nodes.append(node(f"node{number}", takes=" ".join(takes)))
-    names = [each.name for each in nodes]
+    names = [one.name for one in nodes]
     wanted = draw(st.lists(st.sampled_from(names), min_size=1))
     stateful = {name for name in names if name.startswith("node") and draw(st.booleans())}
     return nodes, points, [f"{name}:0" for name in wanted], stateful
@@ -99,25 +99,25 @@ def steps(draw: st.DrawFn) -> Step:
 def test_stages_compute_what_the_step_does(step: Step) -> None:
     """With a reduction that doubles, stage by stage and as a whole."""
     nodes, points, wanted, stateful = step
-    whole: dict[str, int] = {"given:0": 1, "constant:0": 5}
-    for each in nodes[2:]:
-        values = [whole[f"{name}:0"] for name in each.input]
-        whole[f"{each.name}:0"] = sum(values) * (2 if each.op.startswith("Placeholder") else 1)
+    whole: dict[str, int] = {"argument:0": 1, "constant:0": 5}
+    for one in nodes[2:]:
+        values = [whole[f"{name}:0"] for name in one.input]
+        whole[f"{one.name}:0"] = sum(values) * (2 if one.op.startswith("Placeholder") else 1)
 
-    stages = cut(nodes, points, {"given"}, wanted, stateful)
+    stages = cut(nodes, points, {"argument"}, wanted, stateful)
     assert len(stages) == len(points) + 1
     assert stateful <= set().union(*(stage.nodes for stage in stages))
-    known = {"given:0": 1}
+    known = {"argument:0": 1}
     for number, stage in enumerate(stages):
         if number:
             brought, results = points[number - 1]
             known |= {f"{r}:0": 2 * known[b] for b, r in zip(brought, results, strict=True)}
-        used = {f"{name}:0" for each in nodes if each.name in stage.nodes for name in each.input}
+        used = {f"{name}:0" for one in nodes if one.name in stage.nodes for name in one.input}
         assert used.issuperset(stage.inputs)
         inside = {name: known[name] for name in stage.inputs}  # a KeyError is a failure
-        for each in nodes:
-            if each.name in stage.nodes:
-                values = [inside[f"{name}:0"] for name in each.input]
-                inside[f"{each.name}:0"] = 5 if each.op == "Const" else sum(values)
+        for one in nodes:
+            if one.name in stage.nodes:
+                values = [inside[f"{name}:0"] for name in one.input]
+                inside[f"{one.name}:0"] = 5 if one.op == "Const" else sum(values)
         known |= {name: inside[name] for name in stage.outputs}
     assert [known[name] for name in wanted] == [whole[name] for name in wanted]

@@ -28,7 +28,7 @@ def silent() -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_server_that_is_silent_is_no_tpu(silent: str) -> None:
+def test_a_silent_server_is_no_tpu(silent: str) -> None:
     with pytest.raises(tfd.StrategyError, match=f"no TPU server answers at {silent}"):
         tfd.create_strategy("tpu", tpu=f"grpc://{silent}")
 
@@ -44,7 +44,7 @@ def test_a_server_that_is_silent_is_no_tpu(silent: str) -> None:
         ({"devices": 8}, ["has no option devices=8", "cluster, tpu, zone, project"]),
     ],
 )
-def test_it_says_why_and_soon(options: dict[str, Any], words: list[str]) -> None:
+def test_a_missing_tpu_is_an_error_soon(options: dict[str, Any], words: list[str]) -> None:
     started = time.monotonic()
     with pytest.raises(tfd.StrategyError) as error:
         tfd.create_strategy("tpu", **options)
@@ -70,7 +70,7 @@ def test_tpu_name_of_the_environment_is_taken(monkeypatch: pytest.MonkeyPatch) -
     assert tfd.create_strategy(devices=2).num_replicas_in_sync == 2  # of this machine
 
 
-def test_a_resolver_of_a_tpu() -> None:
+def test_a_tpu_resolver_is_tried_alone() -> None:
     resolver = tf.distribute.cluster_resolver.TPUClusterResolver("grpc://127.0.0.1:1")
     with pytest.raises(tfd.StrategyError, match="no TPU found at the TPUClusterResolver"):
         tfd.create_strategy(cluster=resolver)
@@ -78,7 +78,7 @@ def test_a_resolver_of_a_tpu() -> None:
         tfd.create_strategy("tpu", cluster=resolver, tpu="x")
 
 
-def test_another_cluster_is_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cluster_of_the_call_must_be_a_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = tfd.ClusterConfig(jobs={"worker": ("a:1",)}, task=tfd.Task("worker", 0))
     with pytest.raises(tfd.StrategyError, match="takes either a TPUClusterResolver"):
         tfd.create_strategy("tpu", cluster=cluster, tpu="local")

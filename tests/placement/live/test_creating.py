@@ -10,8 +10,8 @@ from task_programs import results_of
 
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
-    (found,) = results_of("placed_servers.py", timeout=200)
-    return found
+    (task,) = results_of("placed_servers.py", timeout=200)
+    return task
 
 
 def test_every_variable_and_slot_is_where_the_plan_says(result: dict[str, Any]) -> None:
@@ -20,7 +20,7 @@ def test_every_variable_and_slot_is_where_the_plan_says(result: dict[str, Any]) 
     assert len(slots) == 2 * 10
 
 
-def test_rules_are_kept(result: dict[str, Any]) -> None:
+def test_rules_are_kept_on_live_servers(result: dict[str, Any]) -> None:
     live = result["live"]
     assert live["users/embeddings"] == [[0, [334]], [1, [334]], [2, [333]]]
     assert [rows for _, rows in live["items/embeddings"]] == [[167], [166]]
@@ -56,7 +56,7 @@ def test_variables_without_a_plan_go_where_the_fewest_bytes_are(result: dict[str
     assert result["one by one"] == [0, 1, 2, 0, 1, 2]
 
 
-def test_a_plan_for_another_model_or_cluster(result: dict[str, Any]) -> None:
+def test_a_plan_for_another_model_or_cluster_is_refused(result: dict[str, Any]) -> None:
     other_model, other_cluster = result["refused"]
     assert "the plan does not match the variables of the model" in other_model
     assert "changed: 'users/embeddings' from float32[1001, 13] to float32[1001, 5]" in other_model

@@ -36,10 +36,10 @@ def test_variables_are_those_of_the_real_model() -> None:
     keras.utils.clear_session()
     model = recommender()
     model.optimizer.build(model.trainable_variables)
-    found = {(spec.path, spec.shape, spec.dtype, spec.trainable) for spec in specs}
+    learned = {(spec.path, spec.shape, spec.dtype, spec.trainable) for spec in specs}
     trainable = {id(variable) for variable in model.trainable_variables}
     counters = model.optimizer.variables[:2]
-    assert found == {
+    assert learned == {
         (v.path, tuple(v.shape), v.dtype, id(v) in trainable) for v in [*model.variables, *counters]
     }
     real = sum(
@@ -69,7 +69,7 @@ def test_two_hundred_gigabytes_are_planned_without_memory() -> None:
     ],
     ids=["sgd", "adam", "ema", "loss scale"],
 )
-def test_slots_of_optimizers(
+def test_slots_of_optimizers_are_counted(
     optimizer: str | Callable[[], keras.optimizers.Optimizer], slots: int
 ) -> None:
     optimizer = optimizer() if callable(optimizer) else optimizer
@@ -80,7 +80,7 @@ def test_slots_of_optimizers(
         assert not optimizer.built  # the user builds it
 
 
-def test_a_model_that_is_there() -> None:
+def test_an_existing_model_is_learned_and_left_alone() -> None:
     model = recommender()
     weights = [weight.copy() for weight in model.get_weights()]
     plan = tfd.plan_placement(model, ps=2)
@@ -121,7 +121,9 @@ def computes_with_values() -> keras.Model:
     ],
     ids=["unbuilt", "computes", "no model", "optimizer"],
 )
-def test_what_cannot_be_learned(builder: object, optimizer: str | None, parts: list[str]) -> None:
+def test_a_model_that_cannot_be_learned_is_refused(
+    builder: object, optimizer: str | None, parts: list[str]
+) -> None:
     with pytest.raises(PlacementError) as error:
         tfd.plan_placement(builder, ps=2, optimizer=optimizer)
     for part in parts:

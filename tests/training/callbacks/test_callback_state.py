@@ -90,13 +90,13 @@ def test_a_job_that_is_killed_after_an_epoch_goes_on_as_one(tmp_path: Path) -> N
         folder = tmp_path / str(epoch)
         with (folder / "log.csv").open("a") as file:  # of an epoch that is done again
             file.write("half a ro")
-        again, resumed, found = trained(folder)
+        again, resumed, seen = trained(folder)
         assert resumed.epoch == history.epoch
         np.testing.assert_allclose(resumed.history["loss"], history.history["loss"], rtol=1e-6)
-        np.testing.assert_allclose(found.pop("best"), known["best"], rtol=1e-6)
-        assert found["rate"] == known["rate"]
-        np.testing.assert_allclose(found["own"]["losses"], known["own"]["losses"], rtol=1e-6)
-        best = [each["own"]["best"]["of the first layer"] for each in (found, known)]
+        np.testing.assert_allclose(seen.pop("best"), known["best"], rtol=1e-6)
+        assert seen["rate"] == known["rate"]
+        np.testing.assert_allclose(seen["own"]["losses"], known["own"]["losses"], rtol=1e-6)
+        best = [job["own"]["best"]["of the first layer"] for job in (seen, known)]
         np.testing.assert_allclose(*best, atol=1e-6)
         assert_same_weights(model, again)
         assert [line.split(",")[0] for line in (folder / "log.csv").read_text().split()] == [
@@ -189,12 +189,12 @@ def test_a_job_that_gets_a_signal_goes_on_as_one(tmp_path: Path) -> None:
         with pytest.raises(SystemExit) as ended:
             train("hurt", SignalAfter(steps))
         assert ended.value.code == 143
-    model, resumed, found = train("hurt")
+    model, resumed, callbacks = train("hurt")
     assert int(model.optimizer.iterations.numpy()) == 15
     assert_same_weights(expected, model)
     for name, values in resumed.history.items():
         np.testing.assert_allclose(values, history.history[name][: len(values)], rtol=1e-5)
-    assert found[2].begun == used[2].begun == len(resumed.epoch) == 3
+    assert callbacks[2].begun == used[2].begun == len(resumed.epoch) == 3
 
 
 def test_signal_in_the_last_validation_is_obeyed_after_it(tmp_path: Path) -> None:
@@ -266,46 +266,46 @@ def test_a_signal_after_the_last_step_is_obeyed(tmp_path: Path) -> None:
     assert tfd.training_is_done(tmp_path)
 
 
-def restored(saved: list[Any], found: list[Any]) -> None:
-    restore_callbacks(callback_state(saved), found)
+def restored(saved: list[Any], callbacks: list[Any]) -> None:
+    restore_callbacks(callback_state(saved), callbacks)
 
 
 def test_callbacks_of_one_class_are_told_apart_by_what_they_watch() -> None:
     early = keras.callbacks.EarlyStopping
     loss, other = early("loss"), early("val_loss")
     loss.best, other.best = 1.0, 54.0
-    found = [early("accuracy"), early("val_loss"), early("loss")]
-    restored([loss, other], found)
-    assert [each.best for each in found] == [None, 54.0, 1.0]
+    callbacks = [early("accuracy"), early("val_loss"), early("loss")]
+    restored([loss, other], callbacks)
+    assert [callback.best for callback in callbacks] == [None, 54.0, 1.0]
 
 
 def test_a_callback_that_was_not_there_starts_from_nothing() -> None:
-    found = [keras.callbacks.EarlyStopping(), Knows(None), Knows("new")]
-    restored([Knows(1)], found)
-    assert (found[0].wait, found[1].state, found[2].state) == (0, 1, "new")
+    callbacks = [keras.callbacks.EarlyStopping(), Knows(None), Knows("new")]
+    restored([Knows(1)], callbacks)
+    assert (callbacks[0].wait, callbacks[1].state, callbacks[2].state) == (0, 1, "new")
 
 
 def test_a_history_that_cannot_be_stored_is_left_out() -> None:
-    history, found = keras.callbacks.History(), keras.callbacks.History()
+    history, resumed = keras.callbacks.History(), keras.callbacks.History()
     history.epoch, history.history = [0], {"loss": [1.0], "when": [object()]}
     with pytest.warns(UserWarning, match="does not hold 'history' of History. .* got <object"):
-        restored([history], [found])
-    assert (found.epoch, found.history) == ([0], {})
+        restored([history], [resumed])
+    assert (resumed.epoch, resumed.history) == ([0], {})
 
 
 def test_a_state_may_hold_numbers_texts_and_arrays() -> None:
-    given = [
+    states = [
         {"n": 3, "x": 0.1 + 0.2, "none": None, "yes": True, "inf": float("inf"), "text": "ä"},
         [np.float32(1.5), np.int64(2**60), np.arange(6).reshape(2, 3), np.zeros((0, 2))],
         np.array(2.5, ml_dtypes.bfloat16),
     ]
-    found = [Knows(None) for _ in given]
-    restored([Knows(each) for each in given], found)
-    assert found[0].state == given[0]
-    for ours, theirs in zip(given[1], found[1].state, strict=True):
+    callbacks = [Knows(None) for _ in states]
+    restored([Knows(state) for state in states], callbacks)
+    assert callbacks[0].state == states[0]
+    for ours, theirs in zip(states[1], callbacks[1].state, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    assert found[2].state == given[2]
-    assert found[2].state.dtype == given[2].dtype
+    assert callbacks[2].state == states[2]
+    assert callbacks[2].state.dtype == states[2].dtype
     for state in ({"model": keras.layers.Dense(1)}, np.array(["a", None]), {1: 2}):
         with pytest.raises(tfd.TrainingError, match="The state of Knows must hold numbers"):
             callback_state([Knows(state)])

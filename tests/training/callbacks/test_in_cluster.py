@@ -59,7 +59,9 @@ class OwnHistory(K.History):
         pytest.param(K.TensorBoard("x", update_freq="batch"), {"train", "test"}, id="of batches"),
     ],
 )
-def test_who_looks_at_batches(callback: keras.callbacks.Callback, kinds: set[str]) -> None:
+def test_callbacks_on_batches_are_known(
+    callback: keras.callbacks.Callback, kinds: set[str]
+) -> None:
     assert {kind for kind in ("train", "test") if uses_batch_hooks([callback], kind)} == kinds
 
 

@@ -29,7 +29,7 @@ FIT = {"batch_size": 16, "epochs": 3}
 
 
 @SAVES
-def test_the_callbacks_of_every_day(tmp_path: Path) -> None:
+def test_common_callbacks_do_as_in_keras(tmp_path: Path) -> None:
     def callbacks(who: str) -> list[keras.callbacks.Callback]:
         return [
             keras.callbacks.EarlyStopping(patience=1, restore_best_weights=True),
@@ -106,7 +106,7 @@ def test_a_callback_reads_numbers_as_on_one_device() -> None:
     assert np.ravel(seen).tolist() == pytest.approx([0.1, 4, 0.25, 8, 0.25, 4, 0.125, 8])
 
 
-def test_without_such_a_callback_executions_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_callback_on_batches_executions_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
     ours = tfd.distribute(classifier(), mirrored())
     hook = keras.callbacks.ProgbarLogger.on_train_batch_end
@@ -153,7 +153,7 @@ class StopOn(keras.callbacks.Callback):
         ("on_test_end", 8),
     ],
 )
-def test_stop_training_stops_right_there(hook: str, steps: int) -> None:
+def test_stop_training_stops_at_the_step_of_keras(hook: str, steps: int) -> None:
     def arguments():
         return {**FIT, "callbacks": [StopOn(hook)], "validation_data": (X[:16], Y[:16])}
 
@@ -163,7 +163,7 @@ def test_stop_training_stops_right_there(hook: str, steps: int) -> None:
     assert_same_history(expected, history)
 
 
-def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbose_prints_as_keras_does(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = {"batch_size": 16, "epochs": 2, "validation_data": (X, Y)}
     ours, _ = distributed_fit(CLASSIFIER, X, Y, **arguments)
     ours.predict(X, verbose=0)

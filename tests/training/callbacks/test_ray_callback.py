@@ -52,7 +52,7 @@ class RayTrain:
         return SimpleNamespace(get_world_rank=lambda: 0)
 
     def get_checkpoint(self) -> Checkpoint | None:
-        return next((each for each in reversed(self.checkpoints) if each), None)
+        return next(filter(None, reversed(self.checkpoints)), None)
 
     def report(self, metrics: dict[str, Any], checkpoint: Checkpoint | None) -> None:
         if metrics["epoch"] == self.fails_at:
@@ -116,7 +116,7 @@ def test_what_was_saved_and_not_reported_is_reported_by_the_next_job(
     assert ray_train.epochs == [0, 1, 2, 3]
 
 
-def test_outside_of_a_worker(ray_train: RayTrain, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_a_worker_is_refused(ray_train: RayTrain, monkeypatch: pytest.MonkeyPatch) -> None:
     def get_context() -> None:
         raise RuntimeError("not initialized")
 
@@ -125,7 +125,7 @@ def test_outside_of_a_worker(ray_train: RayTrain, monkeypatch: pytest.MonkeyPatc
         tfd.ray.ReportCallback()
 
 
-def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_it_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(tfd.TrainingError, match=r"Install ray\[train\]"):
         tfd.ray.ReportCallback()

@@ -37,13 +37,13 @@ def fit(strategy: tf.distribute.Strategy, made: Any = build, **options: Any) -> 
     return model, history.history
 
 
-def test_one_process(tmp_path: Path) -> None:
+def test_one_process_writes_its_own_time_of_each_step(tmp_path: Path) -> None:
     strategy = tfd.create_strategy("mirrored", devices=2)
     board = tfd.WorkerTensorBoard(tmp_path)
     model, _ = fit(strategy, callbacks=[board])
-    found = scalars(tmp_path / "worker-0")
-    assert list(found["own_ms"]) == list(range(1, 11))  # two epochs of five steps
-    own, whole = (np.array(list(found[tag].values())) for tag in ("own_ms", "step_ms"))
+    written = scalars(tmp_path / "worker-0")
+    assert list(written["own_ms"]) == list(range(1, 11))  # two epochs of five steps
+    own, whole = (np.array(list(written[tag].values())) for tag in ("own_ms", "step_ms"))
     assert ((own > 0) & (own < whole)).all()
     np.testing.assert_allclose(board.own_ms, [own[5:].mean()], rtol=1e-5)
 
@@ -55,7 +55,7 @@ def test_one_process(tmp_path: Path) -> None:
     assert ("train", True) not in plain._tfdist_ext._loops
 
 
-def test_means_of_steps_and_a_second_fit(tmp_path: Path) -> None:
+def test_update_freq_writes_means_and_a_second_fit_goes_on(tmp_path: Path) -> None:
     model = tfd.distribute(build, mirrored(2))
     board = tfd.WorkerTensorBoard(tmp_path, update_freq=3)
     for _ in range(2):
@@ -73,13 +73,13 @@ class OwnStep(keras.Sequential):
         return {"mine": loss}
 
 
-def test_a_step_of_the_users_own(tmp_path: Path) -> None:
+def test_a_step_of_the_users_own_is_timed(tmp_path: Path) -> None:
     dataset = tf.data.Dataset.from_tensor_slices(data()).batch(BATCH)
     model = tfd.distribute(lambda: build(OwnStep), mirrored(2))
     callbacks = [tfd.WorkerTensorBoard(tmp_path)]
     model.fit(dataset.filter(lambda x, y: True), verbose=0, callbacks=callbacks)
-    found = scalars(tmp_path / "worker-0")
-    own, whole = (np.array(list(found[tag].values())) for tag in ("own_ms", "step_ms"))
+    written = scalars(tmp_path / "worker-0")
+    own, whole = (np.array(list(written[tag].values())) for tag in ("own_ms", "step_ms"))
     assert len(own) == 5
     assert ((own > 0) & (own < whole)).all()
 
@@ -99,7 +99,7 @@ def test_xla_is_off_with_one_warning(tmp_path: Path) -> None:
     assert list(scalars(tmp_path / "worker-0")["own_ms"]) == [1, 2, 5, 6]
 
 
-def test_who_is_slow() -> None:
+def test_the_slow_worker_is_named() -> None:
     names = ["chief:0", "worker:0", "worker:1"]
     assert slow_workers(names, np.array([12.0, 41.0, 12.5]), 5.0) == [
         "worker:0 is slow: 41 ms of work per step; other workers need 12.2 ms"
@@ -108,7 +108,7 @@ def test_who_is_slow() -> None:
     assert slow_workers(["worker:0"], np.array([12.0]), 0.1) == []
 
 
-def test_where_it_cannot_be(tmp_path: Path) -> None:
+def test_plain_keras_and_a_wrong_update_freq_are_refused(tmp_path: Path) -> None:
     with pytest.raises(tfd.TrainingError, match=r"Use the fit\(\) of tfdist_ext"):
         build().fit(*data(), verbose=0, callbacks=[tfd.WorkerTensorBoard(tmp_path)])
     with pytest.raises(tfd.TrainingError, match="update_freq must be 1 step or more, got 0"):

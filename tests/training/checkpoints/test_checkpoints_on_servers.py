@@ -54,19 +54,19 @@ def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> Non
         np.testing.assert_array_equal(value, other[name], err_msg=name)
 
 
-def test_from_replicas_to_two_servers(servers: Servers) -> None:
+def test_a_checkpoint_of_replicas_is_restored_on_two_servers(servers: Servers) -> None:
     assert servers.result["two"] == [[25, "task:0"], [25, "task:1"]]
     assert_same(servers.before, servers.saved_state("restored.npz"))
     assert int(servers.before["optimizer.Adam/iteration"]) == 6
 
 
-def test_from_two_servers_to_three_and_to_whole_variables(servers: Servers) -> None:
+def test_a_checkpoint_of_two_servers_is_restored_on_three_and_whole(servers: Servers) -> None:
     assert servers.result["three"] == [[17, "task:0"], [17, "task:1"], [16, "task:2"]]
     assert servers.result["differ_on_three"] == []
     assert servers.result["differ_on_whole"] == []
 
 
-def test_from_servers_to_replicas(servers: Servers) -> None:
+def test_a_checkpoint_of_servers_is_restored_on_replicas(servers: Servers) -> None:
     import tables
 
     model = tfd.distribute(tables.build, mirrored(4), synchronize_batch_norm=False)
@@ -101,6 +101,6 @@ def test_plain_keras_and_tensorflow_load_what_was_in_pieces(servers: Servers) ->
     np.testing.assert_allclose(exported.serve(ids), expected, atol=1e-6)
 
 
-def test_callbacks_that_write(servers: Servers) -> None:
+def test_callbacks_write_once(servers: Servers) -> None:
     assert (servers.folder / "log.csv").read_text().count("\n") == 2
     assert len(list((servers.folder / "board" / "train").glob("events.out.*"))) == 1

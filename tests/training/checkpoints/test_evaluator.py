@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
+from checkpoint_cases import dense
 
 import tfdist_ext as tfd
 from tfdist_ext.cluster.jobs import ClusterDescription
@@ -61,13 +61,13 @@ def chief(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
 def _follow(model: Model, chief: socket.socket, **options: Any) -> int:
     address = f"127.0.0.1:{chief.getsockname()[1]}"
     jobs = {"chief": (address,), "worker": ("w:1",), "ps": ("p:1",), "evaluator": ("e:1",)}
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "checkpoint_dir": model.folder, "epochs": 3, "validation_data": ROWS, "batch_size": 2,
         "steps": None, "callbacks": None, "verbose": 1, **options,
     }  # fmt: skip
     with pytest.raises(RoleEnded) as end:
         evaluate_checkpoints(
-            model, ClusterDescription(jobs, tfd.Task("evaluator", 0), "TF_CONFIG"), **given
+            model, ClusterDescription(jobs, tfd.Task("evaluator", 0), "TF_CONFIG"), **arguments
         )
     assert isinstance(end.value.code, int)
     return end.value.code
@@ -86,7 +86,7 @@ def _write(folder: Path, progress: Progress, value: float) -> Path:
     return path
 
 
-def test_each_checkpoint_once_until_the_training_is_done(
+def test_each_checkpoint_is_evaluated_once_until_the_training_is_done(
     tmp_path: Path, chief: socket.socket, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _saved(tmp_path, 1, 2, done=2)  # of a shorter training before
@@ -164,13 +164,8 @@ def test_fit_in_an_evaluator_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch)
     cluster = tfd.ClusterConfig(jobs, tfd.Task("evaluator", 0))
     monkeypatch.setenv("TF_CONFIG", cluster.to_tf_config())
 
-    def build() -> keras.Model:
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-        return model
-
-    model = tfd.distribute(build)
-    x, y, _ = ROWS
-    for given in ({"validation_data": (x, y)}, {"checkpoint_dir": "somewhere"}):
+    model = tfd.distribute(dense(1))
+    x, y = np.zeros((4, 5)), np.zeros(4)
+    for arguments in ({"validation_data": (x, y)}, {"checkpoint_dir": "somewhere"}):
         with pytest.raises(tfd.TrainingError, match=r"^evaluator:0 evaluates the .* Call fit\(val"):
-            model.fit(x, y, **given)
+            model.fit(x, y, **arguments)

@@ -27,15 +27,15 @@ def test_a_training_goes_on_as_if_it_had_never_ended(tmp_path: Path, remote: str
         train(remote, FailsIn(3), **options)
     before = tfd.finished_checkpoints(remote)
     assert before[-1] == f"{remote}/epoch-00003.safetensors"
-    found = train(remote, **options)
-    assert found.history.epoch == [0, 1, 2, 3, 4]
-    assert_same_weights(found, expected)
+    resumed = train(remote, **options)
+    assert resumed.history.epoch == [0, 1, 2, 3, 4]
+    assert_same_weights(resumed, expected)
     assert tfd.training_is_done(remote)
     names = sorted(tf.io.gfile.listdir(remote))
     assert [name.partition("-")[0] for name in names] == ["epoch"] * 3 + ["owner.json"]
 
 
-def test_one_file(remote: str) -> None:
+def test_one_file_is_saved_and_restored(remote: str) -> None:
     model, other = (tfd.distribute(adam, mirrored(2)) for _ in range(2))
     model.save_checkpoint(f"{remote}/one")
     other.restore_checkpoint(f"{remote}/one")
