@@ -88,6 +88,15 @@ def test_scan_finds_every_flipped_bit_of_a_length_field(number: int, bit: int) -
     assert "length field is damaged" in damage
 
 
+def test_short_reads_are_not_the_end_of_a_file(
+    tmp_path: Path, write_records: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_records(tmp_path / "a", [b"abcd", b"ef"])
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, count, at: pread(file, min(count, 3), at))
+    assert indexes_of([path])[0].offsets().tolist() == [0, 20, 38]
+
+
 def test_the_index_is_kept_beside_the_data(tmp_path: Path, write_records: Write) -> None:
     path = write_records(tmp_path / "a", [b"ab", b"c", b""])
     (index,) = indexes_of([path])

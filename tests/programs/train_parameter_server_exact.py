@@ -189,7 +189,7 @@ for name, make_optimizer, lazy in (
     ("rows, lazy adamw", lambda: opt.AdamW(0.01, weight_decay=0.1), True),
 ):
     _, result["optimizers"][name] = compared(build(make_optimizer, table), lazy_updates=lazy)
-row_updates.BLOCK_BYTES = 4  # one row
+row_updates.UPDATE_BLOCK_BYTES = 4  # one row
 for name, make_optimizer in {"adam": lambda: opt.Adam(0.01), "rmsprop": opt.RMSprop}.items():
     _, result["optimizers"][f"blocks, {name}"] = compared(build(make_optimizer, table))
 _, result["own step"] = compared(build(lambda: opt.SGD(0.1), OwnStep))

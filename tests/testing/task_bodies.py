@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import atexit
 import os
 import sys
 import time
@@ -47,6 +48,10 @@ def hangs(folder: str) -> None:
     if index() == 0:
         summed()
     time.sleep(600)
+
+
+def hangs_at_exit() -> None:
+    atexit.register(time.sleep, 600)
 
 
 def with_a_child(folder: str) -> None:

@@ -63,6 +63,12 @@ def test_error_of_all_tasks_is_shown_once() -> None:
     assert str(error.value).count("ValueError: not today") == 1
 
 
+def test_tasks_that_hang_at_their_exit_have_failed() -> None:
+    with pytest.raises(TaskError, match="had returned but had not exited after 5 s") as error:
+        run_tasks(task_bodies.hangs_at_exit, TWO, 5)
+    assert error.value.failed == ("worker:0", "worker:1")
+
+
 def test_timeout_shows_stacks_and_leaves_no_process(tmp_path: Path) -> None:
     with pytest.raises(TaskError) as error:
         run_tasks(task_bodies.hangs, TWO, 3, args=(str(tmp_path),))

@@ -135,10 +135,9 @@ def test_predictions_of_workers_data_have_no_order(results: list[dict[str, Any]]
         assert "`predict` cannot use from_dataset_fn on several workers" in task["predict"]
 
 
-def test_a_worker_whose_data_ends_waits_for_one_whose_data_does_not(
-    results: list[dict[str, Any]],
-) -> None:
-    assert {task["endless_steps"] for task in results} == {14}
+def test_endless_and_finite_shards_are_refused(results: list[dict[str, Any]]) -> None:
+    for task in results:
+        assert "The data of shard 1 ends, but the data of shard 0 does not" in task["endless"]
 
 
 def test_workers_that_do_not_agree_on_their_data(results: list[dict[str, Any]]) -> None:

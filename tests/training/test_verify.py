@@ -324,6 +324,10 @@ def test_relative_differences() -> None:
     found = {"a": np.array([2.0, -3.0]), "b": np.array([2e-9]), "c": np.array([np.nan, 1.0])}
     differences = relative_differences(found, wanted)
     assert differences == {"a": 0.25, "b": pytest.approx(1e-6), "c": 0.0}
+    infinite = {"a": np.array([np.inf, 2.0, -np.inf])}
+    assert relative_differences(infinite, infinite) == {"a": 0.0}
+    other = {"a": np.array([np.inf, 1.0, -np.inf])}
+    assert relative_differences(other, infinite) == {"a": 0.5}
     odd = {"a": np.zeros(3), "b": np.array([np.nan])}
     assert list(relative_differences(odd, wanted).values()) == [np.inf] * 3
 

@@ -13,6 +13,7 @@ from typing import NoReturn
 from tfdist_ext import __version__
 from tfdist_ext.cli import check, env, plan, run, verify
 from tfdist_ext.errors import LaunchError, TaskError, TfDistError
+from tfdist_ext.launcher.exit_codes import FAILED
 
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
@@ -46,8 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _USAGE_ERROR
     except KeyboardInterrupt:  # before anything was started; later it is an event of the run
         return _INTERRUPTED
-    except SystemExit as exit:  # argparse ends --help and --version this way
-        return int(exit.code or 0)
+    except SystemExit as exit:  # of argparse after --help, or of a user's module
+        if exit.code is None or isinstance(exit.code, int):
+            return exit.code or 0
+        print(exit.code, file=sys.stderr)
+        return FAILED
 
 
 def _dispatch(words: list[str]) -> int:

@@ -181,13 +181,15 @@ def load_function(text: str, what: str, *, error: type[TfDistError]) -> Callable
     sys.path.insert(0, folder)  # as Python does for a script
     try:
         with _without_startup_lines():
-            function = getattr(importlib.import_module(module), name)
+            imported = importlib.import_module(module)
             import tensorflow as tf
 
             tf.config.list_physical_devices()
-            return function
-    except (ModuleNotFoundError, AttributeError) as missing:
+    except ModuleNotFoundError as missing:
         raise error(f"{what} {text!r} cannot be imported: {missing}.") from missing
+    if not hasattr(imported, name):
+        raise error(f"{what} {text!r} cannot be imported: {place} has no {name!r}.")
+    return getattr(imported, name)
 
 
 @contextlib.contextmanager

@@ -133,7 +133,12 @@ class FileReader:
         """
         try:
             if self._file is None:
-                return os.pread(self._descriptor, count, offset)
+                parts = []
+                # One call may return fewer bytes: at most 2 GiB, and less on some file systems.
+                while count and (part := os.pread(self._descriptor, count, offset)):
+                    parts.append(part)
+                    offset, count = offset + len(part), count - len(part)
+                return b"".join(parts)
             with self._lock:
                 self._file.seek(offset)
                 return self._file.read(count)

@@ -74,6 +74,7 @@ class FunctionDataset(ShardedDataset):
         if global_batch_size is not None:
             self._batch = check_int(global_batch_size, "global_batch_size", 1, error=DataError)
         self._shards: int | None = None  # number of shards in which batches are counted
+        self._shards_read: int | None = None  # by the last call of `dataset`
         self._kept: dict[Shard, tf.data.Dataset] = {}
 
     @functools.cached_property  # the function may be slow, and each `state` needs the spec
@@ -119,7 +120,7 @@ class FunctionDataset(ShardedDataset):
                     f" {self._shards} tasks, or from the end of an epoch."
                 )
             dataset = dataset.skip(self._done)
-        self._shards = shard.count
+        self._shards_read = shard.count
         return dataset
 
     def whole_epoch(self, shard: Shard, epoch: int = 0) -> tf.data.Dataset:
@@ -194,8 +195,10 @@ class FunctionDataset(ShardedDataset):
             shards = check_int(shards, "the position's shards", 1, error=DataError)
         self._epoch, self._done, self._shards = epoch, steps, shards
 
-    def advance(self, steps: int) -> None:
+    def advance(self, steps: int, shards: int | None = None) -> None:
+        """As `ShardedDataset.advance`; `shards` is the number of tasks, by default as last read."""
         steps = check_int(steps, "the number of steps done", error=DataError)
+        self._shards = shards or self._shards_read or self._shards
         self._done += steps if self.resumes_inside_epochs else 0
 
 
@@ -258,16 +261,31 @@ class ShardBatches(Batches):
             return parts_of_dataset(dataset)(first, local, replicas)
         return then_nothing(dataset, local, shard.count)
 
+    def advance(self, steps: int) -> None:
+        if self.data is not None:
+            self._function.advance(steps, self._shard.count)
+
     def pass_ended(self) -> None:
         if self.data is not None:
             self.data.end_epoch()
 
 
 def _agreed_length(dataset: tf.data.Dataset, readers: Readers) -> tuple[int | None, bool]:
-    """(steps of an epoch on the worker with most steps, whether one worker has endless data)."""
+    """(steps of an epoch on the worker with most steps, whether the data is endless).
+
+    Raises:
+        DataError: only some shards are endless. The examples of others would be used only once.
+    """
     lengths = readers.from_each(dataset.cardinality().numpy())
-    if (lengths == tf.data.INFINITE_CARDINALITY).any():
+    is_endless = lengths == tf.data.INFINITE_CARDINALITY
+    if is_endless.all():
         return None, True
+    if is_endless.any():
+        ends, repeats = is_endless.argmin(), is_endless.argmax()
+        raise DataError(
+            f"The data of shard {ends} ends, but the data of shard {repeats} does not. Call"
+            " .repeat() in the function for all shards, or for none."
+        )
     return None if lengths.min() < 0 else int(lengths.max()), False
 
 

@@ -99,6 +99,11 @@ def _check_no_other_arguments(data: ShardedDataset, **arguments: Any) -> None:
     """
     if arguments["batch_size"] == data.global_batch_size:
         del arguments["batch_size"]
+    if arguments["class_weight"] is not None:
+        raise TrainingError(
+            "class_weight cannot be used with a ShardedDataset. Multiply the weights of the classes"
+            " into sample_weight."
+        )
     extra = [name for name, value in arguments.items() if value is not None]
     if extra:
         raise TrainingError(

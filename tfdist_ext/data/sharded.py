@@ -207,6 +207,7 @@ def check_reads_here(strategy: tf.distribute.Strategy) -> None:
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise DataError(
             "the steps of ParameterServerStrategy run on the workers, so this process cannot read"
-            " their batches. Train with tfd.distribute(...).fit(data), or read"
-            " data.dataset(Shard(index, workers)) in ClusterCoordinator.create_per_worker_dataset."
+            " their batches. Train with tfd.distribute(...).fit(data). For a custom loop, make a"
+            " tf.data pipeline in the function of ClusterCoordinator.create_per_worker_dataset, and"
+            " split its files with tfd.data.shard_files."
         )

@@ -86,10 +86,11 @@ def launch(
 
         logs = folder if log_dir is None else Path(log_dir)
         ended = run_with_restarts(planned, policy, logs, env, Limits(), stop)
-        raise_stop_signal(stop.first)
-        if ended.exit_status:
-            raise TaskError(failure_message(ended), (str(ended.failed_task),))
-        return results_in(folder, ended)
+        results = {} if ended.exit_status else results_in(folder, ended)
+    raise_stop_signal(stop.first)
+    if ended.exit_status:
+        raise TaskError(failure_message(ended), (str(ended.failed_task),))
+    return results
 
 
 @contextlib.contextmanager

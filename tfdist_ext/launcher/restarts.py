@@ -172,6 +172,8 @@ class _History:
 
     def replaces(self, task: str, status: int, failure: Failure | None, seconds: float) -> bool:
         """Whether a task that failed beside parameter servers restarts alone."""
+        if not self._policy.max_restarts:
+            return False
         attempt = self._attempt(task, status, failure, seconds)
         workers, why = next_attempt(self._policy, [*self._past, attempt])
         if attempt.failed is None or workers != self.workers:

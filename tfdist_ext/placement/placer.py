@@ -6,6 +6,7 @@ one by one. `plan_in_order` says beforehand where they go.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -65,11 +66,12 @@ class ServerPlacer:
         self.plans_models = placement is not None
         self.plan: PlacementPlan | None = None
         self.bytes_by_task = [0] * tasks
-        if isinstance(placement, str) and placement.endswith(".json"):
+        file = os.fspath(placement) if isinstance(placement, os.PathLike) else placement
+        if isinstance(file, str) and file.endswith(".json"):
             try:
-                placement = PlacementPlan.from_json(Path(placement).read_text(encoding="utf-8"))
+                placement = PlacementPlan.from_json(Path(file).read_text(encoding="utf-8"))
             except (OSError, UnicodeDecodeError) as error:
-                raise PlacementError(f"the plan {placement!r} cannot be read: {error}") from error
+                raise PlacementError(f"the plan {file!r} cannot be read: {error}") from error
         if isinstance(placement, PlacementPlan):
             if placement.devices is not None or placement.tasks != tasks:
                 kind = "ps task" if placement.devices is None else "device"

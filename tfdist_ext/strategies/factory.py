@@ -89,7 +89,9 @@ def create_strategy(
         return _construct(choice, settings, environment, is_found=cluster is None)
     except StrategyError as error:
         if elsewhere := "; ".join(settings.lines(without=_CALL)):
-            raise StrategyError(f"{error} (Settings: {elsewhere}.)") from error
+            with_settings = StrategyError(f"{error} (Settings: {elsewhere}.)")
+            with_settings.missing = error.missing
+            raise with_settings from error
         raise
 
 

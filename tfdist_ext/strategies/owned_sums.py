@@ -120,6 +120,10 @@ class NarrowSums(_Collectives):
         self.dtype = tf.as_dtype(dtype)
         setattr(strategy, _NARROW_SUMS, self)
 
+    def travels_as(self, dtype: tf.DType) -> tf.DType:
+        """Returns the type in which gradients of this type travel: never one of the same size."""
+        return self.dtype if dtype.size > self.dtype.size else dtype
+
     def total(self, vector: tf.Tensor) -> tf.Tensor:
         """Returns the sum of a vector of known length, rounded to `dtype`, in the vector's type."""
         length = vector.shape[0]
@@ -154,7 +158,7 @@ class OwnedSums(_Collectives):
         found: dict[Piece, tf.Tensor] = {}
         for bucket in buckets:
             lines = self._lines([[cut[piece] for piece in pieces] for pieces in bucket])
-            travels_as = lines.dtype if narrow is None else narrow.dtype
+            travels_as = lines.dtype if narrow is None else narrow.travels_as(lines.dtype)
             parts = self.all_to_all(tf.cast(lines, travels_as))
             found.update(pieces_in(_sum_of_lines(parts, lines.dtype), bucket[self.worker]))
         whole = joined_values(found)

@@ -125,9 +125,14 @@ def sum_up(
 
 def _sum_narrow(narrow: NarrowSums, values: Sequence[Value]) -> list[Value]:
     """The sums of gradients; only floating vectors of known lengths travel in another type."""
+
+    def is_narrowed(value: Value) -> bool:
+        dtype = value.dtype
+        return is_dense(value) and dtype.is_floating and narrow.travels_as(dtype) != dtype
+
     return [
         narrow.total(value)
-        if is_dense(value) and value.dtype.is_floating and value.dtype.size > narrow.dtype.size
+        if is_narrowed(value)
         else _sum_up([value], [OTHER], None, apart=False)[0]
         for value in values
     ]

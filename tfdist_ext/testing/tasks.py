@@ -136,9 +136,15 @@ def run_function(
 
 def _failure(ended: RunResult, folder: Path, timeout: float) -> tuple[tuple[str, ...], str]:
     if ended.ended_by == "timeout":
-        hung = tuple(name for name in ended.returncodes if not (folder / (name + DONE)).exists())
-        names = ", ".join(hung)
-        return hung, f"{names} had not ended after {timeout:g} s; their stacks are in their output."
+        codes = ended.returncodes
+        hung = tuple(name for name in codes if not (folder / (name + DONE)).exists())
+        state = "had not ended"
+        if not hung:  # the function has returned everywhere
+            hung = tuple(name for name, code in codes.items() if code != 0)
+            state = "had returned but had not exited"
+        if hung:
+            after = f"after {timeout:g} s; their stacks are in their output."
+            return hung, f"{', '.join(hung)} {state} {after}"
     if ended.failed_task is None:
         return (), ""
     return (ended.failed_task,), failure_message(ended)

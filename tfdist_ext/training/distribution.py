@@ -399,9 +399,11 @@ class Distribution:
     def callbacks(
         self, callbacks: Callbacks, verbose: str | int, **params: Any
     ) -> keras.callbacks.CallbackList:
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            return callbacks
         chief = self.reduction.is_chief
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            if chief:
+                return callbacks
+            callbacks = callbacks.callbacks
         verbose = 1 if verbose == "auto" else int(verbose)
         return keras.callbacks.CallbackList(
             callbacks_of_this_task(callbacks, is_chief=chief),

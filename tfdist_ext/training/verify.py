@@ -393,8 +393,11 @@ def relative_differences(found: Results, wanted: Results) -> dict[str, float]:
     for name in wanted.keys() & found.keys():
         ours, right = (np.asarray(each[name], "float64") for each in (found, wanted))
         if ours.shape == right.shape:
-            scale = max(SMALLEST_SCALE, float(np.abs(np.nan_to_num(right)).max(initial=0.0)))
-            apart = np.where(np.isnan(ours) & np.isnan(right), 0.0, np.abs(ours - right))
+            finite = np.abs(right[np.isfinite(right)])
+            scale = max(SMALLEST_SCALE, float(finite.max(initial=0.0)))
+            same = (ours == right) | (np.isnan(ours) & np.isnan(right))
+            with np.errstate(invalid="ignore"):
+                apart = np.where(same, 0.0, np.abs(ours - right))
             largest = np.nan_to_num(apart, nan=np.inf).max(initial=0.0)
             differences[name] = float(largest) / scale
     return differences

@@ -26,7 +26,8 @@ class Job:
 
     def __init__(self, path: Path):
         self.folder = CheckpointFolder(str(path))
-        self.folder.open()
+        self.folder.find_newest()
+        self.folder.take()
         self.epoch = self.folder.progress.epoch
 
     def train(self, *, until: int) -> Job:
@@ -109,6 +110,22 @@ def test_an_older_job_names_the_newer_one_and_changes_nothing(tmp_path: Path) ->
             change()
     assert content(tmp_path) == before
     assert tfd.training_is_done(tmp_path)
+
+
+def test_damaged_checkpoints_are_not_kept_in_place_of_good_ones(tmp_path: Path) -> None:
+    Job(tmp_path).train(until=5)
+    for epoch in (4, 5):
+        (tmp_path / file(epoch)).write_bytes(b"damaged")
+    with pytest.warns(UserWarning, match="not a complete checkpoint"):
+        job = Job(tmp_path)
+    assert job.epoch == 3
+    job.save(3, batches=1)
+    job.save(3, batches=2)
+    assert sorted(path.name for path in tfd.finished_checkpoints(tmp_path)) == [
+        "epoch-00003-batch-00000001.safetensors",
+        "epoch-00003-batch-00000002.safetensors",
+        *map(file, (3, 4, 5)),
+    ]
 
 
 def test_a_job_that_is_paused_while_it_writes_destroys_nothing(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     version_2 = b"".join(progress).replace(rb"\"version\": 1", rb"\"version\": 2")[:-4]
     version_2 += zlib.crc32(version_2).to_bytes(4, "little")
     refused("version", "has format 2, and this tfdist_ext reads format 1", version_2)
-    refused("missing", r"missing cannot be read: No such file or directory\.")
+    refused("missing", r"missing cannot be read: No such file or directory\. Check the path")
     refused(".", r" cannot be read: Is a directory\.")
     refused("text", "is not a complete checkpoint", b"weights of something else")
     refused("zeros", "is not a complete checkpoint", bytes(4))

@@ -223,14 +223,30 @@ def test_a_job_that_is_killed_while_it_writes_goes_on(
     assert not list(killed.glob(".*"))
 
 
-def test_a_job_stops_when_another_one_has_opened_the_folder(
+def test_a_job_that_cannot_resume_does_not_stop_the_job_that_trains(
+    two: Any, tmp_path: Path
+) -> None:
+    def start_other_job(epoch: int, logs: Any) -> None:
+        if epoch == 2:
+            other = tfd.distribute(keras.Sequential([keras.layers.Dense(7)]), two[0].strategy)
+            other.compile("sgd", "mse")
+            with pytest.raises(tfd.TrainingError):
+                other.fit(X, Y, epochs=4, checkpoint_dir=tmp_path, **FIT)
+
+    callback = keras.callbacks.LambdaCallback(on_epoch_begin=start_other_job)
+    options = {"checkpoint_dir": tmp_path, "callbacks": [callback], **FIT}
+    two[0].fit(X, Y, epochs=4, **options)
+    assert [path.stem for path in finished_checkpoints(tmp_path)][-1] == "epoch-00004"
+
+
+def test_a_job_stops_when_another_one_has_taken_the_folder(
     two: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def open_folder(epoch: int, logs: Any) -> None:
+    def take_folder(epoch: int, logs: Any) -> None:
         if epoch == 2:
-            CheckpointFolder(str(tmp_path)).open()
+            CheckpointFolder(str(tmp_path)).take()
 
-    other = keras.callbacks.LambdaCallback(on_epoch_begin=open_folder)
+    other = keras.callbacks.LambdaCallback(on_epoch_begin=take_folder)
     options = {"checkpoint_dir": tmp_path, "checkpoint_async": False, "callbacks": [other], **FIT}
     with pytest.raises(FolderTakenError, match=f"Another job writes to {tmp_path}: host"):
         two[0].fit(X, Y, epochs=4, **options)

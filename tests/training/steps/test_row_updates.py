@@ -137,7 +137,7 @@ def test_lazy_updates_of_tables_in_other_places(name: str, options: dict[str, An
 def test_large_tables_are_updated_in_blocks_with_the_numbers_of_one_device(
     name: str, placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_updates, "BLOCK_BYTES", 12)  # one row
+    monkeypatch.setattr(row_updates, "UPDATE_BLOCK_BYTES", 12)  # one row
     blocks: list[tf.Tensor] = []  # that were traced
     update_rows = RowUpdates._update_rows
 

@@ -204,6 +204,7 @@ class Servers:
     def __init__(self, me: str, addresses: Mapping[str, str]) -> None:
         self._me = me
         self._ended = threading.Event()
+        self._result: Message | None = None  # set at the end
         self._tried = {task: threading.Event() for task in addresses}
         self._queues: dict[str, queue.SimpleQueue[Message | None]] = {}
         self._threads: dict[str, threading.Thread] = {}
@@ -219,20 +220,26 @@ class Servers:
         self._watcher = Watcher(me, addresses, SERVER_SILENT)
 
     def _keep(self, connection: Connection, task: str) -> None:
-        while not self._ended.is_set():
+        while True:
             # A session that has broken leaves its queue to a thread of gRPC that still reads it.
             messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
             self._queues[task] = messages
+            if self._result is not None:  # the process ended between two sessions
+                messages.put(self._result)
+                messages.put(None)
             connection.session(messages, self._tried[task].set)
             self._tried[task].set()
             messages.put(None)
+            if self._ended.is_set():
+                return
             self._ended.wait(_AGAIN)
 
     def end(self, result: str) -> list[str]:
         """Sends the result; returns the tasks that have not taken it in time."""
+        self._result = {"result": result, "last": True}
         self._ended.set()
-        for messages in self._queues.values():
-            messages.put({"result": result, "last": True})
+        for messages in list(self._queues.values()):
+            messages.put(self._result)
             messages.put(None)
         deadline = time.monotonic() + _TAKE[result]
         for thread in self._threads.values():

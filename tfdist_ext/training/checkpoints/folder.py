@@ -3,7 +3,7 @@
 The list of checkpoints is the list of file names: `epoch-00003.safetensors`, and in the middle of
 an epoch `epoch-00003-batch-00000120.safetensors`. A file appears when it is complete.
 
-`owner.json` names the job that opened the folder last. A job reads `owner.json` before it
+`owner.json` names the job that has begun to train here last. A job reads `owner.json` before it
 gives a new file its name, and stops with an error if the file names another job. The file also says
 whether the training is done.
 """
@@ -50,7 +50,7 @@ _UNFINISHED = re.compile(r"\.(epoch-\d.*|owner\.json)\.[0-9a-f]{32}\.unfinished"
 
 
 class FolderTakenError(TrainingError):
-    """Another job has opened the checkpoint folder later, so this job stops."""
+    """Another job has begun to train in the folder later, so this job stops."""
 
 
 def name_of(progress: Progress) -> str:
@@ -121,6 +121,7 @@ class CheckpointFolder:
             raise TrainingError('checkpoint_dir is empty. Pass "." for the working folder.')
         self.newest: str | None = None
         self.progress = Progress()
+        self._damaged: set[str] = set()  # paths of files that do not count as kept
         start = datetime.datetime.now().astimezone()
         self._job = f"host {socket.gethostname()}, process {os.getpid()}, since {start}"
         self._writer = f".{uuid.uuid4().hex}"  # several jobs may write unfinished files
@@ -131,16 +132,12 @@ class CheckpointFolder:
         if in_background:
             self._thread = futures.ThreadPoolExecutor(1, "tfdist-checkpoints")
 
-    def open(self) -> None:
-        """Becomes the owner of the folder, and finds the newest complete checkpoint.
+    def find_newest(self) -> None:
+        """Finds the newest complete checkpoint, and changes nothing.
 
         Raises:
-            TrainingError: the folder cannot be written, or it has checkpoints and none is
-                complete.
+            TrainingError: the folder has checkpoints, and none is complete.
         """
-        self._write_owner()
-        for name in filter(_UNFINISHED.fullmatch, names_in(self.path)):
-            remove(posixpath.join(self.path, name))
         damaged = ""
         for path in reversed(checkpoints_in(self.path)):
             try:
@@ -149,6 +146,7 @@ class CheckpointFolder:
                 break
             except DamagedCheckpointError as error:
                 damaged += f"{error} "
+                self._damaged.add(path)
         if damaged and self.newest is None:
             raise TrainingError(
                 f"{self.path} has no complete checkpoint: {damaged}Move these files away to start"
@@ -156,6 +154,16 @@ class CheckpointFolder:
             )
         if damaged:
             warn(f"{damaged}The training resumes from {self.newest}.")
+
+    def take(self) -> None:
+        """Becomes the owner of the folder, and removes what an earlier job has not finished.
+
+        Raises:
+            TrainingError: the folder cannot be written.
+        """
+        self._write_owner()
+        for name in filter(_UNFINISHED.fullmatch, names_in(self.path)):
+            remove(posixpath.join(self.path, name))
 
     def begin(self, progress: Progress, arrays: Arrays) -> None:
         """Writes a checkpoint; in the background, returns when the state is copied.
@@ -204,13 +212,15 @@ class CheckpointFolder:
             blocks: the bytes of the checkpoint.
 
         Raises:
-            FolderTakenError: another job has opened the folder.
+            FolderTakenError: another job has begun to train in the folder.
             TrainingError: the file cannot be written, for example because the disk is full.
         """
         path = posixpath.join(self.path, name_of(progress))
         write_atomically(path, blocks, writer=self._writer, before_rename=self._check_owner)
         self.newest, self.progress = path, progress
-        for old in checkpoints_in(self.path)[:-KEPT]:
+        self._damaged.discard(path)
+        complete = [path for path in checkpoints_in(self.path) if path not in self._damaged]
+        for old in complete[:-KEPT]:
             try:
                 remove(old)
             except OSError as error:
@@ -223,7 +233,7 @@ class CheckpointFolder:
         self._write_owner(epochs)
 
     def _check_owner(self) -> None:
-        """Raises FolderTakenError if another job has opened the folder."""
+        """Raises FolderTakenError if another job has begun to train in the folder."""
         job = _owner_of(self.path).get("job")
         if job is None:  # the folder was emptied
             self._write_owner()

@@ -130,7 +130,10 @@ def _header(progress: Progress, arrays: Arrays) -> bytes:
     for name, array in {**arrays, _CHECKSUM: np.zeros(1, np.uint32)}.items():
         dtype = tf.as_dtype(array.dtype)
         if dtype.name not in _CODES:
-            raise TrainingError(f"A checkpoint cannot hold {name}, whose dtype is {dtype.name}.")
+            raise TrainingError(
+                f"A checkpoint cannot hold {name}, whose dtype is {dtype.name}. Use one of"
+                f" {', '.join(_CODES)}."
+            )
         end = begin + math.prod(array.shape) * dtype.size
         places = {"shape": list(array.shape), "data_offsets": [begin, end]}
         header[name] = {"dtype": _CODES[dtype.name], **places}
@@ -154,9 +157,12 @@ def open_checkpoint(path: str) -> Iterator[CheckpointFile]:
                     f"{path} is not a complete checkpoint: the checksum at its end is wrong. Copy"
                     " it again, or use another checkpoint."
                 )
-            yield CheckpointFile(file)
+            yield CheckpointFile(file, path)
     except OSError as error:
-        raise TrainingError(f"{path} cannot be read: {error.strerror}.") from error
+        raise TrainingError(
+            f"{path} cannot be read: {error.strerror or error}. Check the path, or use another"
+            " checkpoint."
+        ) from error
 
 
 def _is_complete(file: IO[bytes]) -> bool:
@@ -177,14 +183,14 @@ class CheckpointFile:
         arrays: `group/name` -> array.
     """
 
-    def __init__(self, file: IO[bytes]):
+    def __init__(self, file: IO[bytes], path: str):
         self._file = file
         length = int.from_bytes(self._read(0, 8), "little")
         header = json.loads(self._read(8, length))
         ours = json.loads(header.pop(_METADATA)[_OURS])
         if ours["version"] != _VERSION:
             raise TrainingError(
-                f"The checkpoint has format {ours['version']}, and this tfdist_ext reads format"
+                f"{path} has format {ours['version']}, and this tfdist_ext reads format"
                 f" {_VERSION}. Install the version of tfdist_ext that wrote it."
             )
         self.progress = Progress(**ours["progress"])

@@ -53,7 +53,7 @@ class CheckpointManager:
         in_background: write files in a thread.
 
     Raises:
-        TrainingError: the folder cannot be written, or none of its checkpoints can be read.
+        TrainingError: the folder cannot be read, or none of its checkpoints is complete.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class CheckpointManager:
         self._restore: Callable[[], None] = lambda: None
         report = functools.partial(reduction.peers.enters, "checkpoint")
         self._folder = CheckpointFolder(folder, report, in_background=in_background)
-        run_on_chief(reduction, self._folder.open, f"open {folder}")
+        run_on_chief(reduction, self._folder.find_newest, f"read {folder}")
 
     def seed(self) -> int:
         """Returns the seed of the order of examples: of the job before, or a new one.
@@ -93,7 +93,9 @@ class CheckpointManager:
     def resume(
         self, data: Epochs, initial_epoch: int, callbacks: Sequence[keras.callbacks.Callback]
     ) -> int:
-        """Restores the newest checkpoint and the position in the data.
+        """Restores the newest checkpoint and the position in the data, then takes the folder.
+
+        A job that cannot train does not end the job that trains in this folder.
 
         Args:
             initial_epoch: the epoch to begin with if there is no checkpoint.
@@ -104,8 +106,16 @@ class CheckpointManager:
 
         Raises:
             TrainingError: `checkpoint_every` is not possible; another loss; other data inside an
-                epoch.
+                epoch; the folder cannot be written.
         """
+        first = self._restored_epoch(data, initial_epoch, callbacks)
+        run_on_chief(self._reduction, self._folder.take, f"write to {self._folder.path}")
+        return first
+
+    def _restored_epoch(
+        self, data: Epochs, initial_epoch: int, callbacks: Sequence[keras.callbacks.Callback]
+    ) -> int:
+        """Returns the epoch to begin with, after restoring the newest checkpoint."""
         self._data, self._resumes_inside = data, data.resumes_inside
         self._check_every()
         folder, model = self._folder, self._model

@@ -118,7 +118,7 @@ def restore_checkpoint(
     with whole_slots(reduction, model, restores=True):
         sent = run_on_chief(reduction, read, f"read the checkpoint {path}") or b""
         broadcast_state(reduction, model)
-    received = CheckpointFile(io.BytesIO(broadcast_bytes(reduction, sent)))
+    received = CheckpointFile(io.BytesIO(broadcast_bytes(reduction, sent)), path)
     arrays = received.arrays.items()
     callbacks = {name.partition("/")[2]: received.read(array) for name, array in arrays}
     seeds = callbacks.pop(_SEEDS, None)

@@ -172,7 +172,7 @@ class ReplicaSums:
         counts = tf.stack([tf.size(value.indices, tf.int64) for value in values])
         before, count = (tf.unstack(vector, len(values)) for vector in self.before_and_all(counts))
         narrow = narrow_sums_of(tf.distribute.get_strategy())
-        dtype = values[0].dtype if narrow is None else narrow.dtype
+        dtype = values[0].dtype if narrow is None else narrow.travels_as(values[0].dtype)
         rows = [tf.cast(value.values, dtype) for value in values]
         indices = [tf.cast(value.indices, tf.int64) for value in values]
         rows, indices = (

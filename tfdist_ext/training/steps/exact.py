@@ -473,7 +473,7 @@ def _reduced(
     (whole,) = context.sums.all_reduce([share])
     if is_selection:  # the part may have none of the selected rows
         total = original(values, sample_weight=sample_weight, mask=mask, reduction="sum")
-        return tf.math.divide_no_nan(total, context.batch_fraction(total.dtype)) / whole
+        return tf.math.divide_no_nan(total, whole * context.batch_fraction(total.dtype))
     return loss * tf.math.divide_no_nan(share, whole * context.batch_fraction(loss.dtype))
 
 

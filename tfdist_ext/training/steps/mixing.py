@@ -160,13 +160,13 @@ def _is_statistic(tensor: tf.Tensor, equal: EqualTensors, known: dict[Key, bool]
     """
     if unknown_sizes(tensor) or tensor.shape.rank is None:
         return False
-    waiting, seen = [tensor], list[Key]()
+    waiting, seen = [tensor], dict[Key, None]()
     result = False
     while waiting and not result:
         key = tensor_key(source := waiting.pop())
         if known.get(key) is False or key in seen:
             continue
-        seen.append(key)
+        seen[key] = None
         if known.get(key) or unknown_sizes(source) or source.shape.rank is None:
             result = True
         elif source.op.type in _SIZES:
@@ -174,7 +174,7 @@ def _is_statistic(tensor: tf.Tensor, equal: EqualTensors, known: dict[Key, bool]
             result = rows is not None and rows.is_selection
         elif not equal.has(source):
             waiting += source.op.inputs
-    known.update(dict.fromkeys(seen if not result else seen[:1], result))
+    known.update(dict.fromkeys([tensor_key(tensor)] if result else seen, result))
     return result
 
 

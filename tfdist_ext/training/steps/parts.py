@@ -128,7 +128,9 @@ class OptimizerParts:
         """
         sums, optimizer = _sums_of(strategy), self.optimizer
         if any(getattr(variable, "overwrite_with_gradient", False) for variable in self.variables):
-            raise TrainingError("float8 training is not supported with shard_optimizer=True.")
+            raise TrainingError(
+                "float8 training is not supported with shard_optimizer=True. Leave it out."
+            )
         specs = [
             VariableSpec(str(number), tuple(variable.shape), variable.dtype)
             for number, variable in enumerate(self.variables)

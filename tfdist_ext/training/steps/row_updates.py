@@ -41,7 +41,7 @@ Update: TypeAlias = Callable[[Any, Any, Any], object]
 Way: TypeAlias = Literal["whole", "blocks", "rows", "lazy rows"]
 
 _LARGE = 100_000_000  # bytes of a table
-BLOCK_BYTES = 1 << 22  # of a table; one of less than 8 blocks is updated whole
+UPDATE_BLOCK_BYTES = 1 << 22  # of a table; one of less than 8 blocks is updated whole
 
 
 @dataclass
@@ -156,7 +156,7 @@ class RowUpdates(Updates):
     ) -> None:
         """Update all rows of one piece of a table, one block after the other."""
         rows, *width = piece_being_updated(table).shape
-        count = max(1, BLOCK_BYTES // (math.prod(width) * tf.as_dtype(table.dtype).size))
+        count = max(1, UPDATE_BLOCK_BYTES // (math.prod(width) * tf.as_dtype(table.dtype).size))
         if rows < 8 * count:
             update(table, gradient, rate)
             return
@@ -195,25 +195,25 @@ class RowUpdates(Updates):
         """Call an update with rows in place of one piece of a table and of its slots."""
         outer = stateless_scope()
         assert outer is not None, "a step's update runs in a scope"
-        views: dict[int, Rows] = {}
+        views: dict[int, RowsOfVariable] = {}
 
         def rows_of(variable: keras.Variable) -> Any:
             value = outer.get_current_value(variable)
             if id(variable) not in self._slots or not _has_rows_of(variable, table):
                 return value
             if id(variable) not in views:
-                views[id(variable)] = Rows(value, ids)
+                views[id(variable)] = RowsOfVariable(value, ids)
             return views[id(variable)]
 
         with _Instead(rows_of, outer):
-            update(Rows(table, ids), gradient, rate)
+            update(RowsOfVariable(table, ids), gradient, rate)
 
 
 def _has_rows_of(slot: keras.Variable, table: Any) -> bool:
     return len(slot.shape) > 0 and slot.shape[0] == table.shape[0]
 
 
-class Rows(PartOfVariable):
+class RowsOfVariable(PartOfVariable):
     """Rows of a variable, or of the piece that is being updated.
 
     Args:

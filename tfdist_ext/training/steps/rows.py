@@ -24,8 +24,8 @@ from tfdist_ext.data.pipelines import Structure
 # Of a variable: dense, or slices of what was looked up.
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
-# A tensor as a graph knows it: id of the graph, name.
-Key: TypeAlias = tuple[int, str]
+# A tensor as a graph knows it: the graph, and the name in the graph.
+Key: TypeAlias = tuple[Any, str]
 
 # Stateful operations whose result follows from their inputs.
 _READS = {
@@ -122,7 +122,7 @@ def symbolic_tensors(values: Structure | Gradient) -> list[tf.Tensor]:
 
 
 def tensor_key(tensor: tf.Tensor) -> Key:
-    return id(tensor.graph), tensor.name
+    return tensor.graph, tensor.name
 
 
 def follows_from(value: tf.Tensor, sources: Sequence[tf.Tensor]) -> bool:

@@ -20,7 +20,7 @@ from tfdist_ext.data.batches import Parts
 from tfdist_ext.data.pipelines import Part, Structure, batch_size_of, rows_between
 from tfdist_ext.errors import StrategyError, TfDistError, TrainingError
 from tfdist_ext.strategies._tf_private import lightly_optimized
-from tfdist_ext.strategies.owned_sums import owned_sums_of
+from tfdist_ext.strategies.owned_sums import narrow_sums_of, owned_sums_of
 from tfdist_ext.strategies.shared_step import SharedStep, kind_of
 from tfdist_ext.strategies.stages import NotSharedError
 from tfdist_ext.strategies.traced_replica import replica_id, replica_number
@@ -162,7 +162,7 @@ class ModelStep:
             with optimization:
                 result = function(*args)
         except tf.errors.CancelledError as error:
-            if not in_graph or self.reduction.local_replicas == 1:
+            if not is_shared or self.reduction.local_replicas == 1:
                 raise
             raise TrainingError(
                 "A step failed on one replica, and TensorFlow reports only that the other replicas"
@@ -418,6 +418,8 @@ def trace_for_each(
         return "a TPU compiles the step"
     if owned_sums_of(reduction.strategy) is not None:
         return "workers share the optimizer (shard_optimizer=True)"
+    if narrow_sums_of(reduction.strategy) is not None:
+        return "gradients travel in another type (gradient_dtype)"
     if reduction.multi_worker and reduction.local_replicas > 1:  # several GPUs on each: untested
         return "other workers have replicas, too"
     # XLA cannot compile the sums over tasks. A shared step is compiled between the sums.
