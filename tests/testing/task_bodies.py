@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import atexit
+import json
 import os
 import sys
 import time
