@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from warm_programs import Program
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "recommender.py"
@@ -34,6 +35,7 @@ def test_only_tables_tell_which_ids_lead_to_clicks() -> None:
     assert 0.6 < float(auc.result()) < 0.64
 
 
+@pytest.mark.timeout(400)
 def test_a_killed_server_and_a_killed_worker_cost_no_step(tmp_path: Path) -> None:
     options = ["--rows", "2000", "--steps", "120", "--epochs", "2", "--folder", "run"]
     command = [sys.executable, "-m", "tfdist_ext.cli", "run", "--workers", "2", "--ps", "2"]
@@ -45,7 +47,7 @@ def test_a_killed_server_and_a_killed_worker_cost_no_step(tmp_path: Path) -> Non
 
     def kill(task: str, start: int) -> None:
         """Kills a task in epoch 2, which has started this number of times."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while log().count("Epoch 2/2") < start:
             assert time.monotonic() < deadline, log()[-3000:]
             time.sleep(0.1)
@@ -54,7 +56,7 @@ def test_a_killed_server_and_a_killed_worker_cost_no_step(tmp_path: Path) -> Non
     try:
         kill("ps:0", 1)
         kill("worker:1", 2)
-        assert job.wait(100) == 0, log()[-3000:]
+        assert job.wait(150) == 0, log()[-3000:]
     finally:
         job.kill()
     for line in (

@@ -42,10 +42,10 @@ def continued(shared: Path) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def workers(shared: Path, continued: list[np.ndarray]) -> list[dict[str, Any]]:
-    return results_of("sharded_optimizer.py", str(shared), cluster=2, timeout=300)
+    return results_of("sharded_optimizer.py", str(shared), cluster=2, timeout=600)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 def test_every_optimizer_gives_the_numbers_of_one_device(workers: list[dict[str, Any]]) -> None:
     for worker in workers:
         assert "state sharded across workers" in worker["explain"]

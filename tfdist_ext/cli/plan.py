@@ -188,7 +188,7 @@ def load_function(text: str, what: str, *, error: type[TfDistError]) -> Callable
     except ModuleNotFoundError as missing:
         raise error(f"{what} {text!r} cannot be imported: {missing}.") from missing
     if not hasattr(imported, name):
-        raise error(f"{what} {text!r} cannot be imported: {place} has no {name!r}.")
+        raise error(f"{what} {text!r} cannot be imported: {place} has no attribute {name!r}.")
     return getattr(imported, name)
 
 
