@@ -31,14 +31,14 @@ WHY_NOT = (
     if importlib.util.find_spec("ray")
     else "Ray is not installed (pip install -e '.[environments]')"
 )
-pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("ray")]
 on_ray = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "-")
 ENV = {"RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 EXAMPLES = f"{ROOT / 'docs' / 'examples'}:{LEFT_OUT_OF_RAY}"
 
 
 def wait_for_end(driver: Process) -> str:
-    assert driver.ended(200) == 0, driver.output[-6000:]
+    assert driver.ended(400) == 0, driver.output[-6000:]
     return driver.output
 
 
@@ -63,7 +63,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     start = Starter(folder)
     try:
         driver = start(sys.executable, program, str(folder), *command, **ENV, PYTHONPATH=EXAMPLES)
-        driver.wait_for(f"STEP {STEPS + 3}", 200)
+        driver.wait_for(f"STEP {STEPS + 3}", 400)
         before = workers()
         (folder / "lose").touch()
         log = wait_for_end(driver)
