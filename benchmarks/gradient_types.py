@@ -1,4 +1,4 @@
-"""Compares the losses of trainings whose gradients travel in other types.
+"""Compares training losses with gradients in 32 and in 16 bits.
 
     .venv/bin/python benchmarks/gradient_types.py [--steps 500] [--markdown docs/exactness.md]
 

@@ -129,6 +129,6 @@ def fit(rows: Sequence[Row], step_of: Mapping[str, StepCost]) -> dict[str, float
 def seconds_of(row: Row, step_of: Mapping[str, StepCost], setting: Mapping[str, float]) -> float:
     network = Network(bandwidth=parse_rate(row.rate), latency=5e-5, **setting)
     step = step_of[row.model]
-    # The measured time is that of a worker's part, whose rows of tables are fewer.
+    # A worker's step was measured on its part of the batch, which reads fewer rows of tables.
     part = replace(step, seconds=step.seconds * row.workers)
     return step_seconds(part, network, row.workers, step.rows // row.workers, **SETTINGS[row.way])

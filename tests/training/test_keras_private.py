@@ -1,6 +1,6 @@
 """Each private name of Keras that the package uses is there and does what is used of it.
 
-When a release of Keras moves one, the test that fails names it and says what it was for.
+If a release of Keras moves a name, the failing test shows the name and its purpose.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class Readers:
         replicas: number of replicas of all tasks.
         shard: what this task reads if each task reads its own shard.
         from_each: returns a number or an array of each of these tasks, in order.
-        coordinator: a ClusterCoordinator, whose workers may read for themselves; else None.
-        workers: number of its workers.
+        coordinator: a ClusterCoordinator if its workers may read the data; else None.
+        workers: number of workers of the coordinator.
     """
 
     replicas: int = 1
@@ -68,7 +68,7 @@ class Batches:
         batch_size: examples in a global batch; None if only reading tells.
         examples: in arrays; None of other data.
         arrays: all of the data, if each task has it in memory.
-        data: the data whose own position moves with a training, and is saved in checkpoints.
+        data: the dataset if a training moves its position and saves it in checkpoints; else None.
         is_infinite: the iterator starts the next pass by itself, so that no step has to ask whether
             the data has ended. Under several workers each such question is a collective.
         can_begin_anywhere: `parts` can begin with any global batch, and reads no batch before it.

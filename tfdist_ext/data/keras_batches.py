@@ -187,8 +187,8 @@ class KerasIterators(Iterators):
     A seeded `shuffle` draws a new order whenever an iterator over it is made.
 
     Without a number of steps, each epoch has an iterator of its own. With a number of steps, the
-    epochs share an iterator until a pass has ended. In both cases Keras makes an iterator at the
-    end of a pass whose length it knows.
+    epochs share an iterator until a pass has ended. In both cases, if Keras knows the length of a
+    pass, it makes an iterator at the end of the pass.
 
     Reading ahead stops at the end of an epoch. Reading ahead into another repetition of the data
     would make iterators at unknown times.

@@ -62,8 +62,7 @@ def launch(
         log_dir: a folder for log files such as `worker-1.log`, or None for no log files.
 
     Returns:
-        The result of `fn` in each task, by the name of the task. Servers are
-        not included.
+        The result of `fn` in each task, by the name of the task. Servers are not included.
 
     Raises:
         LaunchError: the numbers of tasks are invalid, or `fn` cannot be copied to the tasks.

@@ -25,7 +25,8 @@ from tfdist_ext.placement.placement_plan import save_figure
 from tfdist_ext.placement.specs import columns, size_text
 from tfdist_ext.user_frames import filter_traceback
 
-_BUCKET_BYTES_PER_WORKER = 4 << 20  # as in strategies/reductions.py
+# Of a bucket of gradients: a collective cuts a bucket into one part for each worker.
+BYTES_PER_WORKER = 4 << 20
 _NARROW_ITEMSIZE = 2  # bytes of a bfloat16 and of a float16
 _ID_BYTES = 8
 _NUMBER = r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*"
@@ -67,7 +68,7 @@ class Network:
         """Returns the number of buckets of this many bytes of gradients or weights."""
         if self.bucket_bytes == 0 and not sharded:
             return 1
-        return max(1, -(-size // (self.bucket_bytes or _BUCKET_BYTES_PER_WORKER * workers)))
+        return max(1, -(-size // (self.bucket_bytes or BYTES_PER_WORKER * workers)))
 
     def seconds(self, sent: float, messages: int, collectives: int = 1) -> float:
         """Returns the time in which a worker sends bytes in messages, one after another."""

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
+from tfdist_ext.placement.scaling import BYTES_PER_WORKER
 from tfdist_ext.strategies.buckets import (
     ALIGNED,
     Piece,
@@ -29,7 +30,7 @@ from tfdist_ext.strategies.buckets import (
     joined_values,
     pieces_in,
 )
-from tfdist_ext.strategies.reductions import BYTES_PER_WORKER, bucket_bytes_of
+from tfdist_ext.strategies.reductions import bucket_bytes_of
 
 # Attributes of a strategy.
 _OWNED_SUMS = "_tfdist_ext_owned_sums"

@@ -23,8 +23,6 @@ from tfdist_ext.strategies._tf_private import Value, all_reduce_in_replica
 # Makes a scope in which collectives have the keys of a size, one of `SIZES`.
 KeysOfSize: TypeAlias = Callable[[tf.Tensor], AbstractContextManager[None]]
 
-# Of a bucket of gradients: a collective cuts a bucket into one part for each worker.
-BYTES_PER_WORKER = 4 << 20
 _BUCKET_BYTES = "_tfdist_ext_bucket_bytes"  # an attribute of a strategy
 
 Kind = Literal["gradient", "metric", "statistic", "assignment", "other"]

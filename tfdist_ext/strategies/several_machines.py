@@ -23,6 +23,7 @@ from tfdist_ext.cluster.liveness.wire import STARTED, Connection
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import shown
 from tfdist_ext.placement.placer import ServerPlacer
+from tfdist_ext.placement.scaling import BYTES_PER_WORKER
 from tfdist_ext.placement.specs import parse_size
 from tfdist_ext.strategies.cluster_tasks import (
     Cluster,
@@ -38,7 +39,7 @@ from tfdist_ext.strategies.cluster_tasks import (
 from tfdist_ext.strategies.one_machine import seen_devices
 from tfdist_ext.strategies.owned_sums import NarrowSums, OwnedSums
 from tfdist_ext.strategies.placed import PlacedParameterServers
-from tfdist_ext.strategies.reductions import BYTES_PER_WORKER, set_bucket_bytes
+from tfdist_ext.strategies.reductions import set_bucket_bytes
 
 LOOKUP_SECONDS = 30.0  # for Google Cloud's metadata server and TPU API
 REACH_SECONDS = 10.0  # for a TPU to answer

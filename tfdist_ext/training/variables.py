@@ -184,7 +184,7 @@ for _name in ("add", "sub", "mul", "truediv", "pow"):
 
 
 class Updates:
-    """Stands in for an optimizer's strategy, of which optimizers call `extended.update`."""
+    """Stands in for the strategy of an optimizer, which calls `strategy.extended.update`."""
 
     @property
     def extended(self) -> Self:

@@ -1,8 +1,8 @@
 """Which tasks have died, are frozen (stopped, swapped out, machine paused), or are done.
 
 TensorFlow waits for the answers of a frozen task without a limit. But a gRPC server answers from
-its own threads, however busy its process is. So a started task that stops answering is frozen, and
-a task whose port refuses connections is gone.
+its own threads, however busy its process is. So a started task that stops answering is frozen. A
+task is gone if its port refuses connections.
 
 A separate process watches the servers for the coordinator. TensorFlow holds Python's lock while it
 waits for a frozen worker, so no Python thread of the coordinator runs (measured in `fit` with a

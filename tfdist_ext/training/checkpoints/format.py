@@ -131,7 +131,7 @@ def _header(progress: Progress, arrays: Arrays) -> bytes:
         dtype = tf.as_dtype(array.dtype)
         if dtype.name not in _CODES:
             raise TrainingError(
-                f"A checkpoint cannot hold {name}, whose dtype is {dtype.name}. Use one of"
+                f"A checkpoint cannot hold {name}: its dtype is {dtype.name}. Use one of"
                 f" {', '.join(_CODES)}."
             )
         end = begin + math.prod(array.shape) * dtype.size

@@ -9,8 +9,9 @@ It changes the training, and must be asked for, if slots decay in each step, as 
 It is impossible if the update of a row depends on other rows. Which of these an optimizer does is
 found out by trying its update on a small table.
 
-A large table whose rows must all be updated is updated in blocks of rows, where its values lie in
-one place. The temporary values of an update then need the memory of a block, not of the table.
+If an optimizer must update all rows of a large table, it updates one block of rows after another.
+Temporary values then need the memory of a block, not of the table. Tables with a copy on each
+replica are still updated whole.
 """
 
 from __future__ import annotations
