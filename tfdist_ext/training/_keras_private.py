@@ -591,7 +591,7 @@ def noting_slots(part: type, strategy: object) -> Iterator[list[tuple[keras.Vari
     functions: dict[Any, Callable[..., Any]] = {
         target_of(base, "add_variable"): add,
         target_of(base, "add_variable_from_reference"): add_beside,
-        Target(part, "shape"): read,
+        target_of(part, "shape"): read,
     }
     with substitutes({**dict.fromkeys(optimizer_builds()), **functions}):
         yield noted

@@ -29,7 +29,7 @@ from tfdist_ext.placement.specs import size_text
 from tfdist_ext.strategies.explanation import evaluates
 from tfdist_ext.strategies.owned_sums import narrow_sums_of, owned_sums_of
 from tfdist_ext.strategies.reductions import bucket_bytes_of
-from tfdist_ext.training._keras_private import layers_of, overrides, raw_value
+from tfdist_ext.training._keras_private import layers_of, raw_value
 from tfdist_ext.training.agreement.equality import (
     SAME_ARGUMENTS,
     SAME_DATA,
@@ -90,6 +90,13 @@ _WRITING_CALLBACKS = (
     keras.callbacks.TensorBoard,
     *filter(None, [getattr(keras.callbacks, "OrbaxCheckpoint", None)]),  # since Keras 3.15
 )
+
+# Arguments of `fit`: numbers, and others that must be the same on all workers.
+_COUNTS = (
+    *("batch_size", "epochs", "initial_epoch", "steps_per_epoch", "validation_steps"),
+    *("validation_batch_size", "checkpoint_every"),
+)
+_EQUAL = ("x", "shuffle", "class_weight", "validation_split", "validation_freq")
 
 
 @dataclass(frozen=True)
@@ -157,7 +164,6 @@ class Distribution:
         self._created: list[tf.Variable] = []  # they do not have the chief's values yet
         self.model = adopt(model_or_builder, strategy, self._created)
         self.strategy = strategy
-        _warn_of_own_functions(self.model)
         self.progress = Progress()
         self.built_for: Specs = None
         self.cached_validation: tuple[Epochs, keras.callbacks.CallbackList] | None = None
@@ -240,7 +246,13 @@ class Distribution:
                 verbose=call.verbose,
                 **call.validation_sizes,
             )
-        saved = self._checkpoints(call)
+        saved = None
+        if call.checkpoint_dir is not None:
+            in_background = call.checkpoint_async and isinstance(self.engine, SynchronousEngine)
+            folder, every = call.checkpoint_dir, call.checkpoint_every
+            saved = CheckpointManager(
+                folder, self.model, self.reduction, every, call.epochs, in_background=in_background
+            )
         data = self.read(
             "train",
             *(call.x, call.y, call.sample_weight),
@@ -264,31 +276,13 @@ class Distribution:
     def _check_fit(self, call: FitArguments) -> None:
         """Check the arguments of a `fit`; all workers must get the same ones."""
         check_supported(call.callbacks, self.strategy)
-        counts = ["batch_size", "epochs", "initial_epoch", "steps_per_epoch", "validation_steps"]
-        counts += ["validation_batch_size", "checkpoint_every"]
-        equal = ["x", "shuffle", "class_weight", "validation_split", "validation_freq"]
-        is_given = {
-            name: "none" if getattr(call, name) is None else "given"
-            for name in ("validation_data", "checkpoint_dir")
-        }
-        self.check_call(
-            "fit",
-            {name: getattr(call, name) for name in counts},
-            **{name: getattr(call, name) for name in equal},
-            **is_given,
-        )
+        counts = {name: getattr(call, name) for name in _COUNTS}
+        equal = {name: getattr(call, name) for name in _EQUAL}
+        for name in ("validation_data", "checkpoint_dir"):  # which may differ between machines
+            equal[name] = "none" if getattr(call, name) is None else "given"
+        self.check_call("fit", counts, **equal)
         if call.checkpoint_every is not None and call.checkpoint_dir is None:
             raise TrainingError("checkpoint_every needs checkpoint_dir, a folder for checkpoints.")
-
-    def _checkpoints(self, call: FitArguments) -> CheckpointManager | None:
-        """Returns the checkpoints of a `fit`; None without a folder."""
-        folder, every = call.checkpoint_dir, call.checkpoint_every
-        if folder is None:
-            return None
-        in_background = call.checkpoint_async and isinstance(self.engine, SynchronousEngine)
-        return CheckpointManager(
-            folder, self.model, self.reduction, every, call.epochs, in_background=in_background
-        )
 
     def train(
         self,
@@ -523,15 +517,6 @@ class Distribution:
             build_sharded_optimizers(self.model, self.reduction)
             self._compared = compiled
         self._created.clear()
-
-
-def _warn_of_own_functions(model: keras.Model) -> None:
-    for name in ("make_train_function", "make_test_function", "make_predict_function"):
-        if overrides(model, name):
-            warn(
-                f"{type(model).__name__}.{name} is not called: a distributed model compiles its own"
-                " steps. Override train_step, test_step or predict_step instead."
-            )
 
 
 def callbacks_of_this_task(

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies import create_strategy
 from tfdist_ext.strategies.factory import check_spans_cluster
-from tfdist_ext.training._keras_private import metrics_in_order, stateless_scope
+from tfdist_ext.training._keras_private import metrics_in_order, overrides, stateless_scope
 from tfdist_ext.training._tf_private import records_gradients
 from tfdist_ext.training.agreement.barriers import peers_of
 from tfdist_ext.training.agreement.task_status import on_every_worker
@@ -37,7 +37,7 @@ from tfdist_ext.training.checkpoints.saving import (
 from tfdist_ext.training.distribution import Distribution, FitArguments, rows_of_arrays
 from tfdist_ext.training.state import check_has_variables
 from tfdist_ext.training.synchronous.model_step import OneTrace
-from tfdist_ext.user_frames import filter_traceback
+from tfdist_ext.user_frames import filter_traceback, warn
 
 
 class _Attribute:
@@ -339,7 +339,12 @@ def _insert_into_class(model: keras.Model) -> None:
             members[name] = _on_chief(name, method)  # such as `save_to_preset` of KerasHub
     for kind in ("train", "test", "predict"):
         members[f"{kind}_step"] = _only_in_steps(kind)
-        members[f"make_{kind}_function"] = _refused_function(kind)
+        members[name := f"make_{kind}_function"] = _refused_function(kind)
+        if overrides(model, name):
+            warn(
+                f"{cls.__name__}.{name} is not called: a distributed model compiles its own steps."
+                f" Override {kind}_step instead."
+            )
     members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     members |= {"__doc__": cls.__doc__, "__class__": property(lambda model: cls)}
     inserted = type(cls.__name__, (_NotRegistered, cls, DistributedModel), members)

@@ -31,6 +31,8 @@ from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.variables import (
     ShardedSlot,
     attributes_of,
+    default_strategy,
+    local_copies,
     optimizers_of,
     sharded_slots,
     with_inner_optimizers,
@@ -267,15 +269,7 @@ def is_table(variable: Variable) -> bool:
 def copies_of_piece(piece: tf.Variable) -> list[tf.Variable]:
     """Returns the plain variables that are the local copies of a piece."""
     strategy = getattr(piece, "distribute_strategy", None)
-    copies = [piece] if strategy is None else strategy.experimental_local_results(piece)
-    return [_unwrapped(copy) for copy in copies]
-
-
-def _unwrapped(variable: tf.Variable) -> tf.Variable:
-    # Central storage and parameter servers wrap their variables to aggregate, or to cache.
-    while hasattr(variable, "get"):
-        variable = variable.get()
-    return variable
+    return local_copies(piece, default_strategy() if strategy is None else strategy)
 
 
 def run_on_chief(reduction: Reduction, action: Callable[[], _Result], what: str) -> _Result | None:

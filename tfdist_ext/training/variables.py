@@ -44,7 +44,7 @@ from tfdist_ext.training._keras_private import (
 _Kind = TypeVar("_Kind")
 
 _SHORT = 1000  # entries of a list or dict that may hold optimizers; a vocabulary has more
-PARTS, _SLOTS = "_tfdist_ext_parts", "_tfdist_ext_slots"  # attributes of an optimizer
+PARTS = "_tfdist_ext_parts"  # an attribute of an optimizer
 
 
 class LocalCopies(keras.StatelessScope):
@@ -117,12 +117,8 @@ def parts_of(optimizer: keras.optimizers.Optimizer) -> Any:
 
 def sharded_slots(optimizer: keras.optimizers.Optimizer) -> list[ShardedSlot]:
     """Returns the slots of an optimizer that workers share, and of those inside it."""
-    return vars(optimizer).get(_SLOTS, [])
-
-
-def set_sharded_slots(optimizer: keras.optimizers.Optimizer, slots: list[ShardedSlot]) -> None:
-    """Sets what `sharded_slots` returns."""
-    vars(optimizer)[_SLOTS] = slots
+    parts = parts_of(optimizer)
+    return [] if parts is None else parts.slots
 
 
 class PartOfVariable:
@@ -130,21 +126,23 @@ class PartOfVariable:
 
     Args:
         variable: an optimizer finds slots and settings by its key and its names.
+        shape: of the part; None: that of its value.
 
     Attributes:
         value: of the part; None if it was not read.
     """
 
-    def __init__(self, variable: Any):
+    def __init__(self, variable: Any, shape: Any = None):
         self.dtype = variable.dtype
         self.name, self.path = variable.name, getattr(variable, "path", variable.name)
         of_keras = isinstance(variable, keras.Variable)
         self._unique_id = key_of(raw_value(variable) if of_keras else variable)
         self.value: tf.Tensor | None = None
+        self._shape = shape
 
     @property
     def shape(self) -> Any:
-        return self.read_value().shape
+        return self.read_value().shape if self._shape is None else self._shape
 
     def read_value(self) -> tf.Tensor:
         assert self.value is not None, "a part has a value only during an update"
@@ -154,7 +152,7 @@ class PartOfVariable:
         return tf.convert_to_tensor(self.read_value(), dtype)
 
     def assign(self, value: Any) -> None:
-        self.value = tf.ensure_shape(tf.cast(value, self.dtype), self.read_value().shape)
+        self.value = tf.ensure_shape(tf.cast(value, self.dtype), self.shape)
 
     def assign_add(self, value: Any) -> None:
         self.assign(self.read_value() + value)
@@ -224,9 +222,12 @@ def local_copies(
 
     A variable in pieces has one copy, the ShardedVariable of its plain pieces.
     """
-    copies = strategy.experimental_local_results(raw_value(variable))
-    # One copy for all replicas comes in a wrapper that insists on its strategy.
-    return [copy.get() if hasattr(copy, "get") else copy for copy in copies]
+    return list(map(_unwrapped, strategy.experimental_local_results(raw_value(variable))))
+
+
+def _unwrapped(variable: tf.Variable) -> tf.Variable:
+    # One copy for all replicas, and one on a server, come in wrappers that insist on a strategy.
+    return _unwrapped(variable.get()) if hasattr(variable, "get") else variable
 
 
 def local_copy(

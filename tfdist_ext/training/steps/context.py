@@ -463,21 +463,16 @@ def gather_rows(context: StepContext, values: Sequence[tf.Tensor]) -> list[tf.Te
             dtype = tensor.dtype if tensor.dtype.is_floating else tf.int64
             own = tf.cast(tensor, dtype)[: context.rows]
         padded.append(among_zeros(own, before, count))
-    gathered = []
-    for tensor, total in zip(tensors, _totals(context, padded), strict=True):
-        rows = tf.cast(total, tensor.dtype)
-        rows.set_shape([None, *tensor.shape[1:]])
-        gathered.append(rows)
-    return gathered
-
-
-def _totals(context: StepContext, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The sums over replicas; integers have no gradient."""
-    floats = [value for value in values if value.dtype.is_floating]
-    integers = [value for value in values if not value.dtype.is_floating]
+    floats = [value for value in padded if value.dtype.is_floating]
+    integers = [value for value in padded if not value.dtype.is_floating]  # without a gradient
     float_sums = iter(context.differentiable_sum(floats, OTHER) if floats else ())
     other_sums = iter(context.sums.all_reduce(integers, [OTHER] * len(integers)))
-    return [next(float_sums if value.dtype.is_floating else other_sums) for value in values]
+    gathered = []
+    for tensor in tensors:
+        total = next(float_sums if tensor.dtype.is_floating else other_sums)
+        gathered.append(rows := tf.cast(total, tensor.dtype))
+        rows.set_shape([None, *tensor.shape[1:]])
+    return gathered
 
 
 _NOT_THE_ROWS = (

@@ -45,7 +45,6 @@ from tfdist_ext.training.variables import (
     Updates,
     default_strategy_scope,
     local_copy,
-    set_sharded_slots,
     with_inner_optimizers,
 )
 from tfdist_ext.user_frames import warn
@@ -60,20 +59,15 @@ class OwnPart(PartOfVariable):
     """
 
     def __init__(self, variable: keras.Variable, shards: Sequence[VariableShard], worker: int):
-        super().__init__(variable)  # the key is that of weight decay, too
         row_size = math.prod(tuple(variable.shape)[1:])
         self.variable, self.constraint = variable, variable.constraint
         self.owners: Owners = [(task, a * row_size, b * row_size) for task, a, b in shards]
         self._rows = [(a, b) for task, a, b in shards if task == worker]
         self._elements = [(a, b) for task, a, b in self.owners if task == worker]
         owned = sum(b - a for a, b in self._rows)
-        is_own_scalar = owned and not variable.shape
-        self._shape = () if is_own_scalar else (owned, *tuple(variable.shape)[1:])
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the part. A scalar that another worker owns has the shape (0,)."""
-        return self._shape
+        is_own_scalar = owned and not variable.shape  # one of another worker has the shape (0,)
+        shape = () if is_own_scalar else (owned, *tuple(variable.shape)[1:])
+        super().__init__(variable, shape)  # the key is that of weight decay, too
 
     def of_whole(self, value: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
         """Returns the part of a tensor of the weight's shape, or of slices of its rows."""
@@ -112,12 +106,14 @@ class OptimizerParts:
         optimizer: not built before `build`.
         variables: the weights that it trains.
         parts: of the weights; empty before `build`.
+        slots: of the parts, also of the optimizers inside this one.
         initial: values for its variables, if it was built before for whole weights.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]):
         self.variables = list(variables)
         self.parts: list[OwnPart] = []
+        self.slots: list[ShardedSlot] = []
         self.initial: list[np.ndarray] | None = None
         self.optimizer = optimizer
 
@@ -148,10 +144,9 @@ class OptimizerParts:
             again = building_again(with_inner_optimizers(optimizer))
         with again, self._loaded(strategy), noting_slots(OwnPart, _UpdatesOfParts()) as noted:
             optimizer.build(self.parts)
-        slots = [_slot_of(variable, part) for variable, part in noted]
-        set_sharded_slots(optimizer, slots)
+        self.slots = [_slot_of(variable, part) for variable, part in noted]
         for inner in with_inner_optimizers(optimizer):
-            vars(inner)["save_own_variables"] = functools.partial(_save, inner, slots)
+            vars(inner)["save_own_variables"] = functools.partial(_save, inner, self.slots)
         for part in self.parts:
             # Keras looks for the names of variables without weight decay there, but for Muon.
             if not isinstance(optimizer, keras.optimizers.Muon):

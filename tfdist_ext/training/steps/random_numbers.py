@@ -204,16 +204,12 @@ def shuffle(
 
 def rows_at(context: StepContext, x: Any, indices: Any, axis: int | None) -> Any:
     """Returns the tensor in which `indices` are looked up: `x`, or the rows of all replicas."""
-    if axis not in (0, None) or not _are_shuffled_numbers(context, indices):
+    if axis not in (0, None) or not context.row_numbers:
+        return x
+    shuffled = behind(indices, SAME_ORDER)  # before a cast or a reshape
+    if not any(shuffled is numbers for numbers in context.row_numbers):
         return x
     return gather_rows(context, [keras.ops.convert_to_tensor(x)])[0]
-
-
-def _are_shuffled_numbers(context: StepContext, indices: Any) -> bool:
-    """Whether indices are what a shuffle returned, also after a cast or a reshape."""
-    if context.row_numbers:
-        indices = behind(indices, SAME_ORDER)
-    return any(indices is numbers for numbers in context.row_numbers)
 
 
 @replaces("tensorflow:gather")

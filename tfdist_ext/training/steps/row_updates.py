@@ -222,13 +222,8 @@ class RowsOfVariable(PartOfVariable):
     """
 
     def __init__(self, variable: Any, ids: tf.Tensor):
-        super().__init__(variable)
-        self._shape = tf.TensorShape([None, *variable.shape[1:]])
+        super().__init__(variable, tf.TensorShape([None, *variable.shape[1:]]))
         self._variable, self._ids = piece_being_updated(variable), ids
-
-    @property
-    def shape(self) -> tf.TensorShape:
-        return self._shape
 
     def read_value(self) -> tf.Tensor:
         if self.value is None:
@@ -237,7 +232,7 @@ class RowsOfVariable(PartOfVariable):
         return self.value
 
     def assign(self, value: Any) -> None:
-        self.value = tf.ensure_shape(tf.cast(value, self.dtype), self.shape)
+        super().assign(value)
         self._variable.scatter_update(tf.IndexedSlices(self.value, self._ids))
 
     def assign_add(self, value: Any) -> None:
