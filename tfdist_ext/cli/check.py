@@ -8,7 +8,7 @@ import sys
 
 from tfdist_ext.cli.run import seconds_of
 from tfdist_ext.cluster import ClusterConfig, describe_environments
-from tfdist_ext.cluster.liveness.preflight import PreflightError, info_of, preflight, tasks_of
+from tfdist_ext.cluster.liveness.preflight import PreflightError, addresses_of, info_of, preflight
 from tfdist_ext.launcher.resources import gpus_of
 
 SUMMARY = "check the cluster of this task, and whether the other tasks answer"
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
         for name, text in describe_environments(os.environ):
             print(f"  {name}: {text}")
         return 0
-    tasks = tasks_of(cluster.jobs)
+    tasks = addresses_of(cluster.jobs)
     print(f"{cluster.task} of {len(tasks)} tasks, from {cluster.source}", flush=True)
     if str(cluster.task) not in tasks:
         print("an evaluator takes no part in the cluster; nothing to check")

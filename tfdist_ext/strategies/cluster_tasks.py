@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.cluster.jobs import ClusterDescription, Jobs, identity
-from tfdist_ext.cluster.liveness.preflight import PreflightError, info_of, preflight, tasks_of
+from tfdist_ext.cluster.liveness.preflight import PreflightError, addresses_of, info_of, preflight
 from tfdist_ext.cluster.liveness.watching import DONE, result_of_coordinator
 from tfdist_ext.cluster.liveness.wire import Endpoint, port_is_free
 from tfdist_ext.errors import PeerError, StrategyError
@@ -286,7 +286,7 @@ def run_preflight(
     """
     wait = WAIT if wait is None else wait
     me, source = str(described.task), described.source
-    tasks = tasks_of(described.jobs)
+    tasks = addresses_of(described.jobs)
     if me not in tasks or not port_is_free(identity(tasks[me])[1]):
         return None
     if first and _has_started():

@@ -114,7 +114,7 @@ def run_function(
         LaunchError: the tasks are not a cluster, or `fn` cannot be sent to them.
     """
     check_timeout(timeout)
-    tasks = None if cluster is None else tasks_of(cluster)
+    tasks = None if cluster is None else options_of_tasks(cluster)
     env = dict(os.environ if env is None else env)
     stop, nowhere = StopSignals(), io.StringIO()
     with function_plan(fn, args, tasks, folder, env, folder) as plan:
@@ -156,7 +156,7 @@ def check_timeout(timeout: Any) -> None:
         raise LaunchError(f"timeout must be a number of seconds above 0, got {timeout!r}.")
 
 
-def tasks_of(cluster: Mapping[str, int] | int) -> dict[str, Any]:
+def options_of_tasks(cluster: Mapping[str, int] | int) -> dict[str, Any]:
     """The arguments of `local_plan` for a cluster.
 
     Raises:

@@ -19,9 +19,9 @@ from tfdist_ext.cluster.liveness import preflight as module
 from tfdist_ext.cluster.liveness.preflight import (
     PreflightError,
     TaskInfo,
+    addresses_of,
     differences,
     preflight,
-    tasks_of,
 )
 from tfdist_ext.cluster.liveness.wire import READY, Connection, Endpoint, port_is_free
 from tfdist_ext.launcher.resources import reserve_ports
@@ -61,9 +61,9 @@ def test_all_tasks_start_after_the_last_one_reports() -> None:
     delays = (0.5, 0.0, 1.0)  # worker:0, which leads, comes neither first nor last
     with cluster(chief=1, worker=2, ps=1, evaluator=1) as jobs:  # nobody waits for the evaluator
         begun = time.monotonic()
-        assert outcomes([info(task, jobs) for task in tasks_of(jobs)], *delays) == [""] * 4
+        assert outcomes([info(task, jobs) for task in addresses_of(jobs)], *delays) == [""] * 4
         assert max(delays) <= time.monotonic() - begun < max(delays) + 6
-        ports = [int(address.rpartition(":")[2]) for address in tasks_of(jobs).values()]
+        ports = [int(address.rpartition(":")[2]) for address in addresses_of(jobs).values()]
         assert all(map(port_is_free, ports))
 
 
@@ -120,7 +120,7 @@ def test_another_process_at_the_address_of_a_task_is_an_error(
     monkeypatch.setattr(module, "_LINGER", 0.5)
     with cluster(worker=2) as jobs:
         address = jobs["worker"][1]
-        leader = module._Leader(info("worker:0", jobs), tasks_of(jobs))
+        leader = module._Leader(info("worker:0", jobs), addresses_of(jobs))
         leader.answer({**vars(info("worker:1", jobs)), "jobs": dict(jobs)})
         with task_at(address, "another"), pytest.raises(PreflightError, match=address):
             leader.wait_for_all(time.monotonic() + 20.0, "a test")
@@ -128,7 +128,7 @@ def test_another_process_at_the_address_of_a_task_is_an_error(
 
 def test_two_processes_as_one_task_are_an_error() -> None:
     jobs = {"worker": ("a:1", "b:2")}
-    leader = module._Leader(info("worker:0", jobs), tasks_of(jobs))
+    leader = module._Leader(info("worker:0", jobs), addresses_of(jobs))
     reports = [{**vars(info("worker:1", jobs)), "jobs": jobs} for _ in range(2)]
     for report in (reports[0], reports[1], reports[1]):
         leader.answer(report)

@@ -55,12 +55,19 @@ def test_a_server_that_is_lost_between_steps() -> None:
         raise tf.errors.UnavailableError(None, None, "failed to connect to all addresses")
 
 
-def test_errors_of_tensorflow_are_one_line() -> None:
+@pytest.mark.parametrize(
+    ("file", "is_short"), [("cluster_coordinator.py", True), ("data.py", False)]
+)
+def test_errors_of_the_coordinator_are_one_line(file: str, is_short: bool) -> None:
     text = "Remote function on worker %s failed with %s"
     array = "UnavailableError\n[0.1 0.2]\n" * 999
-    record = logging.LogRecord("tensorflow", logging.ERROR, "", 1, text, ("worker:0", array), None)
+    args = "worker:0", array
+    record = logging.LogRecord("tensorflow", logging.ERROR, file, 1, text, args, None)
     assert shorten_error(record)
     shown = record.getMessage()
+    if not is_short:
+        assert shown == text % args
+        return
     assert shown.startswith("Remote function on worker worker:0 failed with UnavailableError [0.1")
     assert len(shown) <= 500
     assert "\n" not in shown

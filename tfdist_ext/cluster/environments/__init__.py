@@ -40,7 +40,7 @@ def required(env: Mapping[str, str], name: str, where: str, advice: str) -> str:
     return text
 
 
-def task_counts(env: Mapping[str, str], where: str) -> dict[str, int]:
+def listed_counts(env: Mapping[str, str], where: str) -> dict[str, int]:
     """Job -> its number of tasks in TFDIST_TASKS."""
     counts: dict[str, int] = {}
     for entry in env[TASKS].split(","):
@@ -68,7 +68,7 @@ def ranked_cluster(
     """
     if not env.get(TASKS, "").strip():
         return cluster_at(env, {"worker": hosts}, Task("worker", rank), source, port_base)
-    counts = task_counts(env, source)
+    counts = listed_counts(env, source)
     if sum(counts.values()) != len(hosts):
         what = f"{TASKS} must add up to {len(hosts)}, the number of tasks started"
         raise refuse(source, what, env[TASKS], SET_TASKS)

@@ -15,10 +15,10 @@ from tfdist_ext.cluster.environments import (
     SET_TASKS,
     TASKS,
     cluster_at,
+    listed_counts,
     number,
     ranked_cluster,
     required,
-    task_counts,
 )
 from tfdist_ext.cluster.jobs import ClusterDescription, Task
 from tfdist_ext.cluster.tf_config import load_json
@@ -63,7 +63,7 @@ def kubernetes(env: Mapping[str, str]) -> ClusterDescription | str:
 
 def _jobset(env: Mapping[str, str], index: int) -> ClusterDescription:
     where = f"Kubernetes (JobSet, {_INDEX}={index})"
-    sizes = task_counts(env, where)
+    sizes = listed_counts(env, where)
     child = _job_name(env, index, where)
     jobset, _, job = child.removesuffix("-0").rpartition("-")
     if not child.endswith("-0") or job not in sizes or not jobset:

@@ -33,7 +33,7 @@ from tfdist_ext.cluster.liveness.wire import (
     Message,
 )
 
-Jobs = Mapping[str, Sequence[str]]  # job -> addresses
+Addresses = Mapping[str, Sequence[str]]  # job -> addresses
 Late = Mapping[str, str]  # task -> state, of the tasks that are not ready
 
 _STEP = 0.25  # seconds between two tries
@@ -69,13 +69,13 @@ class TaskInfo:
     """
 
     task: str
-    jobs: Jobs
+    jobs: Addresses
     versions: Mapping[str, str]
     gpus: int
     key: str = field(default_factory=lambda: secrets.token_hex(16))
 
 
-def info_of(task: str, jobs: Jobs, gpus: int) -> TaskInfo:
+def info_of(task: str, jobs: Addresses, gpus: int) -> TaskInfo:
     """Returns the report of this process, as this task."""
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in _PACKAGES:
@@ -84,7 +84,7 @@ def info_of(task: str, jobs: Jobs, gpus: int) -> TaskInfo:
     return TaskInfo(task, jobs, versions, gpus)
 
 
-def tasks_of(jobs: Jobs) -> dict[str, str]:
+def addresses_of(jobs: Addresses) -> dict[str, str]:
     """Task -> address of the tasks that start together, the leader first; no evaluator."""
     return {
         f"{job}:{index}": address
@@ -110,7 +110,7 @@ def preflight(info: TaskInfo, *, wait: float, source: str) -> Endpoint:
         PreflightError: this task's port is in use, a task is missing or its name cannot be
             resolved, or they do not agree; the same on every task.
     """
-    tasks = tasks_of(info.jobs)
+    tasks = addresses_of(info.jobs)
     leader = _Leader(info, tasks) if info.task == next(iter(tasks)) else None
     try:
         # The leader asks which process is at the address of another task.
@@ -249,7 +249,7 @@ def _named(late: Late, tasks: Mapping[str, str]) -> str:
 def differences(leader: TaskInfo, other: TaskInfo) -> list[str]:
     """Returns one sentence for each difference between a task and the leader."""
     sentences = []
-    here, there = tasks_of(leader.jobs), tasks_of(other.jobs)
+    here, there = addresses_of(leader.jobs), addresses_of(other.jobs)
     for task in {**here, **there}:
         at, leader_at = there.get(task), here.get(task)
         if at != leader_at:

@@ -35,7 +35,7 @@ import tensorflow as tf
 
 from tfdist_ext import failures
 from tfdist_ext.cluster.liveness import WaitReports, log_line, show_stacks
-from tfdist_ext.cluster.liveness.preflight import tasks_of
+from tfdist_ext.cluster.liveness.preflight import addresses_of
 from tfdist_ext.cluster.liveness.watching import ALIVE, TaskWatch
 from tfdist_ext.errors import PeerError, address_of
 from tfdist_ext.training._tf_private import (
@@ -71,7 +71,7 @@ def peers_of(strategy: tf.distribute.Strategy) -> TaskStatus:
     resolver = strategy.cluster_resolver
     if resolver is None or isinstance(strategy, tf.distribute.ParameterServerStrategy):
         return single_task()
-    tasks = tasks_of(resolver.cluster_spec().as_dict())
+    tasks = addresses_of(resolver.cluster_spec().as_dict())
     me = f"{resolver.task_type}:{resolver.task_id}"
     if len(tasks) < 2 or me not in tasks or not has_coordination_service():
         return single_task()

@@ -52,8 +52,8 @@ def _names_lost_server() -> Iterator[None]:
 
 
 def shorten_error(record: logging.LogRecord) -> bool:
-    """Filter of a logger. TensorFlow prints the batches of a failed call, in thousands of lines."""
-    if record.levelno >= logging.ERROR:
+    """Filter of a logger. The coordinator prints the batches of a failed call, in many lines."""
+    if record.levelno >= logging.ERROR and record.module == "cluster_coordinator":
         text = textwrap.shorten(record.getMessage(), 500, placeholder=" ...")
         record.msg, record.args = text, ()
     return True
