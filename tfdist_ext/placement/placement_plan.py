@@ -135,7 +135,7 @@ class PlacementPlan:
         """
         now = {spec.path: _kind(spec) for spec in specs}
         then = {spec.path: _kind(spec) for spec in self.specs}
-        found = {
+        changes = {
             "new": [repr(path) for path in now if path not in then],
             "gone": [repr(path) for path in then if path not in now],
             "changed": [
@@ -146,7 +146,7 @@ class PlacementPlan:
         }
         differences = [
             f"{len(paths)} {what}: {', '.join(paths[:_NAMED])}{', ...' * (len(paths) > _NAMED)}"
-            for what, paths in found.items()
+            for what, paths in changes.items()
             if paths
         ]
         if differences:

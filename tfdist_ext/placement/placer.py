@@ -61,7 +61,7 @@ class ServerPlacer:
             PlacementError: an invalid placement, or one that is not for these servers.
         """
         self._targets = Targets(tasks)
-        self._given: PlacementPlan | None = None
+        self._given_plan: PlacementPlan | None = None
         self._rules: tuple[Rule, ...] = ()
         self.plans_models = placement is not None
         self.plan: PlacementPlan | None = None
@@ -79,7 +79,7 @@ class ServerPlacer:
                     f"the plan is for {counted(placement.tasks, kind)}, but the cluster has"
                     f" {counted(tasks, 'ps task')}. Plan again."
                 )
-            self._given = self.plan = placement
+            self._given_plan = self.plan = placement
         elif isinstance(placement, Iterable) and not isinstance(placement, str):
             self._rules = rules_from(placement)
         elif placement not in (None, "balanced"):
@@ -91,7 +91,7 @@ class ServerPlacer:
             self._targets.check(rule)
 
     def __str__(self) -> str:
-        if self._given is not None:
+        if self._given_plan is not None:
             return "by the given plan"
         if self.plans_models:
             return "by rules, then by the planner" if self._rules else "by the planner"
@@ -106,14 +106,14 @@ class ServerPlacer:
         Raises:
             PlacementError: the given plan is for another model, or the rules do not fit this one.
         """
-        if self._given is not None:
-            self._given.check(specs)
+        if self._given_plan is not None:
+            self._given_plan.check(specs)
         else:
             self.plan = plan(specs, self._targets.count, rules=self._rules)
 
     def knows(self, spec: VariableSpec) -> bool:
         """Whether the given plan, if there is one, has the variable."""
-        return self._given is None or self._planned(spec) is not None
+        return self._given_plan is None or self._planned(spec) is not None
 
     def place(self, spec: VariableSpec) -> tuple[VariableShard, ...]:
         """The pieces of a variable that is now created, in the order of rows.

@@ -154,9 +154,9 @@ def _planned(
                 pieces[spec.path] = placement.pieces_on(count, spec.rows)
             elif targets.devices is not None:
                 pieces[spec.path] = 1  # nothing is gained by cutting on one machine
-        for on, size, load in () if fixed is None else fixed.parts(spec, count):
-            filled[on] += size
-            loaded[on] += load
+        for target, size, load in () if fixed is None else fixed.parts(spec, count):
+            filled[target] += size
+            loaded[target] += load
     where = _Planner([*free.values()], filled, loaded, pieces).place_all()
     for index, of_pieces in zip(free, where, strict=True):
         owned = isinstance(placements[index], Owned)
@@ -204,7 +204,7 @@ def _rule_to_change(made: PlacementPlan, rules: Mapping[str, Rule]) -> str:
     """Advice on the rule that puts the most on the fullest task; "" if the planner does."""
     task = made.bytes_by_task.index(max(made.bytes_by_task))
     size, path = max(
-        (sum(size for on, size, _ in place.parts(spec, made.tasks) if on == task), spec.path)
+        (sum(size for index, size, _ in place.parts(spec, made.tasks) if index == task), spec.path)
         for spec, place in zip(made.specs, made.places, strict=True)
     )
     if path not in rules or isinstance(rules[path].placement, Balanced):

@@ -207,19 +207,19 @@ def rules_of(paths: Sequence[str], rules: Rules) -> dict[str, Rule]:
             rule that matches no path.
     """
     known = set(paths)
-    given = rules_from(rules)
-    exact = {rule.pattern: rule for rule in given if rule.pattern in known}
+    all_rules = rules_from(rules)
+    exact = {rule.pattern: rule for rule in all_rules if rule.pattern in known}
     matched: dict[str, Rule] = {}
-    for rule in given:
+    for rule in all_rules:
         if rule.pattern in exact:
             continue
         matches = re.compile(rule.pattern).fullmatch
-        mine = [path for path in paths if matches(path)]
-        if not mine:
+        matching = [path for path in paths if matches(path)]
+        if not matching:
             raise PlacementError(
                 f"{rule} matches no variable. {nearest_paths(rule.pattern, paths)}"
             )
-        for path in mine:
+        for path in matching:
             if path not in exact and path in matched:
                 raise PlacementError(
                     f"two rules match {path!r}: {matched[path].pattern!r}"
@@ -236,8 +236,8 @@ def rule_for(path: str, rules: Sequence[Rule]) -> Rule | None:
     Raises:
         PlacementError: two expressions match the path.
     """
-    mine = [rule for rule in rules if rule.pattern == path or re.fullmatch(rule.pattern, path)]
-    return rules_of([path], mine).get(path)
+    matching = [rule for rule in rules if rule.pattern == path or re.fullmatch(rule.pattern, path)]
+    return rules_of([path], matching).get(path)
 
 
 def nearest_paths(pattern: str, paths: Sequence[str]) -> str:

@@ -151,7 +151,7 @@ class Place(NamedTuple):
         copies = [(task, size, (spec.load or 0.0) / count) for task in range(count)]
         owners = spec.shards(self.tasks) if self.held is Held.OWNED and self.tasks else ()
         row = (spec.bytes - spec.weight_bytes) // max(spec.rows, 1)
-        return copies + [(each.task, (each.stop - each.start) * row, 0.0) for each in owners]
+        return copies + [(shard.task, (shard.stop - shard.start) * row, 0.0) for shard in owners]
 
 
 def piece_rows(rows: int, pieces: int) -> list[int]:

@@ -89,9 +89,9 @@ def servers_extended(base: Any) -> Any:
                 with tf.device(var.device), updating(var.device):
                     return fn(var, *args, **kwargs)
             results = []
-            for number, piece, mine in with_each_piece(var, args):
+            for number, piece, own_args in with_each_piece(var, args):
                 with tf.device(piece.device), updating(piece.device), as_piece(number):
-                    results.append(fn(var, *mine, **kwargs))
+                    results.append(fn(var, *own_args, **kwargs))
             return results
 
     return ServersExtended
@@ -305,11 +305,9 @@ def unchanged_by_calls(
     definition.attr["_nospecialize"].b = True
     runtime = NAMES("eager.context.context")()
     runtime.add_function_def(definition)
-    new = [
-        each for each in library.library.function if not runtime.has_function(each.signature.name)
-    ]
-    for each in new:
-        runtime.add_function_def(each)
+    new = [f for f in library.library.function if not runtime.has_function(f.signature.name)]
+    for callee in new:
+        runtime.add_function_def(callee)
     made = NAMES("eager.polymorphic_function.atomic_function.AtomicFunction")(
         definition.signature.name,
         runtime,
@@ -318,8 +316,8 @@ def unchanged_by_calls(
         known.call_options,
         function.graph,
     )
-    for each in new:
-        weakref.finalize(made, runtime.remove_function, each.signature.name)
+    for callee in new:
+        weakref.finalize(made, runtime.remove_function, callee.signature.name)
     return made
 
 

@@ -39,7 +39,7 @@ def buckets_of(sizes: Sequence[int], largest: int) -> list[list[Piece]]:
         sizes: elements of each value.
         largest: elements of a bucket.
     """
-    found: list[list[Piece]] = []
+    buckets: list[list[Piece]] = []
     packed: list[Piece] = []
     for value in reversed(range(len(sizes))):
         size = sizes[value]
@@ -47,13 +47,13 @@ def buckets_of(sizes: Sequence[int], largest: int) -> list[list[Piece]]:
             count = -(-size // largest)
             step = min(aligned(-(-size // count)), largest)
             starts = range(0, size, step)
-            found += [[Piece(value, start, min(start + step, size))] for start in starts]
+            buckets += [[Piece(value, start, min(start + step, size))] for start in starts]
             continue
         if packed and size + sum(piece.stop for piece in packed) > largest:
-            found.append(packed)
+            buckets.append(packed)
             packed = []
         packed.append(Piece(value, 0, size))
-    return [*found, packed] if packed else found
+    return [*buckets, packed] if packed else buckets
 
 
 def reduced_in_buckets(
@@ -91,10 +91,10 @@ def reduced_in_buckets(
 
 def cut_values(values: Sequence[tf.Tensor], pieces: Iterable[Piece]) -> dict[Piece, tf.Tensor]:
     """The pieces of values, as vectors. The pieces of a value cover it."""
-    found: dict[Piece, tf.Tensor] = {}
-    for number, mine in itertools.groupby(sorted(pieces), key=lambda piece: piece.value):
-        found.update(pieces_in(tf.reshape(values[number], [-1]), list(mine)))
-    return found
+    vectors: dict[Piece, tf.Tensor] = {}
+    for number, group in itertools.groupby(sorted(pieces), key=lambda piece: piece.value):
+        vectors.update(pieces_in(tf.reshape(values[number], [-1]), list(group)))
+    return vectors
 
 
 def pieces_in(vector: tf.Tensor, pieces: Sequence[Piece]) -> dict[Piece, tf.Tensor]:
@@ -107,10 +107,10 @@ def pieces_in(vector: tf.Tensor, pieces: Sequence[Piece]) -> dict[Piece, tf.Tens
 
 def joined_values(pieces: Mapping[Piece, tf.Tensor]) -> dict[int, tf.Tensor]:
     """The vector of each value that has pieces."""
-    found: dict[int, list[tf.Tensor]] = {}
+    vectors: dict[int, list[tf.Tensor]] = {}
     for piece in sorted(pieces):
-        found.setdefault(piece.value, []).append(pieces[piece])
-    return {number: joined(parts) for number, parts in found.items()}
+        vectors.setdefault(piece.value, []).append(pieces[piece])
+    return {number: joined(parts) for number, parts in vectors.items()}
 
 
 def dense_bytes(values: Sequence[Value]) -> int:

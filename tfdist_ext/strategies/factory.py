@@ -112,9 +112,9 @@ class Settings:
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
 
-    def add(self, place: str, given: Mapping[str, Any]) -> None:
+    def add(self, place: str, options: Mapping[str, Any]) -> None:
         """Add the settings of a place with lower precedence. A value of None sets nothing."""
-        for option, value in given.items():
+        for option, value in options.items():
             if value is not None and option not in self.values:
                 self.values[option], self.places[option] = value, place
 
@@ -192,15 +192,14 @@ class Environment:
         return self.cluster is not None and self.cluster.is_evaluator
 
 
-def _environment_of(settings: Settings, given: Cluster) -> Environment:
+def _environment_of(settings: Settings, cluster: Cluster) -> Environment:
     """Step 1: describe the environment of a call, and make the logical CPUs that it asks for."""
     values, name = settings.values, settings.name
-    _check_values(values, given)
-    cluster = given
-    if given is None and not values.get("alone"):
-        found = ClusterConfig.from_env(os.environ)
+    _check_values(values, cluster)
+    if cluster is None and not values.get("alone"):
+        env_cluster = ClusterConfig.from_env(os.environ)
         takes_cluster = name == "auto" or (name != "tpu" and "cluster" in lookup(name).options)
-        cluster = found if takes_cluster else None
+        cluster = env_cluster if takes_cluster else None
     if "logical_cpus" in values:
         make_logical_cpus(values["logical_cpus"])
     return _describe(cluster, values.get("devices"), os.environ)
@@ -317,7 +316,7 @@ def _construct(
             " with a flag, only without a cluster."
         )
     if environment.is_evaluator:
-        dropped.update(option for each in CLUSTER_STRATEGIES for option in lookup(each).options)
+        dropped.update(option for name in CLUSTER_STRATEGIES for option in lookup(name).options)
     dropped -= {*entry.options}
     options = {name: value for name, value in settings.values.items() if name not in dropped}
     gets_cluster = cluster is not None and (
@@ -352,16 +351,16 @@ def automatic_choice(env: Mapping[str, str]) -> list[str]:
     return [f"{choice.name}: {choice.because}", *passed_over]
 
 
-def _check_values(values: Mapping[str, Any], given: Cluster) -> None:
+def _check_values(values: Mapping[str, Any], cluster: Cluster) -> None:
     """Raise StrategyError for a wrong value of a setting that every strategy takes."""
     alone, wait, name = values.get("alone"), values.get("wait"), values.get("name")
     if not isinstance(alone, bool | None):
         raise StrategyError(f"alone must be True or False, got {alone!r}.")
-    if alone and (given is not None or name in CLUSTER_STRATEGIES):
+    if alone and (cluster is not None or name in CLUSTER_STRATEGIES):
         raise StrategyError(
             "alone=True makes each task train by itself, so it cannot be combined with"
-            f" {'a cluster' if given is not None else f'the strategy {name!r}'}. Leave one of them"
-            " out."
+            f" {'a cluster' if cluster is not None else f'the strategy {name!r}'}. Leave one of"
+            " them out."
         )
     is_number = isinstance(wait, int | float) and not isinstance(wait, bool)
     if wait is not None and not (is_number and 0 < wait < 1e9):

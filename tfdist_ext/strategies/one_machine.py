@@ -89,7 +89,7 @@ def normal_name(name: object) -> str:
 
 def seen_devices() -> list[str]:
     """The logical devices of this process, not those of its peers; starts TensorFlow."""
-    specs = [tf.DeviceSpec.from_string(each.name) for each in tf.config.list_logical_devices()]
+    specs = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices()]
     if len({(spec.job, spec.task) for spec in specs}) > 1:
         # Connected to a cluster: its devices are listed too. An operation tells who we are.
         with tf.device("CPU:0"):

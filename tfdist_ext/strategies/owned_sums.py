@@ -61,7 +61,7 @@ def owned_buckets(owners: Sequence[Owners], workers: int, largest: int) -> list[
     longest = max(sum(piece.stop - piece.start for piece in stream) for stream in streams)
     count = max(1, -(-longest * workers // largest))
     length = aligned(-(-longest // count) + ALIGNED)  # each cut leaves fewer than ALIGNED free
-    found: dict[int, Bucket] = {}
+    buckets: dict[int, Bucket] = {}
     for worker, stream in enumerate(streams):
         number = filled = 0
         for value, start, stop in stream:
@@ -69,13 +69,13 @@ def owned_buckets(owners: Sequence[Owners], workers: int, largest: int) -> list[
                 end = start + length - filled
                 end = stop if stop <= end else end - end % ALIGNED
                 if end > start:
-                    bucket = found.setdefault(number, [[] for _ in range(workers)])
+                    bucket = buckets.setdefault(number, [[] for _ in range(workers)])
                     bucket[worker].append(Piece(value, start, end))
                 if end < stop:
                     number, filled, start = number + 1, 0, max(start, end)
                 else:
                     filled, start = filled + end - start, stop
-    return [*found.values()]
+    return [*buckets.values()]
 
 
 class _Collectives:
@@ -155,14 +155,14 @@ class OwnedSums(_Collectives):
         """
         narrow = narrow_sums_of(self._strategy)
         buckets = self._buckets(values, owners)
-        cut = cut_values(values, [piece for each in buckets for of in each for piece in of])
-        found: dict[Piece, tf.Tensor] = {}
+        cut = cut_values(values, itertools.chain(*itertools.chain(*buckets)))
+        sums: dict[Piece, tf.Tensor] = {}
         for bucket in buckets:
             lines = self._lines([[cut[piece] for piece in pieces] for pieces in bucket])
             travels_as = lines.dtype if narrow is None else narrow.travels_as(lines.dtype)
             parts = self.all_to_all(tf.cast(lines, travels_as))
-            found.update(pieces_in(_sum_of_lines(parts, lines.dtype), bucket[self.worker]))
-        whole = joined_values(found)
+            sums.update(pieces_in(_sum_of_lines(parts, lines.dtype), bucket[self.worker]))
+        whole = joined_values(sums)
         return [whole.get(n, tf.zeros([0], value.dtype)) for n, value in enumerate(values)]
 
     def gather(self, parts: Sequence[tf.Tensor], owners: Sequence[Owners]) -> list[tf.Tensor]:
@@ -173,16 +173,16 @@ class OwnedSums(_Collectives):
             owners: of each value.
         """
         buckets = self._buckets(parts, owners)
-        cut = cut_values(parts, [piece for each in buckets for piece in each[self.worker]])
-        found: dict[Piece, tf.Tensor] = {}
+        cut = cut_values(parts, [piece for bucket in buckets for piece in bucket[self.worker]])
+        gathered: dict[Piece, tf.Tensor] = {}
         for bucket in buckets:
             length = aligned(_length(bucket))
             dtype = parts[next(piece.value for pieces in bucket for piece in pieces)].dtype
-            mine = _padded([cut[piece] for piece in bucket[self.worker]], length, dtype)
-            vectors = tf.split(self.all_gather(mine), [length] * self.workers)
+            own_vector = _padded([cut[piece] for piece in bucket[self.worker]], length, dtype)
+            vectors = tf.split(self.all_gather(own_vector), [length] * self.workers)
             for vector, pieces in zip(vectors, bucket, strict=True):
-                found.update(pieces_in(vector, pieces))
-        whole = joined_values(found)
+                gathered.update(pieces_in(vector, pieces))
+        whole = joined_values(gathered)
         return [whole.get(n, tf.zeros([0], part.dtype)) for n, part in enumerate(parts)]
 
     def total(self, values: tf.Tensor) -> tf.Tensor:
@@ -192,14 +192,14 @@ class OwnedSums(_Collectives):
     def _buckets(self, values: Sequence[tf.Tensor], owners: Sequence[Owners]) -> list[Bucket]:
         """The buckets of the values of each dtype."""
         size = bucket_bytes_of(self._strategy) or BYTES_PER_WORKER * self.workers
-        found: list[Bucket] = []
+        buckets: list[Bucket] = []
         for dtype in dict.fromkeys(value.dtype for value in values):
-            mine = [
-                each if value.dtype == dtype else ()
-                for value, each in zip(values, owners, strict=True)
+            owners_of_dtype = [
+                value_owners if value.dtype == dtype else ()
+                for value, value_owners in zip(values, owners, strict=True)
             ]
-            found += owned_buckets(mine, self.workers, max(1, size // dtype.size))
-        return found
+            buckets += owned_buckets(owners_of_dtype, self.workers, max(1, size // dtype.size))
+        return buckets
 
     def _lines(self, parts: list[list[tf.Tensor]]) -> tf.Tensor:
         """Returns a line for each worker, which holds the worker's pieces."""

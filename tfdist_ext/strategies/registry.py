@@ -29,7 +29,7 @@ class Entry:
         """The names of the options that the strategy takes."""
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         parameters = inspect.signature(self.factory).parameters.values()
-        return [each.name for each in parameters if each.kind not in variadic]
+        return [parameter.name for parameter in parameters if parameter.kind not in variadic]
 
     def make(self, options: Mapping[str, Any]) -> tf.distribute.Strategy:
         """Make the strategy with these options.

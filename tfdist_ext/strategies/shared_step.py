@@ -66,7 +66,7 @@ class SharedStep:
         graph = self._trace.graph
         definition = graph.as_graph_def()
         names = [tensor.name for tensor in graph.inputs]
-        self._given, captured = names[: len(specs) + 1], names[len(specs) + 1 :]
+        self._arguments, captured = names[: len(specs) + 1], names[len(specs) + 1 :]
         self._sources = dict(zip(captured, self._trace.captured_inputs, strict=True))
         self._returned = [tensor.name for tensor in self._trace.outputs]
         points = [
@@ -76,12 +76,12 @@ class SharedStep:
             )
             for point in self._replica.sync_points
         ]
-        given = {tensor.op.name for tensor in graph.inputs}
+        inputs = {tensor.op.name for tensor in graph.inputs}
         stateful = {op.name for op in graph.get_operations() if op.op_def.is_stateful}
-        stages = cut(definition.node, points, given, self._returned, stateful - given)
+        stages = cut(definition.node, points, inputs, self._returned, stateful - inputs)
         containers = map(strategy.extended.value_container, graph.variables)
         variables = [*map(strategy.experimental_local_results, containers), *copies()]
-        self._handles = {id(each[0].handle): [copy.handle for copy in each] for each in variables}
+        self._handles = {id(v[0].handle): [copy.handle for copy in v] for v in variables}
         for operation in graph.get_operations():
             self._check_captures(operation)
         self.jit_compile = jit_compile
@@ -128,9 +128,9 @@ class SharedStep:
     def __call__(self, args: Sequence[Sequence[Any]]) -> list[Any]:
         """The results of each local replica, in cross-replica context."""
         known: list[Tensors] = []
-        for number, mine in zip(self._numbers, args, strict=True):
-            given = dict(zip(self._given, [number, *_leaves(mine)], strict=True))
-            known.append({**self._sources, **given})
+        for number, replica_args in zip(self._numbers, args, strict=True):
+            arguments = dict(zip(self._arguments, [number, *_leaves(replica_args)], strict=True))
+            known.append({**self._sources, **arguments})
         points = [None, *self._replica.sync_points]
         for point, function in zip(points, self._functions, strict=True):
             if point is not None:
@@ -147,17 +147,17 @@ class SharedStep:
         """Sum what the replicas bring to a sync point, and note the results."""
         brought = [leaf.name for leaf in _leaves(point.values)]
         of_all = []
-        for device, mine in zip(self._devices, known, strict=True):
-            leaves = [_on(device, mine[name]) for name in brought]
+        for device, tensors in zip(self._devices, known, strict=True):
+            leaves = [_on_device(device, tensors[name]) for name in brought]
             values = _packed(point.values, leaves)
             of_all.append(tf.nest.map_structure(_of_known_shape, values, point.values))
         local = self._strategy.experimental_local_results
         results = [
-            local(each) for each in point.reduce(_tf_private.per_replica(of_all, always=True))
+            local(result) for result in point.reduce(_tf_private.per_replica(of_all, always=True))
         ]
         names = [leaf.name for leaf in _leaves(point.results)]
         for replica, tensors in enumerate(known):
-            got = _leaves([each[replica % len(each)] for each in results])
+            got = _leaves([copies[replica % len(copies)] for copies in results])
             tensors.update(zip(names, got, strict=True))
 
     def _why_no_xla(self, stages: Sequence[Stage]) -> str | None:
@@ -166,8 +166,8 @@ class SharedStep:
             copies = self._handles.get(id(source), [])
             if copies and len({copy.device for copy in copies}) < len(self._devices):
                 return "replicas use a variable that is on another device"
-        passed = [self._trace.graph.get_tensor_by_name(x) for each in stages for x in each.outputs]
-        if any(tensor.dtype == tf.variant for tensor in passed):
+        names = [name for stage in stages for name in stage.outputs]
+        if any(self._trace.graph.get_tensor_by_name(name).dtype == tf.variant for name in names):
             return "a sum over replicas is between a loop and its gradients"
         return None
 
@@ -176,11 +176,9 @@ class SharedStep:
 
         TensorFlow puts an operation, a loop too, where all variables are that it takes.
         """
-        taken = [
-            self._sources[each.name] for each in operation.inputs if each.name in self._sources
-        ]
-        variables = [self._handles[id(each)] for each in taken if id(each) in self._handles]
-        resources = [each for each in taken if each.dtype == tf.resource]
+        taken = [self._sources[x.name] for x in operation.inputs if x.name in self._sources]
+        variables = [self._handles[id(source)] for source in taken if id(source) in self._handles]
+        resources = [source for source in taken if source.dtype == tf.resource]
         if len(resources) > len(variables) and not operation.type.startswith("LookupTable"):
             raise NotSharedError(
                 f"the step uses a resource that is not a known variable ({operation.type})"
@@ -274,10 +272,10 @@ def _optimized(
     if not stage.outputs and not effects:
         return None
     marks = _marks(stage)
-    found = tf.compat.v1.GraphDef(versions=definition.versions, library=definition.library)
+    part = tf.compat.v1.GraphDef(versions=definition.versions, library=definition.library)
     for node in definition.node:
         if node.name in stage.nodes:
-            copy = found.node.add()
+            copy = part.node.add()
             copy.CopyFrom(node)
             copy.device = node.device or device
             copy.attr.pop("_class", None)  # a device beside a node that may be in another stage
@@ -288,23 +286,23 @@ def _optimized(
     placeholders = {mark.removesuffix(":0"): name for name, mark in marks.items()}
     for mark, name in placeholders.items():
         tensor = graph.get_tensor_by_name(name)
-        node = found.node.add(name=mark, op="Placeholder", device=device)
+        node = part.node.add(name=mark, op="Placeholder", device=device)
         node.attr["dtype"].type = tensor.dtype.as_datatype_enum
         node.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
     if not jit_compile:
         try:
-            found = _tf_private.optimized(found, [*stage.outputs, *effects, *placeholders], device)
+            part = _tf_private.optimized(part, [*stage.outputs, *effects, *placeholders], device)
         except StrategyError:
             raise
         except ValueError as error:
             raise NotSharedError(
                 f"TensorFlow cannot optimize a part of the step: {error}"
             ) from error
-    kept = [node for node in found.node if node.name not in placeholders]
+    kept = [node for node in part.node if node.name not in placeholders]
     for node in kept:
         node.device = "" if node.device == device else node.device
         node.input[:] = [name for name in node.input if name[1:] not in placeholders]
-    return tf.compat.v1.GraphDef(node=kept, versions=found.versions, library=found.library)
+    return tf.compat.v1.GraphDef(node=kept, versions=part.versions, library=part.library)
 
 
 def _leaves(structure: Any) -> list[tf.Tensor]:
@@ -312,7 +310,7 @@ def _leaves(structure: Any) -> list[tf.Tensor]:
     return [leaf for leaf in flat if leaf is not None]
 
 
-def _on(device: str, tensor: tf.Tensor) -> tf.Tensor:
+def _on_device(device: str, tensor: tf.Tensor) -> tf.Tensor:
     """The tensor, which knows its device: reductions go by it."""
     if tensor.device:
         return tensor
@@ -332,8 +330,8 @@ def _packed(structure: Any, leaves: Iterable[tf.Tensor]) -> Any:
     """Other tensors in a structure, in the order of `_leaves`."""
     rest = iter(leaves)
     flat = tf.nest.flatten(structure, expand_composites=True)
-    each = [None if leaf is None else next(rest) for leaf in flat]
-    return tf.nest.pack_sequence_as(structure, each, expand_composites=True)
+    tensors = [None if leaf is None else next(rest) for leaf in flat]
+    return tf.nest.pack_sequence_as(structure, tensors, expand_composites=True)
 
 
 def kind_of(args: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
@@ -343,7 +341,7 @@ def kind_of(args: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
 
 def _specs(args: Sequence[Sequence[Any]]) -> list[tf.TensorSpec]:
     """For each tensor of a replica's arguments, a spec that holds for all replicas."""
-    specs = [[tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in _leaves(mine)] for mine in args]
+    specs = [[tf.TensorSpec(x.shape, x.dtype) for x in tensors] for tensors in map(_leaves, args)]
     return [
         first.most_specific_common_supertype(others) for first, *others in zip(*specs, strict=True)
     ]

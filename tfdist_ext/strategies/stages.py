@@ -38,7 +38,7 @@ class Stage(NamedTuple):
 def cut(
     nodes: Sequence[tf.compat.v1.NodeDef],
     sync_points: Sequence[tuple[Sequence[str], Sequence[str]]],
-    given: Iterable[str],
+    inputs: Iterable[str],
     wanted: Sequence[str],
     stateful: Set[str] = frozenset(),
 ) -> list[Stage]:
@@ -48,7 +48,7 @@ def cut(
         nodes: in the order in which they were made. Inputs of a node may be made after it.
         sync_points: in order, (tensors that a replica brings, names of the nodes that stand for
             what it gets).
-        given: names of nodes whose outputs come from outside of the step.
+        inputs: names of nodes whose outputs come from outside of the step.
         wanted: the tensors that the step returns, as "name:number".
         stateful: names of nodes that have effects.
 
@@ -65,7 +65,7 @@ def cut(
         current = made_in[node.name] = results.get(node.name, current)
 
     order = _in_order(by_name, [*stateful, *results, *(_node_of(tensor) for tensor, _ in leaving)])
-    outside = {*given, *results}
+    outside = {*inputs, *results}
     stage_of: dict[str, int] = {}
     needed: dict[str, int] = {}  # the first stage that uses a node
     for name in reversed(order):

@@ -64,11 +64,11 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         if initial is None:
             return copied(**kwargs)
         spec = initial.spec
-        of = f"{type(strategy).__name__}.create_variable({spec.path!r})"
+        call = f"{type(strategy).__name__}.create_variable({spec.path!r})"
         created: list[tf.Variable] = []
 
         def create(devices: Sequence[str], *, in_pieces: bool = False) -> tf.Variable:
-            picked = pick_devices(of, devices)
+            picked = pick_devices(call, devices)
             names = [_tf_private.full_name(name) for name in picked]
             if in_pieces and len(picked) > 1:
                 made = self._in_pieces(next_creator, kwargs, initial, names)
@@ -78,7 +78,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
                 made = self._shared(next_creator, names[0], **kwargs)
             else:
                 raise StrategyError(
-                    f"{of}: create() must get one device for all replicas, or the devices of all"
+                    f"{call}: create() must get one device for all replicas, or the devices of all"
                     f" replicas in their order, {list(strategy.devices)}, got {picked}. With"
                     " in_pieces=True, pass the device of each piece."
                 )
@@ -86,7 +86,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
             return made
 
         made = strategy.create_variable(spec, create, beside)
-        if not any(made is each for each in created):
+        if not any(made is variable for variable in created):
             wanted = f"the variable that create() makes of {spec.path!r}"
             raise _wrong(strategy, "create_variable", wanted, made)
         return made
@@ -153,16 +153,16 @@ class TemplateExtended(tf.distribute.StrategyExtended):
             copy = copies[number]
             name = tf.name_scope(f"update_{number}")
             with tf.device(getattr(copy, "device", None)), _tf_private.updating(number), name:
-                mine = _tf_private.of_replica(number, (tuple(args), kwargs))
-                return fn(copy, *mine[0], **mine[1])
+                own_args, own_kwargs = _tf_private.of_replica(number, (tuple(args), kwargs))
+                return fn(copy, *own_args, **own_kwargs)
 
         if _tf_private.is_synchronized_on_read(var):
             results = [update(number) for number in range(len(copies))]
         else:
             results = strategy.update_variable(var, copies, update)
             if not _is_list_of(len(copies), results):
-                of = f"a list of {len(copies)} results of update(), one for each copy of"
-                raise _wrong(strategy, "update_variable", f"{of} {var.name!r}", results)
+                wanted = f"a list of {len(copies)} results of update(), one for each copy of"
+                raise _wrong(strategy, "update_variable", f"{wanted} {var.name!r}", results)
         return _tf_private.results_of_update(self, results, group)
 
     # Values
@@ -273,7 +273,7 @@ def _initial_value(kwargs: dict[str, Any], device: str) -> InitialValue | None:
     if value is None or (tf.is_tensor(value) and not value.shape.is_fully_defined()):
         return None
     initial = InitialValue(kwargs, where=device)
-    kwargs["initial_value"] = initial.given
+    kwargs["initial_value"] = initial.value
     return initial
 
 

@@ -112,7 +112,7 @@ def sum_up(
     """
     strategy = tf.distribute.get_strategy()
     size, narrow = bucket_bytes_of(strategy), narrow_sums_of(strategy)
-    if narrow is not None and keys is None and all(each.kind == "gradient" for each in what):
+    if narrow is not None and keys is None and all(reduced.kind == "gradient" for reduced in what):
         return reduced_in_buckets(
             values, size or sys.maxsize, functools.partial(_sum_narrow, narrow)
         )
@@ -160,12 +160,12 @@ def _sum_up(
 
     summed = [_sum_placeholder(value) for value in brought]
     context.sync_points.append(SyncPoint(brought, summed, reduce))
-    found = dict(zip(alone, summed, strict=False))
+    sums = dict(zip(alone, summed, strict=False))
     if small:
         sizes = [values[i].shape.num_elements() for i in small]
         for i, piece in zip(small, tf.split(summed[-1], sizes), strict=True):
-            found[i] = tf.reshape(piece, values[i].shape)
-    return [found[i] for i in range(len(values))]
+            sums[i] = tf.reshape(piece, values[i].shape)
+    return [sums[i] for i in range(len(values))]
 
 
 def _small_values(values: Sequence[Value]) -> list[int]:
@@ -189,7 +189,7 @@ def computed_once(function: Callable[[Any], tf.Tensor], values: Any) -> tf.Tenso
     """
     context = tf.distribute.get_replica_context()
     if not isinstance(context, TracedReplica):
-        return context.merge_call(lambda _, each: function(each), args=(values,))
+        return context.merge_call(lambda _, per_replica: function(per_replica), args=(values,))
     time = _placeholder(tf.constant(0.0, tf.float64), [])
     context.sync_points.append(SyncPoint(values, [time], lambda of_all: [function(of_all)]))
     return time

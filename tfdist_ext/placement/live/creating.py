@@ -123,8 +123,8 @@ def _placed(
             _warn_of_unplanned(placer, spec)
         shards = placer.place(spec)
     if len(shards) == 1:
-        with _on(_of_task(shards[0].task)):
-            return next_creator(**{**kwargs, "initial_value": initial.given})
+        with _on_device(_of_task(shards[0].task)):
+            return next_creator(**{**kwargs, "initial_value": initial.value})
     where: Where = [(_of_task(shard.task), shard.start, shard.stop, {}) for shard in shards]
     return partitioned(made_in_pieces(next_creator, kwargs, initial, where), _name(kwargs))
 
@@ -143,7 +143,7 @@ def made_in_pieces(
             "name": f"{_name(kwargs)}/part_{number}",
             "shape": (stop - start, *initial.spec.shape[1:]),
         }
-        with _on(device):
+        with _on_device(device):
             pieces.append(next_creator(**{**kwargs, **own, **more}))
     return pieces
 
@@ -153,7 +153,7 @@ def _name(kwargs: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _on(device: str) -> Iterator[None]:
+def _on_device(device: str) -> Iterator[None]:
     token = _device.set(device)
     try:
         yield
@@ -204,17 +204,17 @@ def with_each_piece(raw: Any, args: Sequence[Any]) -> Iterator[tuple[int, Any, l
         return _rows_in_range(arg, first, end) if whole else arg
 
     for number, (piece, first, end) in enumerate(pieces_of(raw)):
-        mine = [part(arg, first, end) for arg in args] if is_partitioned(raw) else list(args)
-        yield number, piece, mine
+        own_args = [part(arg, first, end) for arg in args] if is_partitioned(raw) else list(args)
+        yield number, piece, own_args
 
 
 def _rows_in_range(value: Any, first: int, end: int) -> Any:
     """The rows of a gradient from first to before end, as the gradient of a piece."""
     if not isinstance(value, tf.IndexedSlices):
         return value[first:end]
-    mine = tf.logical_and(value.indices >= first, value.indices < end)
+    in_range = tf.logical_and(value.indices >= first, value.indices < end)
     return tf.IndexedSlices(
-        tf.boolean_mask(value.values, mine),
-        tf.boolean_mask(value.indices, mine) - first,
+        tf.boolean_mask(value.values, in_range),
+        tf.boolean_mask(value.indices, in_range) - first,
         dense_shape=tf.constant([end - first, *value.values.shape[1:]]),
     )

@@ -50,7 +50,7 @@ class InitialValue:
         spec: path (the name of a variable that is not from Keras), shape, dtype, and whether the
             variable is trainable.
         of_keras: whether the variable is created by Keras.
-        given: the initial value; already computed if its shape was not known otherwise, and made
+        value: the initial value; already computed if its shape was not known otherwise, and made
             without further memory if its initializer is known.
     """
 
@@ -60,8 +60,8 @@ class InitialValue:
             kwargs: the arguments of the variable creator.
             where: the device on which a value of unknown shape is computed.
         """
-        self.given = kwargs["initial_value"]
-        behind = variable_behind(self.given)
+        self.value = kwargs["initial_value"]
+        behind = variable_behind(self.value)
         self.of_keras = behind is not None
         self._initializer: Any = None
         if behind is not None:
@@ -74,7 +74,7 @@ class InitialValue:
         self.spec = VariableSpec(path, shape, dtype, trainable=trainable)
         self._rows: Rows | None = None
         if shape and _is_known(self._initializer, dtype):
-            self.given = functools.partial(self.rows, 0, shape[0])
+            self.value = functools.partial(self.rows, 0, shape[0])
 
     def rows(self, start: int, stop: int) -> Any:
         """These rows. Call it on the device of their piece."""
@@ -83,28 +83,28 @@ class InitialValue:
             self._rows = rows_made_by(initializer, spec.shape, spec.dtype)
         if self._rows is not None:
             return self._rows(start, stop)
-        if callable(self.given):  # the whole value, on the device of the first piece
-            self.given = self.given()
-        return self.given[start:stop]
+        if callable(self.value):  # the whole value, on the device of the first piece
+            self.value = self.value()
+        return self.value[start:stop]
 
     def _look(self, kwargs: dict[str, Any], where: str) -> tuple[tuple[int, ...], str]:
         """Shape and dtype of a variable that is not from Keras."""
         dtype, shape = kwargs.get("dtype"), tf.TensorShape(kwargs.get("shape"))
-        if callable(self.given) and (dtype is None or not shape.is_fully_defined()):
+        if callable(self.value) and (dtype is None or not shape.is_fully_defined()):
             with tf.device(where):
-                self.given = self.given()
-        if not callable(self.given):
-            if not isinstance(self.given, np.ndarray | tf.Tensor):
-                self.given = tf.convert_to_tensor(self.given, dtype=dtype)
-            dtype = dtype or self.given.dtype
-            shape = tf.TensorShape(self.given.shape)
+                self.value = self.value()
+        if not callable(self.value):
+            if not isinstance(self.value, np.ndarray | tf.Tensor):
+                self.value = tf.convert_to_tensor(self.value, dtype=dtype)
+            dtype = dtype or self.value.dtype
+            shape = tf.TensorShape(self.value.shape)
         return tuple(shape.as_list()), tf.as_dtype(dtype).name
 
 
 def with_known_rows(kwargs: dict[str, Any]) -> Any:
     """The initial value of a variable creator's arguments, made without further memory if known."""
     value = kwargs["initial_value"]
-    return value if variable_behind(value) is None else InitialValue(kwargs, where="").given
+    return value if variable_behind(value) is None else InitialValue(kwargs, where="").value
 
 
 def _is_known(initializer: Any, dtype: str) -> bool:

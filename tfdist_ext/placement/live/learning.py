@@ -198,21 +198,21 @@ def _built(builder: Callable[[], keras.Model]) -> keras.Model:
     return model
 
 
-def _optimizer(given: Any) -> keras.optimizers.Optimizer:
-    """A new optimizer with the same settings: the given one is not built."""
+def _optimizer(chosen: Any) -> keras.optimizers.Optimizer:
+    """A new optimizer with the same settings, because the user's own must not be built."""
     try:
-        if isinstance(given, keras.optimizers.Optimizer):
-            return type(given).from_config(given.get_config())
-        return keras.optimizers.get(given)
+        if isinstance(chosen, keras.optimizers.Optimizer):
+            return type(chosen).from_config(chosen.get_config())
+        return keras.optimizers.get(chosen)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise PlacementError(
-            f"optimizer must be a Keras optimizer, or the name of one, got {shown(given)}: {error}"
+            f"optimizer must be a Keras optimizer, or the name of one, got {shown(chosen)}: {error}"
         ) from error
 
 
 def _slots(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> Slots:
     """Build the optimizer, and record which slots it creates for which variable."""
-    found: Slots = defaultdict(list)
+    slots: Slots = defaultdict(list)
     inner = optimizer
     while getattr(inner, "inner_optimizer", None) is not None:  # loss scaling
         inner = inner.inner_optimizer
@@ -220,12 +220,12 @@ def _slots(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Vari
 
     def recorded(reference_variable: keras.Variable, *args: Any, **kwargs: Any) -> keras.Variable:
         slot = make(reference_variable, *args, **kwargs)
-        found[id(reference_variable)].append(slot)
+        slots[id(reference_variable)].append(slot)
         return slot
 
     inner.add_variable_from_reference = recorded
     optimizer.build(variables)
-    return found
+    return slots
 
 
 def _specs(
