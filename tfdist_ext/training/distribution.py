@@ -434,7 +434,7 @@ class Distribution:
         self.build(batches, kind)
         return epochs
 
-    def epochs(self, batches: Batches, steps: int | None, of: str = "") -> Epochs:
+    def epochs(self, batches: Batches, steps: int | None, prefix: str = "") -> Epochs:
         """Returns the epochs of a call, and compares the data of all workers."""
         eagerly, inspect = bool(self.model.run_eagerly), None
         if eagerly and batches.reads_own_shard:
@@ -444,11 +444,11 @@ class Distribution:
                 " tf.data.Dataset, from_arrays or from_tfrecords."
             )
         if self.reduction.multi_worker:
-            settings = {f"{of}{name}": value for name, value in batches.settings.items()}
+            settings = {f"{prefix}{name}": value for name, value in batches.settings.items()}
             check_equal_across_workers(self.reduction, settings, SAME_ARGUMENTS)
 
             def compare(data: Structure) -> None:
-                described = describe_data(data, of)
+                described = describe_data(data, prefix)
                 check_equal_across_workers(self.reduction, described, SAME_DATA)
 
             if batches.arrays is not None:

@@ -62,8 +62,8 @@ def state_of(model: keras.Model) -> dict[str, Variable]:
     """
     named: list[tuple[str, Variable]] = [
         (f"{METRICS}/{metric_name}/{name}", variable)
-        for metric_name, metric in _renumbered((each.name, each) for each in model.metrics)
-        for name, variable in _renumbered((each.name, each) for each in metric.variables)
+        for metric_name, metric in _renumbered((metric.name, metric) for metric in model.metrics)
+        for name, variable in _renumbered((v.name, v) for v in metric.variables)
     ]
     named += _variables_in(model, f"{MODEL}/")
     # Metrics are parts of the model, too, and a shared layer counts where it comes first.
@@ -76,12 +76,12 @@ def state_of(model: keras.Model) -> dict[str, Variable]:
     }
     for attribute, optimizer in optimizers_of(model).items():
         if optimizer.built:
-            kinds = [type(each).__name__ for each in with_inner_optimizers(optimizer)]
+            kinds = [type(inner).__name__ for inner in with_inner_optimizers(optimizer)]
             group = ".".join([attribute.replace("/", "_"), *kinds])
-            owners = [(each, owner_path(each, slots)) for each in optimizer.variables]
-            named = [(slots.get(p, "") + each.name.removeprefix(p), each) for each, p in owners]
+            owners = [(variable, owner_path(variable, slots)) for variable in optimizer.variables]
+            named = [(slots.get(p, "") + v.name.removeprefix(p), v) for v, p in owners]
             state |= {f"{group}/{name}": variable for name, variable in _renumbered(named)}
-    return {name: each for name, each in state.items() if raw_value(each) is not None}
+    return {name: variable for name, variable in state.items() if raw_value(variable) is not None}
 
 
 def group_of(name: str) -> str:
@@ -100,8 +100,8 @@ def check_has_variables(model: keras.Model, call: str) -> None:
 
 def own_variables(layer: keras.Layer) -> dict[str, tf.Variable]:
     """Returns attribute -> tf.Variable of a user's layer, which Keras does not list."""
-    found = attributes_of(layer, tf.Variable)
-    return {n: v for n, v in found.items() if v.dtype != tf.string and v.shape.is_fully_defined()}
+    fields = attributes_of(layer, tf.Variable)
+    return {n: v for n, v in fields.items() if v.dtype != tf.string and v.shape.is_fully_defined()}
 
 
 def _variables_in(layer: keras.Layer, parent: str) -> Iterator[tuple[str, Variable]]:
@@ -111,11 +111,11 @@ def _variables_in(layer: keras.Layer, parent: str) -> Iterator[tuple[str, Variab
     """
     inner = flat_layers(layer, recursive=False, include_self=False)
     of_inner = {id(variable) for part in inner for variable in part.variables}
-    own = [(each.name, each) for each in layer.variables if id(each) not in of_inner]
+    own = [(v.name, v) for v in layer.variables if id(v) not in of_inner]
     own += own_variables(layer).items()
     for name, variable in _renumbered(own):
         yield parent + name, variable
-    for name, part in _renumbered((each.name, each) for each in inner):
+    for name, part in _renumbered((part.name, part) for part in inner):
         yield from _variables_in(part, f"{parent}{name}/")
 
 
@@ -127,7 +127,7 @@ def _renumbered(parts: Iterable[tuple[str, _Part]]) -> Iterator[tuple[str, _Part
         assert match is not None  # it matches anything
         split.append((match[1], int(match[2] or 0), part))
     seen: Counter[str] = Counter()
-    for word, _, part in sorted(split, key=lambda each: each[:2]):
+    for word, _, part in sorted(split, key=lambda entry: entry[:2]):
         yield f"{word}#{seen[word]}" if seen[word] else word, part
         seen[word] += 1
 
@@ -332,7 +332,7 @@ def broadcast_state(reduction: Reduction, model: keras.Model) -> None:
     """Gives every worker the chief's state, but for slots that workers share."""
     shared = {id(slot.variable) for slot in _slots_of(model)}
     variables = state_of(model).values()
-    broadcast_variables(reduction, [each for each in variables if id(each) not in shared])
+    broadcast_variables(reduction, [v for v in variables if id(v) not in shared])
     for layer in layers_of(model, keras.layers.Normalization):
         layer.finalize_state()  # its call uses constants
 
@@ -368,13 +368,13 @@ def whole_slots(
     for slot, part, value in zip(slots, parts, values, strict=False):
         data = broadcast_bytes(reduction, value if reduction.is_chief else b"")
         flat = np.frombuffer(data, part.dtype.as_numpy_dtype)
-        mine = [flat[a:b] for worker, a, b in slot.owners if worker == reduction.worker]
-        if mine:
-            slot.variable.assign(np.concatenate(mine).reshape(tuple(part.shape)))
+        own_elements = [flat[a:b] for worker, a, b in slot.owners if worker == reduction.worker]
+        if own_elements:
+            slot.variable.assign(np.concatenate(own_elements).reshape(tuple(part.shape)))
 
 
 def _slots_of(model: keras.Model) -> list[ShardedSlot]:
-    return [slot for each in optimizers_of(model).values() for slot in sharded_slots(each)]
+    return [slot for slots in map(sharded_slots, optimizers_of(model).values()) for slot in slots]
 
 
 def sharded_bytes(model: keras.Model) -> tuple[int, int]:

@@ -386,12 +386,12 @@ def _values_of(model: keras.Model) -> dict[str, np.ndarray]:
     return values
 
 
-def relative_differences(found: Results, wanted: Results) -> dict[str, float]:
+def relative_differences(results: Results, wanted: Results) -> dict[str, float]:
     """Returns name -> largest difference, relative to the largest number in `wanted`."""
     # Only names of `wanted`: Keras does not make the slots of an optimizer without use.
     differences = dict.fromkeys(wanted, np.inf)
-    for name in wanted.keys() & found.keys():
-        ours, right = (np.asarray(each[name], "float64") for each in (found, wanted))
+    for name in wanted.keys() & results.keys():
+        ours, right = (np.asarray(values[name], "float64") for values in (results, wanted))
         if ours.shape == right.shape:
             finite = np.abs(right[np.isfinite(right)])
             scale = max(SMALLEST_SCALE, float(finite.max(initial=0.0)))

@@ -198,9 +198,9 @@ class CheckpointFile:
         begin = 8 + length
         self.arrays = {
             name: SavedArray(
-                tuple(each["shape"]), _DTYPES[each["dtype"]], begin + each["data_offsets"][0]
+                tuple(entry["shape"]), _DTYPES[entry["dtype"]], begin + entry["data_offsets"][0]
             )
-            for name, each in header.items()
+            for name, entry in header.items()
         }
 
     def read_rows(self, array: SavedArray, start: int, stop: int) -> np.ndarray:

@@ -322,7 +322,7 @@ def _restoring(
 
 
 def _learning_rates(model: keras.Model) -> dict[str, str]:
-    rates = {name: step_variables(each)[1] for name, each in optimizers_of(model).items()}
+    rates = {name: step_variables(optimizer)[1] for name, optimizer in optimizers_of(model).items()}
     return {f"{n}.learning_rate": f"{float(r):.6g}" for n, r in rates.items() if r is not None}
 
 

@@ -144,7 +144,7 @@ def _variables_to_restore(
     has_optimizers = model.compiled and optimizers_of(model)  # maybe not built yet
     if not (has_optimizers and optimizers[1]):
         ignored.update(*optimizers)
-    found, saved = (
+    current, saved = (
         {
             name: f"{tf.as_dtype(array.dtype).name} {tuple(array.shape)}"
             for name, array in named.items()
@@ -152,7 +152,7 @@ def _variables_to_restore(
         }
         for named in (state, file.arrays)
     )
-    if differing := differences(saved, found):
+    if differing := differences(saved, current):
         raise TrainingError(
             f"{path} is a checkpoint of another model or optimizer:"
             f" {'; '.join(differing[:_SHOWN])}. Use the code that wrote it, or another checkpoint"

@@ -316,14 +316,14 @@ class ParameterServerPredictor:
         self._calls = calls
         self._step = step_of(model, "predict")
         one = tf.function(self._one_batch, autograph=False)
-        self._each = tf.function(lambda batches: [one(x) for x in batches], autograph=False)
+        self._all_batches = tf.function(lambda batches: [one(x) for x in batches], autograph=False)
 
     def outputs(self, data: Epoch) -> Iterator[Structure]:
         """Yields the outputs of each global batch; None if all records are damaged."""
         done, at_once = 0, 4 * BATCHES_IN_A_CALL * self._calls.workers
         while data.steps is None or done < data.steps:
             n = at_once if data.steps is None else min(at_once, data.steps - done)
-            _, read, calls = self._calls.on_batches(self._each, data.iterator, n)
+            _, read, calls = self._calls.on_batches(self._all_batches, data.iterator, n)
             outputs = [outputs for of_call in calls for outputs in of_call]
             yield from outputs
             yield from [None] * (read - len(outputs))

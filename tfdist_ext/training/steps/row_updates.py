@@ -127,10 +127,10 @@ class RowUpdates(Updates):
     def _way(self, table: Any, update: Update) -> Way:
         """How a table is updated."""
         trial = _Trial(table, update, self._slots)
-        if self._may_rest and trial.found == "rows":
+        if self._may_rest and trial.way == "rows":
             return "rows" if trial.slots else "whole"  # without slots, Keras writes rows itself
         if self._rules.lazy:
-            if trial.found == "whole":
+            if trial.way == "whole":
                 raise self._no_rows(trial.why)
             return "lazy rows"
         size = math.prod(table.shape) * tf.as_dtype(table.dtype).size
@@ -143,7 +143,7 @@ class RowUpdates(Updates):
                 f" {address_of('docs/parameter_servers.md#optimizers-and-memory')}"
             )
         in_place = isinstance(self._inner, UpdatesInPlace)
-        return "blocks" if in_place and trial.slots and trial.found != "whole" else "whole"
+        return "blocks" if in_place and trial.slots and trial.way != "whole" else "whole"
 
     def _no_rows(self, why: str) -> TrainingError:
         return TrainingError(
@@ -281,7 +281,7 @@ class _Trial:
     """An update, tried on a table of five rows with invented values.
 
     Attributes:
-        found: "rows" if it does nothing to rows without a gradient; "lazy rows" if the update of a
+        way: "rows" if it does nothing to rows without a gradient; "lazy rows" if the update of a
             row depends on this row alone; else "whole".
         why: why it is "whole".
         slots: how many slots the update has used.
@@ -294,11 +294,11 @@ class _Trial:
         self._random = np.random.default_rng(0)
         self._start: dict[int, np.ndarray] = {}  # of the table, and of slots, by id
         self.why = ""
-        self.found: Way = "whole"
+        self.way: Way = "whole"
         if self._holds(self._others_rest):
-            self.found = "rows"
+            self.way = "rows"
         elif self._holds(self._each_alone):
-            self.found = "lazy rows"
+            self.way = "lazy rows"
         self.slots = len(self._start) - 1
 
     def _holds(self, condition: Callable[[], tf.Tensor]) -> bool:

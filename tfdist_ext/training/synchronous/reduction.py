@@ -205,7 +205,7 @@ class MetricStates:
         self, reduction: SynchronousReduction, variables: Sequence[keras.Variable], *, eagerly: bool
     ):
         self.variables = variables
-        self._on = reduction
+        self._reduction = reduction
         self._eagerly = eagerly
         kinds: dict[Any, list[int]] = {}
         for place, variable in enumerate(variables):
@@ -227,8 +227,8 @@ class MetricStates:
             tf.zeros_like(value) if aggregation == "sum" else value
             for value, aggregation in zip(values, self._aggregations, strict=True)
         ]
-        replicas = [list(zeros) for _ in range(self._on.local_replicas)]
-        return [values, *replicas[1:]] if self._on.is_chief else replicas
+        replicas = [list(zeros) for _ in range(self._reduction.local_replicas)]
+        return [values, *replicas[1:]] if self._reduction.is_chief else replicas
 
     def stacked(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The value of each variable, as few tensors."""
@@ -253,7 +253,7 @@ class MetricStates:
         Returns:
             (the values of the variables, outputs, report), the same on every worker.
         """
-        reduction, stacked = self._on, states[0]
+        reduction, stacked = self._reduction, states[0]
         if self._eagerly:
             report = tf.constant(reduction.sum_over_workers(report))
         elif reduction.replicas > 1:
