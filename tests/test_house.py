@@ -190,5 +190,15 @@ def test_warnings_point_at_the_users_line() -> None:
     assert modules_with(r"warnings\.warn\(") == [], "call tfdist_ext.user_frames.warn"
 
 
+def test_no_variable_argument_or_attribute_is_a_pronoun() -> None:
+    pronoun = re.compile("_*(each|found|mine|given|of|on|it|this|them|those|which)_*")
+    fields = {ast.Name: "id", ast.arg: "arg", ast.Attribute: "attr"}
+    for path, text in TEXTS.items():
+        for node in ast.walk(ast.parse(text)):
+            if type(node) in fields and not isinstance(getattr(node, "ctx", None), ast.Load):
+                name = getattr(node, fields[type(node)])
+                assert not pronoun.fullmatch(name), f"{path}:{node.lineno} assigns {name}"
+
+
 def test_no_module_is_a_drawer() -> None:
     assert not list(PACKAGE.rglob("utils.py"))
