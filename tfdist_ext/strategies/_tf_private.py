@@ -1,8 +1,8 @@
 """The private names of TensorFlow that a custom strategy needs, each with the reason.
 
-`tf.distribute.StrategyExtended` is public, but what every synchronous strategy of TensorFlow is
-made of is not: its threads, its containers of values, its distributed datasets. They are taken over
-from MirroredStrategy, so that nothing of it is written again.
+`tf.distribute.StrategyExtended` is public. The threads, containers of values and distributed
+datasets of TensorFlow's synchronous strategies are private. A custom strategy inherits them from
+MirroredStrategy, so that this package need not write them again.
 
 `tests/strategies/test_tf_private.py` fails with the name and the reason when a release moves one.
 """
@@ -30,7 +30,7 @@ from tfdist_ext.placement.live.initial_values import with_known_rows
 from tfdist_ext.placement.live.learning import updates_by_row
 from tfdist_ext.private_names import PrivateNames
 
-# What a replica has, or a reduction gives.
+# A value of a replica, or the result of a reduction.
 Value: TypeAlias = "tf.Tensor | tf.IndexedSlices"
 
 NAMES = PrivateNames(
@@ -149,9 +149,9 @@ def _class_with_scalar_conversions(kind: type) -> type:
 
 
 def all_reduce_in_replica(extended: tf.distribute.StrategyExtended) -> Callable[..., Any] | None:
-    """The reduction that replicas make without `merge_call`, of a strategy that does without it.
+    """The reduction of a strategy that does without `merge_call`; None for other strategies.
 
-    It is called with the op, the values and CommunicationOptions.
+    Call the reduction in a replica, with the op, the values and CommunicationOptions.
 
     Private because the public `ReplicaContext.all_reduce` is a `tf.custom_gradient`. In a graph
     TensorFlow registers each of these for the life of the process, and with it the graph of the
@@ -165,7 +165,7 @@ def all_reduce_in_replica(extended: tf.distribute.StrategyExtended) -> Callable[
 
 @functools.cache
 def mirrored_class(extended: type) -> Any:
-    """A class of a strategy's `extended`, on that of MirroredStrategy where it overrides nothing.
+    """A subclass of a strategy's `extended`, which inherits missing methods from MirroredStrategy.
 
     Private because the public base, StrategyExtended, lacks what `Strategy.run`, variables, data
     sets and checkpoints call.
@@ -227,7 +227,7 @@ def of_replica(number: int, structure: Any) -> Any:
 
 
 def updating(number: int | str) -> contextlib.AbstractContextManager[None]:
-    """Scope in which other variables, too, stand for their copy of this number, or on this device.
+    """Scope in which each variable stands for its copy of this number, or on this device.
 
     Private: it is what `extended.update` opens.
     """
@@ -242,7 +242,7 @@ def results_of_update(
 
 
 def container_of(value: Any) -> Any:
-    """The variable whose copy this is; anything else as it is. Private: copies do not tell."""
+    """The variable of a copy; any other value unchanged. Private: copies do not tell."""
     if isinstance(value, NAMES("distribute.ps_values.AggregatingVariable")):
         return value
     shared = getattr(value, "_aggregating_container", lambda: None)()
@@ -290,7 +290,7 @@ def copied_to(device: str, value: Value) -> Value:
 def unchanged_by_calls(
     function: tf.types.experimental.ConcreteFunction, library: tf.compat.v1.GraphDef
 ) -> Any:
-    """The same function for `call_in_graph`: as it is, whatever a call gives to it or takes.
+    """A copy of the function for `call_in_graph`, which TensorFlow uses unchanged in every call.
 
     Private because `tf.function` does not take the attribute: TensorFlow would make another
     function of it for each call whose results are not all used, and optimize and place each.
@@ -375,7 +375,7 @@ def optimized(
 
 @contextlib.contextmanager
 def lightly_optimized() -> Iterator[None]:
-    """Scope of calls of tf.functions that call what is optimized already, and do little more.
+    """Scope in which TensorFlow optimizes less: for calls of functions that are optimized already.
 
     Private because the public options are for all functions of a process.
     """

@@ -107,12 +107,12 @@ def describe_for(strategy: str, cluster: Cluster) -> ClusterDescription:
 
 
 def call_with_timeout(seconds: float, call: Callable[[], Result]) -> Result:
-    """Return or raise what `call` does, within a time limit.
+    """Returns the result of `call`, or raises its error, within a time limit.
 
-    It runs in a daemon thread, which is left behind after a timeout.
+    `call` runs in a daemon thread. After a timeout the thread goes on.
 
     Raises:
-        TimeoutError: it took longer than `seconds`.
+        TimeoutError: `call` took longer than `seconds`.
     """
     future: Future[Result] = Future()
 

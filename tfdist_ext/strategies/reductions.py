@@ -67,7 +67,7 @@ def all_reduce(
 
     Args:
         keys: given with a single value whose size may change from step to step.
-        apart: reduce each value by itself; in a graph TensorFlow makes one of all.
+        apart: reduce each value by itself. Otherwise TensorFlow joins the values in a graph.
     """
     context = tf.distribute.get_replica_context()
     if reduce := all_reduce_in_replica(context.strategy.extended):
@@ -92,7 +92,7 @@ def reduce_parts(
     *,
     apart: bool = False,
 ) -> list[Any]:
-    """Values per replica, each reduced to where it came from; in cross-replica context.
+    """Reduces each value to the devices it came from. Call it in cross-replica context.
 
     Args:
         keys: given with a single value whose size may change from step to step.
@@ -123,7 +123,7 @@ def _scope_of_keys(keys: KeysOfSize | None, value: tf.Tensor) -> AbstractContext
 
 
 def tells_what_it_reduces(strategy: tf.distribute.Strategy) -> bool:
-    """Whether it is a StrategyTemplate: its hook is told what each value is."""
+    """Whether the strategy is a StrategyTemplate, whose hook gets a description of each value."""
     return hasattr(strategy.extended, "batch_reduce_described")
 
 
@@ -141,10 +141,10 @@ def padded_to_size(vector: tf.Tensor) -> tf.Tensor:
 
 
 def key_of_size(key: int | tf.Tensor, size: tf.Tensor) -> tf.Tensor:
-    """The key (int32) of a collective for one of `SIZES`, from that which TensorFlow gave it.
+    """The key (int32) of a collective for one of `SIZES`, computed from TensorFlow's key.
 
-    It is negative, as TensorFlow's are not. It is another one for each key and size, until
-    TensorFlow has given 2**24 keys, which are weeks of training.
+    The key is negative, unlike TensorFlow's keys. No two pairs of key and size share a key until
+    TensorFlow has given 2**24 keys, which takes weeks of training.
     """
     return -1 - (key % _KEYS * _NUMBERS + tf.cast(_number(size), tf.int32))
 

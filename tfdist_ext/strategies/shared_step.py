@@ -311,7 +311,7 @@ def _leaves(structure: Any) -> list[tf.Tensor]:
 
 
 def _on_device(device: str, tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor, which knows its device: reductions go by it."""
+    """The tensor with a known device, because reductions depend on the device."""
     if tensor.device:
         return tensor
     with tf.device(device):
@@ -327,7 +327,7 @@ def _of_known_shape(value: Any, traced: Any) -> Any:
 
 
 def _packed(structure: Any, leaves: Iterable[tf.Tensor]) -> Any:
-    """Other tensors in a structure, in the order of `_leaves`."""
+    """The structure with other tensors as its leaves, in the order of `_leaves`."""
     rest = iter(leaves)
     flat = tf.nest.flatten(structure, expand_composites=True)
     tensors = [None if leaf is None else next(rest) for leaf in flat]

@@ -43,7 +43,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         self._communication_options = tf.distribute.experimental.CommunicationOptions()
 
     def _use_merge_call(self) -> bool:
-        return True  # the hooks are asked outside of replicas
+        return True  # the hooks run in cross-replica context
 
     def _get_cross_device_ops(self, value: Any) -> tf.distribute.CrossDeviceOps:
         return tf.distribute.ReductionToOneDevice()
@@ -146,7 +146,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         self, var: tf.Variable, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
     ) -> Any:
         strategy = self._container_strategy()
-        # One in pieces is assigned to as a whole, each piece where it is.
+        # A variable in pieces counts as one copy; each piece is assigned on its device.
         copies = (var.get(),) if is_partitioned(var) else strategy.copies(var)
 
         def update(number: int) -> Any:
@@ -209,7 +209,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         return strategy.has_own_updates or copies < len(self._devices)
 
     def owner_copy(self, variable: tf.Variable) -> tf.Variable:
-        """The plain tf.Variable on whose device an update that is computed once is computed."""
+        """The owner's plain copy, on whose device an update for all replicas is computed."""
         strategy = self._container_strategy()
         copies = strategy.experimental_local_results(variable)
         number, count = strategy.owner(variable), len(self._devices)
@@ -278,7 +278,7 @@ def _initial_value(kwargs: dict[str, Any], device: str) -> InitialValue | None:
 
 
 def _what(value: Any, destinations: Any) -> Reduced:
-    """The description of a reduction that was not given."""
+    """The description of a reduction whose caller has given none."""
     if _tf_private.is_synchronized_on_read(value):
         return Reduced(kind="metric", variable=value, path=value.name.removesuffix(":0"))
     if isinstance(destinations, tf.Variable):

@@ -185,7 +185,7 @@ def computed_once(function: Callable[[Any], tf.Tensor], values: Any) -> tf.Tenso
     """Call `function(the values of each replica)` once, in cross-replica context.
 
     Args:
-        function: returns the time at which the values of all replicas were there.
+        function: returns the time at which the values of all replicas are computed.
     """
     context = tf.distribute.get_replica_context()
     if not isinstance(context, TracedReplica):

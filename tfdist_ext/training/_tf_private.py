@@ -40,8 +40,8 @@ def creating_without_broadcast(
 ) -> Iterator[None]:
     """Scope in which the variables of MultiWorkerMirroredStrategy start from this task's values.
 
-    Private because it broadcasts the chief's value of each new variable: where workers make other
-    variables, that fails or waits forever, before anyone could compare the models.
+    Private because the strategy broadcasts the chief's value of each new variable. If workers make
+    different variables, the broadcast fails or waits forever, before the models are compared.
     """
     mirrored, extended = NAMES("distribute.mirrored_strategy.MirroredExtended"), strategy.extended
     name, use = "_get_variable_creator_initial_value", "variables of several workers"

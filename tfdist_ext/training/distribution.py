@@ -161,7 +161,7 @@ class Distribution:
         lazy_updates: bool,
     ):
         """Arguments and errors are those of `distribute`."""
-        self._created: list[tf.Variable] = []  # they do not have the chief's values yet
+        self._created: list[tf.Variable] = []  # not yet broadcast from the chief
         self.model = adopt(model_or_builder, strategy, self._created)
         self.strategy = strategy
         self.progress = Progress()

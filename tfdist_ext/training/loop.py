@@ -95,7 +95,7 @@ def end_training(
     hooks: keras.callbacks.CallbackList,
     saved: CheckpointManager | None,
 ) -> None:
-    """Everything after the last step, when callbacks may compile the model again."""
+    """Runs `on_train_end`, where callbacks may compile the model; marks the training done."""
     peers = reduction.peers
     peers.enters("callbacks")
     hooks.on_train_end(logs)

@@ -204,7 +204,7 @@ def read_rows(value: Variable | np.ndarray, start: int, stop: int) -> np.ndarray
             continue
         copy = copies_of_piece(piece)[0]
         is_local = "CPU" in copy.device and "/job:ps" not in copy.device
-        # A table of which rows were assigned is copied by a read.
+        # If single rows of a table were assigned, TensorFlow copies the table at a read.
         is_local &= (end - first) * row_bytes <= _TABLE_BYTES
         if is_local or high - low == end - first:
             read = copy.read_value()
@@ -329,7 +329,7 @@ def broadcast_variables(reduction: Reduction, variables: Iterable[Variable]) -> 
 
 
 def broadcast_state(reduction: Reduction, model: keras.Model) -> None:
-    """Gives every worker the chief's state, but for slots that workers share."""
+    """Gives every worker the chief's state, except the slots that workers share."""
     shared = {id(slot.variable) for slot in _slots_of(model)}
     variables = state_of(model).values()
     broadcast_variables(reduction, [v for v in variables if id(v) not in shared])

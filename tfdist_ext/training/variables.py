@@ -355,7 +355,7 @@ def copies_of_one_name() -> contextlib.AbstractContextManager[None]:
     Enter it before the strategy's own scope, which names each copy after its variable.
 
     TensorFlow has one kernel for all operations with equal attributes. The name of a variable is an
-    attribute of the operation that creates it, and a new kernel takes longer than all else.
+    attribute of the operation that creates it, and creating a kernel takes most of the time.
     """
 
     def creator(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:

@@ -295,7 +295,7 @@ class PeerMonitor(TaskStatus):
         if end.kind == "stalled":
             show_stacks()
             if end.task == self._me:
-                time.sleep(PATIENCE)  # the others receive it meanwhile, also from the leader
+                time.sleep(PATIENCE)  # meanwhile the others receive the end, also from the leader
                 end_to_be_restarted(end.text)
         while not self._position.inside:
             time.sleep(_LOOK_EVERY)

@@ -62,8 +62,8 @@ def check_equal_across_workers(
 ) -> None:
     """Compares values by name; every worker must call.
 
-    Of arguments, what decides how many steps a call has and what the steps do is compared: of data
-    only the kind, of paths only whether there is one. Arrays of floats may differ with a warning,
+    Arguments are compared if they decide how many steps a call has, or what the steps do: of data
+    only the kind, of a path only whether there is one. Arrays of floats may differ with a warning,
     because another processor may round them differently.
 
     Args:

@@ -4,10 +4,10 @@ The gradient of a lookup holds only rows, but Keras's optimizers compute on whol
 optimizer's own update gets the rows in place of the table and of its slots, and what it writes to
 them is written to the table.
 
-That changes no number if the optimizer leaves rows without a gradient as they are, as Adagrad does.
-It changes the training, and must be asked for, if slots decay in each step, as those of Adam do.
-It is impossible if the update of a row depends on other rows. Which of these an optimizer does is
-found out by trying its update on a small table.
+Updating only rows changes no number if the optimizer leaves rows without a gradient unchanged, as
+Adagrad does. It changes the training, and must be asked for, if slots decay in each step, as those
+of Adam do. It is impossible if the update of a row depends on other rows. `_Trial` tries the update
+of an optimizer on a small table to find out which of the three is true.
 
 If an optimizer must update all rows of a large table, it updates one block of rows after another.
 Temporary values then need the memory of a block, not of the table. Tables with a copy on each

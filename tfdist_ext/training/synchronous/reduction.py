@@ -80,7 +80,7 @@ class SynchronousReduction(Reduction):
     def run(
         self, step: Callable[..., Any], batch: Parts, before: Sequence[Any], *rest: Any
     ) -> list[Any]:
-        """Run `step(part, mine, *rest)` on each replica; returns the local replicas' results.
+        """Runs `step(part, before, *rest)` on each replica; returns the local replicas' results.
 
         Args:
             batch: from an iterator over parts of global batches.
