@@ -26,7 +26,7 @@ from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.errors import LaunchError, StrategyError
 from tfdist_ext.launcher.function_task import PID
 from tfdist_ext.testing.matrix import case_of, logical_cpus
-from tfdist_ext.testing.tasks import check_timeout, run_function, tasks_of
+from tfdist_ext.testing.tasks import check_timeout, options_of_tasks, run_function
 
 # Suffixes of files of a task: its reports, and whether it was killed. The process that replaces a
 # task that was killed runs no test.
@@ -84,7 +84,7 @@ def needs_of(item: pytest.Item, strategy: str | None) -> Needs:
             " @pytest.mark.tfdist_cluster(worker=2, ps=1)."
         )
     check_timeout(timeout)
-    tasks_of(counts)
+    options_of_tasks(counts)
     if case is not None and case.workers not in (0, counts.get("worker")):
         raise StrategyError(
             f"the mark of the test asks for {counts}, but its strategy {case.name} has"

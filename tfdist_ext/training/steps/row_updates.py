@@ -126,7 +126,8 @@ class RowUpdates(Updates):
 
     def _way(self, table: Any, update: Update) -> Way:
         """How a table is updated."""
-        trial = _Trial(table, update, self._slots)
+        in_place = isinstance(self._inner, UpdatesInPlace)
+        trial = _Trial(table, update, self._slots, alone=in_place or self._rules.lazy)
         if self._may_rest and trial.way == "rows":
             return "rows" if trial.slots else "whole"  # without slots, Keras writes rows itself
         if self._rules.lazy:
@@ -142,7 +143,6 @@ class RowUpdates(Updates):
                 " tfd.distribute(..., lazy_updates=True) updates the rows of a batch only; see"
                 f" {address_of('docs/parameter_servers.md#optimizers-and-memory')}"
             )
-        in_place = isinstance(self._inner, UpdatesInPlace)
         return "blocks" if in_place and trial.slots and trial.way != "whole" else "whole"
 
     def _no_rows(self, why: str) -> TrainingError:
@@ -282,12 +282,12 @@ class _Trial:
 
     Attributes:
         way: "rows" if it does nothing to rows without a gradient; "lazy rows" if the update of a
-            row depends on this row alone; else "whole".
+            row depends on this row alone (tried only if `alone`); else "whole".
         why: why it is "whole".
         slots: how many slots the update has used.
     """
 
-    def __init__(self, table: Any, update: Update, of_optimizer: Container[int]):
+    def __init__(self, table: Any, update: Update, of_optimizer: Container[int], *, alone: bool):
         self._table = table
         self._update = update
         self._of_optimizer = of_optimizer
@@ -297,7 +297,7 @@ class _Trial:
         self.way: Way = "whole"
         if self._holds(self._others_rest):
             self.way = "rows"
-        elif self._holds(self._each_alone):
+        elif alone and self._holds(self._each_alone):
             self.way = "lazy rows"
         self.slots = len(self._start) - 1
 
