@@ -105,8 +105,12 @@ class ReplicaSums:
             return list(values)
         self.check_graph()
         what = [STATISTIC] * len(values) if what is None else what
-        for value, kind in zip(values, what, strict=True):
-            _set_shape(value, kind)
+        for value, reduced in zip(values, what, strict=True):
+            # TensorFlow loses the shape of a dense gradient where rows are summed. Tensors of known
+            # shapes are summed together, in one collective.
+            if reduced.kind == "gradient" and not isinstance(value, tf.IndexedSlices):
+                shape = None if reduced.variable is None else reduced.variable.shape
+                value.set_shape(shape if value.shape.is_compatible_with(shape) else None)
         lookups = [Lookups(value, self.equal) for value in values]
         parts = [part for lookup in lookups for part in lookup.parts]
         of_parts = [
@@ -165,26 +169,29 @@ class ReplicaSums:
     def _sum_of_slices(
         self, values: Sequence[tf.IndexedSlices], what: Sequence[Reduced]
     ) -> list[tf.IndexedSlices]:
-        """Gathers the slices of all replicas, for all tables of one dtype together.
+        """Gathers the slices of all replicas, for all tables of one dtype in one collective.
 
-        With `gradient_dtype` the rows travel in this type.
+        With `gradient_dtype` the rows travel in this type. Indices travel as digits beside them.
         """
         counts = tf.stack([tf.size(value.indices, tf.int64) for value in values])
         before, count = (tf.unstack(vector, len(values)) for vector in self.before_and_all(counts))
         narrow = narrow_sums_of(tf.distribute.get_strategy())
         dtype = values[0].dtype if narrow is None else narrow.travels_as(values[0].dtype)
-        rows = [tf.cast(value.values, dtype) for value in values]
-        indices = [tf.cast(value.indices, tf.int64) for value in values]
-        rows, indices = (
-            self._sum_of_elements(list(map(among_zeros, parts, before, count)), what)
-            for parts in (rows, indices)
-        )
-        return [
-            tf.IndexedSlices(
-                tf.cast(row, value.dtype), tf.cast(index, value.indices.dtype), value.dense_shape
-            )
-            for value, row, index in zip(values, rows, indices, strict=True)
-        ]
+        bits = 24 if dtype.size > 2 else 8  # of a digit, which this type holds exactly
+        powers = [_powers_of(value.indices.dtype, bits) for value in values]
+        parts = [tf.cast(value.values, dtype) for value in values]
+        for value, weights in zip(values, powers, strict=True):
+            indices = tf.cast(value.indices, tf.int64)[:, tf.newaxis]
+            parts.append(tf.cast(indices // weights % (1 << bits), dtype))
+        padded = list(map(among_zeros, parts, [*before, *before], [*count, *count]))
+        sums = self._sum_of_elements(padded, what)
+        slices = []
+        for number, (value, weights) in enumerate(zip(values, powers, strict=True)):
+            digits = tf.cast(sums[len(values) + number], tf.int64)
+            indices = tf.cast(tf.reduce_sum(digits * weights, 1), value.indices.dtype)
+            rows = tf.cast(sums[number], value.dtype)
+            slices.append(tf.IndexedSlices(rows, indices, value.dense_shape))
+        return slices
 
     @contextlib.contextmanager
     def keys_of_size(self, size: tf.Tensor) -> Iterator[None]:
@@ -196,6 +203,11 @@ class ReplicaSums:
             yield
         if not called:
             raise collective_key.not_called()
+
+
+def _powers_of(indices: tf.DType, bits: int) -> tf.Tensor:
+    """The weights of the digits of integers of this type (int64)."""
+    return tf.constant([1 << shift for shift in range(0, 8 * indices.size, bits)], tf.int64)
 
 
 @replaces(INSTANCE_KEY)
@@ -496,17 +508,6 @@ def _dense(value: Any) -> tf.Tensor:
         "tfd.all_rows needs dense tensors of numbers or booleans, whose axis 0 is the batch, got"
         f" {what}. Convert it with RaggedTensor.to_tensor or tf.sparse.to_dense."
     )
-
-
-def _set_shape(value: Gradient, what: Reduced) -> None:
-    """Set the shape of a dense gradient, which TensorFlow loses where rows are summed.
-
-    Tensors of known shapes are summed together, in one collective.
-    """
-    if what.kind != "gradient" or what.variable is None or isinstance(value, tf.IndexedSlices):
-        return
-    if value.shape.is_compatible_with(what.variable.shape):
-        value.set_shape(what.variable.shape)
 
 
 def reduced_for(kind: Kind, variable: keras.Variable | tf.Variable) -> Reduced:

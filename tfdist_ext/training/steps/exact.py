@@ -297,9 +297,10 @@ def _apply_to_parts(
     """
     context.sums.check_graph()
     strategy = tf.distribute.get_strategy()
-    parts = [shared.part_of(variable) for variable in variables]
-    if any(part is variable for part, variable in zip(parts, variables, strict=True)):
+    by_id = {id(part.variable): part for part in shared.parts}
+    if any(id(variable) not in by_id for variable in variables):
         return apply(grads, variables)  # Keras names the variable that the optimizer lacks
+    parts = [by_id[id(variable)] for variable in variables]
     local: list[Gradient | None] = []
     dense: list[int] = []
     sparse: list[int] = []

@@ -157,10 +157,6 @@ class OptimizerParts:
         for variable, value in zip(self.optimizer.variables, self.initial or (), strict=True):
             variable.assign(value)
 
-    def part_of(self, variable: Any) -> Any:
-        """Returns the part of a weight; anything else as it is."""
-        return next((part for part in self.parts if part.variable is variable), variable)
-
     @contextlib.contextmanager
     def updating(self, strategy: tf.distribute.Strategy, rules: RowRules) -> Iterator[None]:
         """Scope in which the optimizer updates parts. At its end all workers get the weights."""
