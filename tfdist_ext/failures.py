@@ -73,15 +73,28 @@ class _Task:
     Attributes:
         pid: the process; its forked children record nothing.
         error_file: the file for the launcher; "" without a launcher.
+        preempted: whether a signal has ended the training.
     """
 
     pid = 0
     error_file = ""
+    preempted = False
 
 
 def error_file() -> str:
     """The file for the failure of this process; "" without a launcher."""
     return _Task.error_file
+
+
+def preemption(status: int) -> SystemExit:
+    """Returns the end of a training after a signal, for exit functions no success."""
+    _Task.preempted = True
+    return SystemExit(status)
+
+
+def has_failed() -> bool:
+    """Whether this process, which exits, has failed or was preempted."""
+    return _Task.preempted or getattr(sys, "last_value", None) is not None
 
 
 def watch() -> None:
@@ -120,7 +133,7 @@ def _exit(status: object = None, /) -> NoReturn:
     is_number = status is None or isinstance(status, int)
     if threading.current_thread() is threading.main_thread():
         if is_number and not status:
-            sys.last_value = None
+            sys.last_value, _Task.preempted = None, False
         else:  # in an `except` clause, a number says less than the exception
             record(end.__context__ if is_number and end.__context__ else end)
     raise end

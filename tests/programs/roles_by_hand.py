@@ -1,5 +1,7 @@
 """All tasks of a cluster with parameter servers, without tfd.run; the coordinator ends badly."""
 
+import os
+import signal
 import sys
 import time
 
@@ -29,4 +31,21 @@ if sys.argv[1] == "raise":
     raise OSError("no space left on device")
 if sys.argv[1] == "exit":
     sys.exit("no space left on device")
+if sys.argv[1] == "preempt":
+    import keras
+    import numpy as np
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    def ask_to_end(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    hook = keras.callbacks.LambdaCallback(on_epoch_begin=ask_to_end)
+    x = np.zeros((64, 1))
+    tfd.distribute(build, strategy).fit(
+        x, x, epochs=9, verbose=0, callbacks=[hook], checkpoint_dir=sys.argv[2]
+    )
 time.sleep(60)

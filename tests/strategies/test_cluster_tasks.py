@@ -18,7 +18,7 @@ from event_files import scalars
 from real_tasks import tasks
 
 import tfdist_ext as tfd
-from tfdist_ext.launcher.exit_codes import RESTART
+from tfdist_ext.launcher.exit_codes import PREEMPTED, RESTART
 
 pytestmark = pytest.mark.timeout(150)
 WITHIN = 10.0  # seconds after the coordinator
@@ -54,14 +54,22 @@ def test_success_ends_every_task_with_0_and_the_evaluator_has_evaluated(tmp_path
         assert list(of_steps.values()) == list(by_epoch.values())
 
 
-@pytest.mark.parametrize("failure", ["raise", "exit"])
+@pytest.mark.parametrize(
+    ("failure", "status", "text"),
+    [
+        ("raise", 1, "no space left on device"),
+        ("exit", 1, "no space left on device"),
+        ("preempt", PREEMPTED, "training stopped by a signal. The last checkpoint is"),
+    ],
+)
 def test_failure_of_the_coordinator_ends_every_server_with_138(
-    tmp_path: Path, failure: str
+    tmp_path: Path, failure: str, status: int, text: str
 ) -> None:
-    with tasks("roles_by_hand.py", failure, folder=tmp_path, workers=1, ps=1) as cluster:
+    arguments = failure, str(tmp_path / "checkpoints")
+    with tasks("roles_by_hand.py", *arguments, folder=tmp_path, workers=1, ps=1) as cluster:
         cluster.start("chief:0", "worker:0", "ps:0")
-        assert cluster.status("chief:0") == 1
-        assert "no space left on device" in cluster.log("chief:0")
+        assert cluster.status("chief:0") == status
+        assert text in cluster.log("chief:0")
         for name in ("worker:0", "ps:0"):
             assert cluster.status(name, 20) == RESTART
             assert cluster.seconds_after("chief:0", name) < WITHIN

@@ -23,6 +23,7 @@ import tensorflow as tf
 from tfdist_ext.data.epochs import EMPTY, Epoch, Epochs
 from tfdist_ext.data.pipelines import Structure, data_errors_as_raised
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.failures import preemption
 from tfdist_ext.launcher.exit_codes import PREEMPTED
 from tfdist_ext.training._keras_private import in_one_array, layers_of, raw_value, traces_batches
 from tfdist_ext.training.agreement.task_status import Reduction
@@ -86,7 +87,7 @@ def train(
         if stop:
             break
         if stop_requested and epoch + 1 < epochs.stop:
-            raise SystemExit(PREEMPTED)
+            raise preemption(PREEMPTED)
 
 
 def end_training(
@@ -106,7 +107,7 @@ def end_training(
     if saved is not None:
         saved.training_is_done()
     if stop_requested:
-        raise SystemExit(PREEMPTED)
+        raise preemption(PREEMPTED)
 
 
 def compile_settings(model: keras.Model) -> tuple[object, ...]:

@@ -252,7 +252,7 @@ class Servers:
         atexit.register(self._send_result)
 
     def _send_result(self) -> None:
-        result = FAILED if getattr(sys, "last_value", None) is not None else DONE
+        result = FAILED if failures.has_failed() else DONE
         if silent := self.end(result):
             log_line(
                 f"{self._me}: {', '.join(silent)} did not answer within {_TAKE[result]:.0f} s at"

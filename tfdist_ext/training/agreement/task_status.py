@@ -31,6 +31,7 @@ import tensorflow as tf
 from tfdist_ext.cluster.liveness import log_line, show_stacks
 from tfdist_ext.cluster.liveness.watching import STALLED, Servers
 from tfdist_ext.errors import PeerError
+from tfdist_ext.failures import preemption
 from tfdist_ext.launcher.exit_codes import (
     PREEMPTED,
     PREEMPTION_SIGNAL,
@@ -137,7 +138,7 @@ class TaskStatus:
                 if handles:
                     ended, self.stop_requested = self.stop_requested, False
         if ended:
-            raise SystemExit(PREEMPTED)
+            raise preemption(PREEMPTED)
 
 
 def watch_timeout(usual: float = USUAL_STALL_TIMEOUT) -> float:

@@ -19,6 +19,7 @@ import numpy as np
 from tfdist_ext.cluster.liveness import log_line
 from tfdist_ext.data.epochs import Epochs
 from tfdist_ext.errors import PeerError, TrainingError
+from tfdist_ext.failures import preemption
 from tfdist_ext.launcher.exit_codes import PREEMPTED, command_line, is_launched, is_started_again
 from tfdist_ext.training._keras_private import step_variables
 from tfdist_ext.training.agreement.equality import LOSS_AND_METRICS, compile_texts
@@ -225,7 +226,7 @@ class CheckpointManager:
         if (due or stop_requested) and self._resumes_inside and _is_finite(execution.logs):
             self._save(replace(self._progress, stopped=stopped))
         if stop_requested:
-            raise SystemExit(PREEMPTED)
+            raise preemption(PREEMPTED)
 
     def epoch_is_done(self, epoch: int, logs: Logs, *, stopped: bool) -> Progress:
         """Saves after an epoch, unless its loss is not finite.
