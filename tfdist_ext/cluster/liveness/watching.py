@@ -130,8 +130,8 @@ class Watcher:
 
     Args:
         me: this task, for the message.
-        tasks: task -> "host:port".
-        frozen_after: seconds without an answer.
+        tasks: task -> "host:port". They were in the preflight, and may still start to listen.
+        frozen_after: seconds without an answer; about twice as many until the first answer.
     """
 
     def __init__(self, me: str, tasks: Mapping[str, str], frozen_after: float):
@@ -162,8 +162,10 @@ def run_watcher(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training
 
     def watch(task: TaskWatch) -> None:
-        while task.state != FROZEN:
+        task.state, has_answered, looks = ALIVE, False, 0
+        while task.state != FROZEN and (has_answered or looks < 2 * frozen_after):
             answers = task.look()
+            has_answered, looks = has_answered or answers, looks + 1
             # After a missed answer the next question follows at once: this one has waited already.
             time.sleep(0.0 if task.silent else frozen_after / 10 if answers else 1.0)
         log_line(f"{me}: {task.failure}. The job ends.")
