@@ -82,12 +82,12 @@ def test_the_bytes_are_those_that_workers_were_seen_to_send(
 
 def test_rows_of_tables_grow_with_the_workers() -> None:
     table = StepCost(
-        seconds=1.0, rows=8, dense_bytes=0, trained_bytes=4_000, table_values=1024, table_ids=64
+        seconds=1.0, rows=8, dense_bytes=0, trained_bytes=4_000, table_values=1024, table_ids=128
     )
     # Each worker sends the rows and ids of all others.
     size = [table.gathered_bytes(8, workers, narrow=False) for workers in (2, 4, 8)]
-    assert size == [n * (4 * 1024 + 8 * 64) for n in (2, 4, 8)]
-    assert table.gathered_bytes(8, 2, narrow=True) == 2 * (2 * 1024 + 8 * 64)
+    assert size == [n * (4 * 1024 + 8 * 128) for n in (2, 4, 8)]
+    assert table.gathered_bytes(8, 2, narrow=True) == 2 * (2 * 1024 + 8 * 128)
     assert table.gathered_bytes(2, 4, narrow=False) == table.gathered_bytes(8, 1, narrow=False)
     assert step_seconds(table, SLOW, 2, 8) == pytest.approx(1.0 + size[0] / 1e6)
     # With shard_optimizer, the whole table travels.

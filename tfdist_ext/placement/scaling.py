@@ -28,7 +28,7 @@ from tfdist_ext.user_frames import filter_traceback
 # Of a bucket of gradients: a collective cuts a bucket into one part for each worker.
 BYTES_PER_WORKER = 4 << 20
 _NARROW_ITEMSIZE = 2  # bytes of a bfloat16 and of a float16
-_ID_BYTES = 8
+_ID_BYTES = 8  # of the digits of an id (int32) beside its row
 _NUMBER = r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*"
 _RATE = re.compile(_NUMBER + r"([kKmMgGtT]?)(?:([bB]it|b)(?:/s|ps)?|B/s)\s*")
 _SECONDS = re.compile(_NUMBER + r"(s|ms|us)\s*")
@@ -113,7 +113,7 @@ class StepCost:
         ratio = workers * rows / self.rows
         values, ids = math.ceil(self.table_values * ratio), math.ceil(self.table_ids * ratio)
         itemsize = min(self.itemsize, _NARROW_ITEMSIZE) if narrow else self.itemsize
-        return _padded(values * itemsize, itemsize) + _padded(ids * _ID_BYTES, _ID_BYTES)
+        return _padded(values * itemsize + ids * _ID_BYTES, itemsize)
 
     def memory(self, workers: int, *, sharded: bool) -> int:
         """Returns the bytes of variables, slots and gradients on a worker, without activations."""
@@ -157,8 +157,8 @@ def step_seconds(
         seconds = max(first + count * reducing, seconds + reducing)
     if step.table_ids:
         size = step.gathered_bytes(rows, workers, narrow=narrow)
-        # Counts, then rows and ids.
-        seconds += network.seconds(2 * part * size, 6 * (workers - 1), 3)
+        # Counts, then rows with their ids.
+        seconds += network.seconds(2 * part * size, 4 * (workers - 1), 2)
     if sharded:
         count = network.buckets(step.trained_bytes, workers, sharded=True)
         seconds += network.seconds(part * step.trained_bytes, count * (workers - 1), count)
