@@ -87,7 +87,7 @@ def error_file() -> str:
 
 
 def preemption(status: int) -> SystemExit:
-    """Returns the end of a training after a signal, for exit functions no success."""
+    """Returns the exit of a training that a signal ended. Exit functions see a failure."""
     _Task.preempted = True
     return SystemExit(status)
 

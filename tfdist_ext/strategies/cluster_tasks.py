@@ -109,7 +109,7 @@ def describe_for(strategy: str, cluster: Cluster) -> ClusterDescription:
 def call_with_timeout(seconds: float, call: Callable[[], Result]) -> Result:
     """Returns the result of `call`, or raises its error, within a time limit.
 
-    `call` runs in a daemon thread. After a timeout the thread goes on.
+    `call` runs in a daemon thread, which continues after a timeout.
 
     Raises:
         TimeoutError: `call` took longer than `seconds`.

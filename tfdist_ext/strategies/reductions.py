@@ -123,7 +123,7 @@ def _scope_of_keys(keys: KeysOfSize | None, value: tf.Tensor) -> AbstractContext
 
 
 def tells_what_it_reduces(strategy: tf.distribute.Strategy) -> bool:
-    """Whether the strategy is a StrategyTemplate, whose hook gets a description of each value."""
+    """Whether a strategy's reduction gets a `Reduced` for each value, as of a StrategyTemplate."""
     return hasattr(strategy.extended, "batch_reduce_described")
 
 

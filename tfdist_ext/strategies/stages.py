@@ -48,7 +48,7 @@ def cut(
         nodes: in the order in which they were made. Inputs of a node may be made after it.
         sync_points: in order, (tensors that a replica brings, names of the nodes that stand for
             what it gets).
-        inputs: names of nodes whose outputs come from outside of the step.
+        inputs: names of the input nodes of the graph.
         wanted: the tensors that the step returns, as "name:number".
         stateful: names of nodes that have effects.
 

@@ -209,7 +209,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         return strategy.has_own_updates or copies < len(self._devices)
 
     def owner_copy(self, variable: tf.Variable) -> tf.Variable:
-        """The owner's plain copy, on whose device an update for all replicas is computed."""
+        """The copy, a plain tf.Variable, on which one update for all replicas is computed."""
         strategy = self._container_strategy()
         copies = strategy.experimental_local_results(variable)
         number, count = strategy.owner(variable), len(self._devices)
@@ -278,7 +278,7 @@ def _initial_value(kwargs: dict[str, Any], device: str) -> InitialValue | None:
 
 
 def _what(value: Any, destinations: Any) -> Reduced:
-    """The description of a reduction whose caller has given none."""
+    """Describes the value of a reduction whose caller has not described it."""
     if _tf_private.is_synchronized_on_read(value):
         return Reduced(kind="metric", variable=value, path=value.name.removesuffix(":0"))
     if isinstance(destinations, tf.Variable):

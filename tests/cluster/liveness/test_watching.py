@@ -107,8 +107,16 @@ def test_watcher_ends_its_process_and_reports_why(tmp_path: Path, has_started: b
         finally:
             process.kill()
     assert process.returncode == -signal.SIGTERM
-    why = "has not answered for 1 s" if has_started else "is gone: nothing listens there"
-    assert errors.splitlines()[-1].startswith(f"chief:0: ps:1 ({address}) {why}")
+    frozen = (
+        "has not answered for 1 s: its process is stopped, or its"
+        " machine is paused, overloaded or cannot be reached"
+    )
+    gone = (
+        "is gone: nothing listens there (it ended, crashed or was killed, or its machine is down:"
+        " see its log)"
+    )
+    why = frozen if has_started else gone
+    assert errors.splitlines()[-1] == f"chief:0: ps:1 ({address}) {why}. The job ends."
     failure = failure_in(error_file)
     assert failure is not None
     assert (failure.peer, f"chief:0: {failure.message}. The job ends.") == ("ps:1", errors.strip())
