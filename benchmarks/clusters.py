@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -9,11 +10,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from tfdist_ext.launcher.plan import local_plan
 from tfdist_ext.launcher.run import Limits, run_plan
 
-__all__ = ["output_of_chief", "outputs_in_namespaces", "outputs_of_tasks"]
+__all__ = ["SlowNetwork", "output_of_chief", "outputs_in_namespaces", "outputs_of_tasks"]
 
 
 def output_of_chief(command: list[str], *, workers: int, ps: int) -> tuple[int, str]:
@@ -43,53 +45,75 @@ def outputs_of_tasks(
         return result.exit_status, logs
 
 
-def outputs_in_namespaces(
-    command: list[str], *, workers: int, rate: str = "", latency: str = ""
-) -> tuple[int, dict[str, str]]:
-    """As `outputs_of_tasks`, each worker in a network namespace of its own. Needs root.
-
-    Args:
-        rate: what a worker may send, as "1gbit"; no limit by default.
-        latency: of a message, as "1ms". Linux needs the kernel module sch_netem for it.
-    """
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "environments"))
-    from namespaces import hosts
-
-    processes = []
-    with hosts(workers) as machines:
-        for number in range(workers):
-            for words in limits(rate, latency):
-                subprocess.run(machines.command(number, "tc", *words), check=True)
-        cluster = {"worker": [f"{address}:2222" for address in machines.addresses]}
-        for number in range(workers):
-            task = {"cluster": cluster, "task": {"type": "worker", "index": number}}
-            env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "TF_CONFIG": json.dumps(task)}
-            words = ["timeout", "-s", "KILL", "1800", *command]
-            process = subprocess.Popen(
-                machines.command(number, *words),
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            processes.append(process)
+def outputs_in_namespaces(command: list[str], *, workers: int) -> tuple[int, dict[str, str]]:
+    """As `outputs_of_tasks`, each worker in a network namespace of its own. Needs root."""
+    with SlowNetwork(workers) as network:
+        processes = network.started(command)
         outputs = [process.communicate()[0] for process in processes]
     status = max(abs(process.returncode) for process in processes)
     return status, {f"worker-{number}": text for number, text in enumerate(outputs)}
 
 
+class SlowNetwork:
+    """Network namespaces for workers, whose links can be limited. Needs root."""
+
+    def __init__(self, workers: int):
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "environments"))
+        from namespaces import hosts
+
+        self._scope = hosts(workers)
+        self._ports = itertools.count(2222)
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> SlowNetwork:
+        self._machines = self._scope.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._scope.__exit__(*error)
+
+    def started(self, command: list[str]) -> list[subprocess.Popen[str]]:
+        """The processes of a job: a worker in each namespace."""
+        port, processes = next(self._ports), []
+        addresses = [f"{address}:{port}" for address in self._machines.addresses]
+        for number in range(len(addresses)):
+            task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": number}}
+            process = subprocess.Popen(
+                self._machines.command(number, *command),
+                env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "TF_CONFIG": json.dumps(task)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            processes.append(process)
+        self._processes += processes
+        return processes
+
+    def limit(self, rate: str, latency: str) -> None:
+        """Limits what each worker may send.
+
+        Args:
+            rate: such as "1gbit".
+            latency: of a message, as "1ms", or "". Linux needs the module sch_netem for it.
+        """
+        for number in range(len(self._machines.addresses)):
+            delete = self._machines.command(number, "tc", "qdisc", "del", "dev", "eth0", "root")
+            subprocess.run(delete, check=False, stderr=subprocess.DEVNULL)
+            for words in limits(rate, latency):
+                subprocess.run(self._machines.command(number, "tc", *words), check=True)
+
+
 def limits(rate: str, latency: str) -> list[list[str]]:
     """The commands of `tc` that limit a link."""
-    found = []
-    parent = ["root", "handle", "1:"]
-    if rate:
-        bits = (
-            float(re.split("[a-z]", rate)[0]) * {"m": 1e6, "g": 1e9}[rate.strip("0123456789.")[0]]
-        )
-        burst = str(max(64_000, int(bits / 8 / 250)))  # Linux looks 250 times a second
-        found.append(["qdisc", "add", "dev", "eth0", *parent, "tbf", "rate", rate, "burst", burst])
-        found[-1] += ["latency", "400ms"]
-        parent = ["parent", "1:1", "handle", "10:"]
+    bits = float(re.split("[a-z]", rate)[0]) * {"m": 1e6, "g": 1e9}[rate.strip("0123456789.")[0]]
+    burst = str(max(64_000, int(bits / 8 / 250)))  # Linux looks 250 times a second
+    tbf = ["tbf", "rate", rate, "burst", burst, "latency", "400ms"]
+    found = [["qdisc", "add", "dev", "eth0", "root", "handle", "1:", *tbf]]
     if latency:
-        found.append(["qdisc", "add", "dev", "eth0", *parent, "netem", "delay", latency])
+        netem = ["parent", "1:1", "handle", "10:", "netem", "delay", latency]
+        found.append(["qdisc", "add", "dev", "eth0", *netem])
     return found

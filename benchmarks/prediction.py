@@ -51,12 +51,12 @@ class Row(NamedTuple):
 
 
 def prediction_table(
-    rows: Sequence[Row], unseen: Collection[str], models: Mapping[str, tuple[int, int]]
+    rows: Sequence[Row], unseen: Collection[str], models: Mapping[str, tuple[int, Any]]
 ) -> list[str]:
     """Lines of a table: each row, predicted from a fit on rows without the words `unseen`.
 
     Args:
-        models: name of a model -> (rows of a global batch, steps of an epoch).
+        models: name of a model -> (rows of a global batch, steps).
     """
     lines = [
         "| workers, rate, model, method | measured | computed | difference | |",

@@ -1,6 +1,7 @@
-"""Trains a large model on a worker with one method; prints speed, memory and traffic.
+"""Trains a model on a worker with some methods; prints speed, memory and traffic.
 
-Arguments: the model, the optimizer, the method, rows of a global batch, steps. The methods:
+Arguments: the model, the optimizer, the methods, rows of a global batch, steps. The methods, with
+commas between them:
 
     fit          under create_strategy()
     sharded      the same with shard_optimizer=True
@@ -8,11 +9,14 @@ Arguments: the model, the optimizer, the method, rows of a global batch, steps. 
     one pack     fit with bucket_bytes=0: TensorFlow makes one tensor of all gradients
     hand-written loop
                  a loop in the graph, under TensorFlow's own strategy
-    tf_keras     fit of tf_keras, under TensorFlow's own strategy
+    tf_keras     fit of tf_keras, under TensorFlow's own strategy; without other methods
     collectives  only the sum of the gradients
     alone        each worker trains a separate model with fit, on its part of the rows
 
-The file imports Keras or tf_keras when the method is known, and TensorFlow after the strategy.
+One method is measured three times. With a sixth argument "turns", methods take turns. Each turn is
+a line of the standard input, such as "narrow,6": a method, and its number of steps.
+
+The file imports Keras or tf_keras when the methods are known, and TensorFlow after the strategies.
 """
 
 import json
@@ -24,43 +28,44 @@ from pathlib import Path
 
 import numpy as np
 
-model_name, optimizer, way, *numbers = sys.argv[1:]
-rows, steps = map(int, numbers)
+model_name, optimizer, ways, rows, steps, *turns = sys.argv[1:]
+ways = ways.split(",")
+rows, steps = int(rows), int(steps)
 workers = len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"])
 
-if way in ("fit", "collectives"):
-    import tfdist_ext as tfd
-
-    strategy = tfd.create_strategy()
-elif way in ("sharded", "narrow", "one pack"):
-    import tfdist_ext as tfd
-
-    options = {
-        "sharded": {"shard_optimizer": True},
-        "narrow": {"gradient_dtype": "bfloat16"},
-        "one pack": {"bucket_bytes": 0},
-    }
-    strategy = tfd.create_strategy(**options[way])
-elif way == "alone":
-    import tfdist_ext as tfd
-
-    strategy = tfd.create_strategy("default", alone=True)
-    # As a worker of create_strategy on a machine that it shares.
-    import tensorflow as tf
-
-    tf.config.threading.set_intra_op_parallelism_threads(max(1, os.cpu_count() // workers))
-    rows //= workers
-else:
-    import tensorflow as tf
-
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
-
-if way == "tf_keras":
+if ways == ["tf_keras"]:
     import tf_keras as keras
 
     sys.modules["keras"] = keras  # that of first_models
 else:
     import keras
+
+    import tfdist_ext as tfd
+
+
+def strategy_of(way):
+    options = {
+        "sharded": {"shard_optimizer": True},
+        "narrow": {"gradient_dtype": "bfloat16"},
+        "one pack": {"bucket_bytes": 0},
+    }
+    if way in ("hand-written loop", "tf_keras"):
+        import tensorflow as tf
+
+        return tf.distribute.MultiWorkerMirroredStrategy()
+    if way != "alone":
+        return tfd.create_strategy(**options.get(way, {}))
+    if ways == ["alone"]:
+        # As a worker of create_strategy on a machine that it shares.
+        import tensorflow as tf
+
+        threads = max(1, os.cpu_count() // workers)
+        tf.config.threading.set_intra_op_parallelism_threads(threads)
+    return tfd.create_strategy("default", alone=True)
+
+
+strategies = {way: strategy_of(way) for way in ways}
+
 import first_models  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
@@ -77,13 +82,13 @@ build = dense if model_name == "Dense 5000x5000" else first_models.MODELS[model_
 def compiled():
     model = build()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    options = {} if way == "tf_keras" else {"jit_compile": False}
+    options = {} if ways == ["tf_keras"] else {"jit_compile": False}
     model.compile(optimizer, loss, metrics=["accuracy"], **options)
     return model
 
 
-def sums_of_gradients():
-    """Returns a function that repeats the sum of one step's gradients."""
+def sums_of_gradients(strategy):
+    """A function that repeats the sum of one step's gradients."""
     from tfdist_ext.strategies.reductions import OTHER
     from tfdist_ext.strategies.traced_replica import sum_up
 
@@ -104,33 +109,37 @@ def sums_of_gradients():
     return lambda count: float(run(tf.constant(count)))
 
 
-if build is dense:
+def data_of(rows):
+    if build is not dense:
+        return first_models.batch(model_name, rows * steps)
     random = np.random.default_rng(0)
     x = random.random((rows * steps, 5000), "float32")
-    y = random.integers(0, 10, len(x)).astype("int32")
-else:
-    x, y = first_models.batch(model_name, rows * steps)
-if way == "collectives":
-    train = sums_of_gradients()
-elif way == "hand-written loop":
-    import hand_loop
+    return x, random.integers(0, 10, len(x)).astype("int32")
 
-    train = hand_loop.hand_loop(strategy, compiled, x, y, rows)
-elif way == "tf_keras":
-    with strategy.scope():
-        model = compiled()
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(rows, drop_remainder=True)
-    data = data.with_options(options)
 
-    def train(count):
-        model.fit(data, verbose=0)
-else:
+def training(way):
+    """(a function that trains so many steps, the model that `fit` trains or None)."""
+    strategy = strategies[way]
+    if way == "collectives":
+        return sums_of_gradients(strategy), None
+    own_rows = rows // workers if way == "alone" else rows
+    x, y = data_of(own_rows)
+    if way == "hand-written loop":
+        import hand_loop
+
+        return hand_loop.hand_loop(strategy, compiled, x, y, rows), None
+    if way == "tf_keras":
+        with strategy.scope():
+            model = compiled()
+        options = tf.data.Options()
+        policy = tf.data.experimental.AutoShardPolicy.DATA
+        options.experimental_distribute.auto_shard_policy = policy
+        data = tf.data.Dataset.from_tensor_slices((x, y)).repeat()
+        data = data.batch(rows, drop_remainder=True).with_options(options)
+        return lambda count: model.fit(data, steps_per_epoch=count, verbose=0), model
     model = tfd.distribute(compiled, strategy, synchronize_batch_norm=False)
-
-    def train(count):
-        model.fit(x, y, batch_size=rows, verbose=0)
+    sizes = {"batch_size": own_rows, "verbose": 0}
+    return lambda count: model.fit(x, y, steps_per_epoch=count, **sizes), model
 
 
 def megabytes_sent():
@@ -140,15 +149,27 @@ def megabytes_sent():
     return sum(int(each[9]) for each in columns if each[0] != "lo") / 1e6
 
 
-train(steps)
-times, before = [], megabytes_sent()
-for _ in range(3):
-    begun = time.perf_counter()
-    train(steps)
-    times.append(time.perf_counter() - begun)
-sent = (megabytes_sent() - before) / 3 / steps
-slots = model.optimizer.variables if way in ("fit", "sharded") else []
-print(f"steps/s {steps / sorted(times)[1]:.4f}")
+def measured(train, count):
+    """(seconds, megabytes sent) of a step."""
+    begun, before = time.perf_counter(), megabytes_sent()
+    train(count)
+    return (time.perf_counter() - begun) / count, (megabytes_sent() - before) / count
+
+
+trainings = {way: training(way) for way in ways}
+for train, _ in trainings.values():
+    train(2 if turns else steps)  # compiles
+if turns:
+    print("ready", flush=True)
+    for line in sys.stdin:
+        way, count = line.split(",")
+        seconds, sent = measured(trainings[way][0], int(count))
+        print(f"seconds {seconds:.6f} sent {sent:.4f}", flush=True)
+    sys.exit()
+((train, model),) = trainings.values()
+results = sorted(measured(train, steps) for _ in range(3))
+slots = model.optimizer.variables if ways[0] in ("fit", "sharded") else []
+print(f"steps/s {1 / results[1][0]:.4f}")
 print(f"peak MB {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f}")
 print(f"optimizer MB {sum(np.asarray(each).nbytes for each in slots) / 1e6:.2f}")
-print(f"sent MB {sent:.2f}", flush=True)
+print(f"sent MB {sum(sent for _, sent in results) / 3:.2f}", flush=True)

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from absl import flags
@@ -72,6 +74,30 @@ def test_two_real_workers_sum_over_both(tfdist_cluster: Any) -> None:
     assert strategy.cluster_resolver is resolver
     assert strategy.extended._communication_options is options
     assert bucket_bytes_of(strategy) == 1 << 20
+
+
+@pytest.mark.tfdist_cluster(worker=2)
+def test_each_strategy_of_a_process_has_collectives_of_its_own(tfdist_cluster: Any) -> None:
+    """As in a cross-validation, with models of other shapes and sums in other types."""
+    x = np.arange(12, dtype="float32").reshape(4, 3) / 8
+    options: list[dict[str, Any]] = [{}, {"gradient_dtype": "bfloat16"}, {"shard_optimizer": True}]
+    strategies = [tfd.create_strategy(**option) for option in options * 2]
+    models, expected = [], []
+    for units, strategy in enumerate(strategies, 1):
+        layer = keras.layers.Dense(units, kernel_initializer="ones")
+        plain = keras.Sequential([keras.Input((3,)), layer])
+        plain.compile(keras.optimizers.SGD(0.25, momentum=0.5), "mse")
+        models.append(tfd.distribute(keras.models.clone_model(plain), strategy))
+        models[-1].compile(keras.optimizers.SGD(0.25, momentum=0.5), "mse")
+        plain.fit(x, np.zeros((4, units)), batch_size=2, epochs=2, shuffle=False, verbose=0)
+        expected.append(plain.get_weights())
+    for _ in range(2):  # the models take turns
+        for units, model in enumerate(models, 1):
+            model.fit(x, np.zeros((4, units)), batch_size=2, shuffle=False, verbose=0)
+    for model, weights, option in zip(models, expected, options * 2, strict=True):
+        tolerance = 1e-2 if option == options[1] else 1e-6
+        for found, wanted in zip(model.get_weights(), weights, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance)
 
 
 def _refusal(**arguments: Any) -> str:

@@ -97,6 +97,18 @@ def servers_extended(base: Any) -> Any:
     return ServersExtended
 
 
+def workers_strategy(first_key: int, **arguments: Any) -> tf.distribute.Strategy:
+    """A MultiWorkerMirroredStrategy whose collectives have group keys from this one on.
+
+    Private because TensorFlow gives the collectives of all strategies of a process the same keys.
+    A step fails if its sum has another type or shape than the sum of an earlier strategy.
+    """
+    base = tf.distribute.MultiWorkerMirroredStrategy
+    name = "_collective_key_base"
+    members = {name: NAMES.of(base, name, "several strategies in a process") + first_key - 1}
+    return type(base.__name__, (base,), {"__module__": base.__module__, **members})(**arguments)
+
+
 def with_metrics_per_replica(strategy: tf.distribute.Strategy) -> tf.distribute.Strategy:
     """The same CentralStorageStrategy, in which each replica has its own copy of a metric.
 

@@ -35,9 +35,6 @@ from tfdist_ext.strategies.reductions import bucket_bytes_of
 # Attributes of a strategy.
 _OWNED_SUMS = "_tfdist_ext_owned_sums"
 _NARROW_SUMS = "_tfdist_ext_narrow_sums"
-# Of collectives; TensorFlow counts its own from 1.
-_OWNED_GROUP, _NARROW_GROUP = 770_001, 770_002
-
 # Of one value: (owner, first element, element after the last), which cover the value in order.
 Owners: TypeAlias = Sequence[tuple[int, int, int]]
 # For each worker the pieces of values that it owns.
@@ -81,6 +78,9 @@ def owned_buckets(owners: Sequence[Owners], workers: int, largest: int) -> list[
 class _Collectives:
     """Collectives of all workers, each with one device. Every worker calls them in the same order.
 
+    Args:
+        group: the key of these collectives, which no other collectives of the process have.
+
     Attributes:
         workers: number of workers.
         worker: the number of this one.
@@ -116,10 +116,9 @@ class NarrowSums(_Collectives):
         dtype: of the elements between workers, bfloat16 or float16.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, workers: int, worker: int, dtype: str):
-        super().__init__(_NARROW_GROUP, workers, worker)
+    def __init__(self, group: int, workers: int, worker: int, dtype: str):
+        super().__init__(group, workers, worker)
         self.dtype = tf.as_dtype(dtype)
-        setattr(strategy, _NARROW_SUMS, self)
 
     def travels_as(self, dtype: tf.DType) -> tf.DType:
         """Returns the type in which gradients of this type travel: never one of the same size."""
@@ -138,10 +137,9 @@ class NarrowSums(_Collectives):
 class OwnedSums(_Collectives):
     """The sums of owners."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, workers: int, worker: int):
-        super().__init__(_OWNED_GROUP, workers, worker)
+    def __init__(self, group: int, workers: int, worker: int, strategy: tf.distribute.Strategy):
+        super().__init__(group, workers, worker)
         self._strategy = strategy
-        setattr(strategy, _OWNED_SUMS, self)
 
     def reduce(self, values: Sequence[tf.Tensor], owners: Sequence[Owners]) -> list[tf.Tensor]:
         """Returns of each value the sum over workers of the elements that this worker owns.
@@ -206,6 +204,14 @@ class OwnedSums(_Collectives):
         dtype = next(piece.dtype for pieces in parts for piece in pieces)
         length = max(sum(piece.shape[0] for piece in pieces) for pieces in parts)
         return tf.stack([_padded(pieces, length, dtype) for pieces in parts])
+
+
+def set_sums(
+    strategy: tf.distribute.Strategy, *, owned: OwnedSums | None, narrow: NarrowSums | None
+) -> None:
+    """Sets how gradients of a strategy are summed, beside TensorFlow's own sums."""
+    setattr(strategy, _OWNED_SUMS, owned)
+    setattr(strategy, _NARROW_SUMS, narrow)
 
 
 def narrow_sums_of(strategy: tf.distribute.Strategy) -> NarrowSums | None:

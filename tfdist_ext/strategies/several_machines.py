@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ from tfdist_ext.messages import shown
 from tfdist_ext.placement.placer import ServerPlacer
 from tfdist_ext.placement.scaling import BYTES_PER_WORKER
 from tfdist_ext.placement.specs import parse_size
+from tfdist_ext.strategies._tf_private import workers_strategy
 from tfdist_ext.strategies.cluster_tasks import (
     Cluster,
     call_with_timeout,
@@ -37,13 +39,17 @@ from tfdist_ext.strategies.cluster_tasks import (
     usable_cores,
 )
 from tfdist_ext.strategies.one_machine import seen_devices
-from tfdist_ext.strategies.owned_sums import NarrowSums, OwnedSums
+from tfdist_ext.strategies.owned_sums import NarrowSums, OwnedSums, set_sums
 from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.strategies.reductions import set_bucket_bytes
 
 LOOKUP_SECONDS = 30.0  # for Google Cloud's metadata server and TPU API
 REACH_SECONDS = 10.0  # for a TPU to answer
 _STARTED_WITHIN = 10.0  # seconds for servers to start after the preflight
+# The group keys of the collectives of each strategy of a process, of which TensorFlow uses a few. A
+# strategy that the user has made has the first keys. All workers create strategies in one order.
+_KEYS = 1000
+_first_keys = itertools.count(_KEYS + 1, _KEYS)
 
 
 def multi_worker_mirrored(
@@ -88,14 +94,18 @@ def multi_worker_mirrored(
         if endpoint is not None:
             endpoint.free_port()
         with _sigterm_kept(), connecting():
-            strategy = tf.distribute.MultiWorkerMirroredStrategy(
-                cluster_resolver=resolver_of(cluster), communication_options=options
+            key = next(_first_keys)
+            strategy = workers_strategy(
+                key, cluster_resolver=resolver_of(cluster), communication_options=options
             )
+    owned = narrow = None
     if shard_optimizer and strategy.num_replicas_in_sync > 1:
-        OwnedSums(strategy, *_workers_of(strategy, described, "shard_optimizer=True"))
+        workers = _workers_of(strategy, described, "shard_optimizer=True")
+        owned = OwnedSums(key + _KEYS - 2, *workers, strategy)
     if gradient_dtype and strategy.num_replicas_in_sync > 1:
-        setting = f"gradient_dtype={gradient_dtype!r}"
-        NarrowSums(strategy, *_workers_of(strategy, described, setting), gradient_dtype)
+        workers = _workers_of(strategy, described, f"gradient_dtype={gradient_dtype!r}")
+        narrow = NarrowSums(key + _KEYS - 1, *workers, gradient_dtype)
+    set_sums(strategy, owned=owned, narrow=narrow)
     on_cpus = all("CPU" in device for device in strategy.extended.worker_devices)
     usual = BYTES_PER_WORKER * strategy.num_replicas_in_sync if on_cpus else 0
     usual = options.bytes_per_pack or usual
