@@ -1,7 +1,8 @@
 """A training that is hurt and started again, on whatever cluster; writes the weights it ends with.
 
 Arguments: the folder of checkpoints, "arrays" or "tfd.data", epochs, steps of an epoch, the seconds
-that each step takes at least, and "ray" where each epoch is to be reported to Ray.
+that each step takes at least, and "ray" where each epoch is to be reported to Ray, or the
+gradient_dtype.
 """
 
 import sys
@@ -16,7 +17,8 @@ ROWS = 16
 
 
 def main() -> None:
-    strategy = tfd.create_strategy(wait=60)
+    dtype = {"gradient_dtype": "bfloat16"} if "bfloat16" in sys.argv else {}
+    strategy = tfd.create_strategy(wait=60, **dtype)
 
     import keras
     import numpy as np
