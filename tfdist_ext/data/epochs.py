@@ -117,7 +117,13 @@ class Epochs:
         return None if self._batches.data is None else self._batches.data.state()
 
     def resume(
-        self, epochs: int, completed: int, state: dict[str, Any] | None, *, reads: bool
+        self,
+        epochs: int,
+        completed: int,
+        state: dict[str, Any] | None,
+        *,
+        reads: bool,
+        report: Callable[[], object] = lambda: None,
     ) -> None:
         """Begins where a checkpoint was saved.
 
@@ -126,6 +132,7 @@ class Epochs:
             completed: completed steps of the next epoch.
             state: of the data; None if the job before had data without a state.
             reads: whether to read the epochs of data that can only be read from its start.
+            report: called for each batch that is read.
         """
         data = self._batches.data
         if data is not None:
@@ -141,7 +148,7 @@ class Epochs:
                 passed += self._steps_at(passed, self._requested)
             self._begin_at(passed + completed, completed=completed)
         elif reads and self._batches.has_order:
-            self._read_past(epochs)
+            self._read_past(epochs, report)
 
     def reset(self) -> None:
         """Calls the data's `on_epoch_end`, as Keras does before `fit` and `evaluate`."""
@@ -218,7 +225,7 @@ class Epochs:
             " Request fewer steps, or repeat the data with .repeat()."
         )
 
-    def _read_past(self, epochs: int) -> None:
+    def _read_past(self, epochs: int, report: Callable[[], object]) -> None:
         """Reads epochs as a training reads them: the order of examples may depend on it."""
         for _ in range(epochs):
             with self.next() as epoch:
@@ -227,4 +234,5 @@ class Epochs:
                     while epoch.steps is None or steps < epoch.steps:
                         next(epoch.iterator)
                         steps += 1
+                        report()
             self.end_epoch(epoch, steps, stopped=False)

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist_ext.data.pipelines import Specs, Structure
+from tfdist_ext.data.pipelines import Specs, Structure, of_any_rows
 from tfdist_ext.errors import PlacementError, TrainingError
 from tfdist_ext.placement.live.creating import pieces_of
 from tfdist_ext.placement.live.learning import fresh_names, learn_specs
@@ -115,7 +115,7 @@ def input_signature(model: keras.Model, spec: Specs) -> dict[str, Any]:
     if spec is None or _keras_private.is_graph_of_layers(model):
         return {}
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
-    return {"input_signature": [inputs]}
+    return {"input_signature": [tf.nest.map_structure(of_any_rows, inputs)]}
 
 
 def build(

@@ -156,7 +156,7 @@ class ReplicaSums:
     def _sum_of_elements(
         self, values: Sequence[tf.Tensor], what: Sequence[Reduced]
     ) -> list[tf.Tensor]:
-        """Sums dense tensors of one dtype; each has one shape on all workers."""
+        """Sums dense tensors of one dtype, whose shapes are known when they are computed."""
         sizes = [tf.size(value) for value in values]
         flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
         (total,) = sum_up([padded_to_size(flat)], what[:1], self.keys_of_size)
@@ -240,7 +240,7 @@ class StepContext:
             by one.
         substitutes: what the step calls in place of functions of Keras and TensorFlow.
         called: the replacements that the step has called.
-        exact: maps the key of a tensor that covers all rows to the tensors before it.
+        inputs_of_exact: maps the key of a tensor that covers all rows to the tensors before it.
         statistics: maps the key of a tensor to whether it is a statistic of this part's rows.
         row_numbers: shuffled numbers of rows in the global batch.
     """
@@ -270,7 +270,7 @@ class StepContext:
         self.equal.add(self.global_rows)
         self.substitutes: Mapping[Any, Callable[..., Any]] = {}
         self.called: set[Any] = set()
-        self.exact: dict[Key, Sequence[tf.Tensor]] = {}
+        self.inputs_of_exact: dict[Key, Sequence[tf.Tensor]] = {}
         self.statistics: dict[Key, bool] = {}
         self.row_numbers: list[tf.Tensor] = []
         self._position: tuple[tf.Tensor, tf.Tensor] | None = None

@@ -102,7 +102,7 @@ def _inputs(tensor: tf.Tensor) -> Sequence[tf.Tensor] | None:
 
 
 def _is_other_size(tensor: tf.Tensor) -> bool:
-    """Whether a tensor holds sizes of a shape other than its number of rows."""
+    """Whether a tensor is a rank, or a size of another dimension than the first."""
     op = tensor.op
     if op.type not in ("StridedSlice", "Unpack") or op.inputs[0].op.type != "Shape":
         return op.type == "Rank"
