@@ -47,7 +47,6 @@ from tfdist_ext.training.steps.context import (
     reduced_for,
     running_step,
 )
-from tfdist_ext.training.steps.mixing import mixed_rows
 from tfdist_ext.training.steps.parts import OptimizerParts, sums_of_parts
 from tfdist_ext.training.steps.random_numbers import (
     gather,
@@ -56,7 +55,7 @@ from tfdist_ext.training.steps.random_numbers import (
     shuffle,
 )
 from tfdist_ext.training.steps.row_updates import RowUpdates
-from tfdist_ext.training.steps.rows import Gradient, symbolic_tensors, tensor_key
+from tfdist_ext.training.steps.rows import Gradient, mixed_rows, symbolic_tensors, tensor_key
 from tfdist_ext.training.steps.scope import (
     ReplicaScope,
     check_equal,

@@ -46,9 +46,8 @@ from tfdist_ext.training.steps.context import (
     current_step,
     outside_of_inner_graphs,
 )
-from tfdist_ext.training.steps.mixing import adds_rows
 from tfdist_ext.training.steps.random_numbers import rows_at
-from tfdist_ext.training.steps.rows import follows_from, places_rows
+from tfdist_ext.training.steps.rows import adds_rows, follows_from, places_rows
 from tfdist_ext.training.variables import is_updated_once, local_copies, local_copy
 from tfdist_ext.user_frames import warn
 
