@@ -47,7 +47,6 @@ from tfdist_ext.training.steps.context import (
     reduced_for,
     running_step,
 )
-from tfdist_ext.training.steps.parts import OptimizerParts, sums_of_parts
 from tfdist_ext.training.steps.random_numbers import (
     gather,
     random_operation,
@@ -64,6 +63,7 @@ from tfdist_ext.training.steps.scope import (
     take,
     warn_of_sums,
 )
+from tfdist_ext.training.steps.sharded_optimizer import ShardedOptimizer, sums_of_parts
 from tfdist_ext.training.steps.step_timer import timestamp_after
 from tfdist_ext.training.variables import (
     LocalCopies,
@@ -75,7 +75,7 @@ from tfdist_ext.training.variables import (
     is_updated_once,
     local_copy,
     owner_copy,
-    parts_of,
+    sharded_optimizer_of,
     with_inner_optimizers,
 )
 from tfdist_ext.user_frames import warn
@@ -239,7 +239,7 @@ def optimizer_apply(
         options = {k: variables if isinstance(v, list | tuple) else v for k, v in named.items()}
         return original(optimizer, grads, *args, **options)
 
-    if (shared := parts_of(optimizer)) is not None:
+    if (shared := sharded_optimizer_of(optimizer)) is not None:
         return _apply_to_parts(context, shared, grads, variables, apply)
     grads = _summed(context, grads, variables)
     if context.on_tpu:
@@ -302,7 +302,7 @@ def _summed(
 
 def _apply_to_parts(
     context: StepContext,
-    shared: OptimizerParts,
+    shared: ShardedOptimizer,
     grads: Sequence[Gradient | None],
     variables: Sequence[keras.Variable],
     apply: Callable[[Sequence[Gradient | None], Sequence[Any]], Any],

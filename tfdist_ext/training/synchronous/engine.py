@@ -28,7 +28,11 @@ from tfdist_ext.training.steps.scope import Execution, as_logs, zeros_of
 from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.synchronous.model_step import ModelStep, OneTrace, Seeds
 from tfdist_ext.training.synchronous.reduction import States, SynchronousReduction
-from tfdist_ext.training.variables import default_strategy_scope, parts_of, with_inner_optimizers
+from tfdist_ext.training.variables import (
+    default_strategy_scope,
+    sharded_optimizer_of,
+    with_inner_optimizers,
+)
 from tfdist_ext.user_frames import warn
 
 # What one step passes to the next: the metrics' states, and what an overridden step returned, by
@@ -311,10 +315,10 @@ class SynchronousEngine:
         """End a training: averaged weights replace the last ones."""
         optimizer, strategy = model.optimizer, self._strategy
         with self.reduction.peers.barrier("averaged weights"), strategy.scope():
-            if (parts := parts_of(optimizer)) is None:
+            if (sharded := sharded_optimizer_of(optimizer)) is None:
                 optimizer.finalize_variable_values(model.trainable_weights)
             elif any(getattr(opt, "use_ema", False) for opt in with_inner_optimizers(optimizer)):
-                tf.function(lambda: strategy.run(parts.finalize), autograph=False)()
+                tf.function(lambda: strategy.run(sharded.finalize), autograph=False)()
 
     def make_program(
         self, model: keras.Model, kind: str, *, timed: bool = False
