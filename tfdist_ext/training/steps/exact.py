@@ -254,7 +254,7 @@ def optimizer_apply(
     number = replica_id()
     copies = LocalCopies(lambda variable: local_copy(variable, strategy, number), optimizers)
     drawing = substitutes({random_operation: refuse_to_draw} if context.replicas > 1 else {})
-    with drawing, copies, _updating(context, default_strategy(), optimizers, grads):
+    with _updating(context, default_strategy(), optimizers, grads), drawing, copies:
         return apply(grads)
 
 
@@ -363,7 +363,7 @@ def _update_once(
         sums = [strategy.experimental_local_results(value)[0] for value in values]
         rest = iter(sums)
         copies = LocalCopies(lambda variable: owner_copy(variable, strategy), optimizers)
-        with copies, _updating(context, UpdatesInPlace(optimizer), optimizers, sums):
+        with _updating(context, UpdatesInPlace(optimizer), optimizers, sums), copies:
             apply([None if gradient is None else next(rest) for gradient in grads])
         broadcast_from_owner([*touched, *copies.used], strategy)
         return timestamp_after(sums)
