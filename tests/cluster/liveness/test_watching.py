@@ -122,6 +122,18 @@ def test_watcher_ends_its_process_and_reports_why(tmp_path: Path, has_started: b
     assert (failure.peer, f"chief:0: {failure.message}. The job ends.") == ("ps:1", errors.strip())
 
 
+def test_watcher_runs_although_a_path_is_in_sys_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("somewhere")])
+    with reserve_ports(1) as (port,):
+        address = f"127.0.0.1:{port}"
+        asked = threading.Event()
+        endpoint = Endpoint(address, lambda _: asked.set() or {})
+        watcher = Watcher("chief:0", {"ps:1": address}, 1.0)
+        assert asked.wait(60)
+        del watcher
+        endpoint.close()
+
+
 @pytest.mark.filterwarnings("error")
 def test_watcher_ends_with_its_object(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []

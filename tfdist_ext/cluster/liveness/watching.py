@@ -135,8 +135,9 @@ class Watcher:
     """
 
     def __init__(self, me: str, tasks: Mapping[str, str], frozen_after: float):
+        path = [str(entry) for entry in sys.path]  # the text of a Path is no expression
         program = (
-            f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import run_watcher;"
+            f"import sys; sys.path[:] = {path!r}; from {__name__} import run_watcher;"
             f" run_watcher({me!r}, {os.getpid()}, {dict(tasks)!r}, {frozen_after},"
             f" {failures.error_file()!r})"
         )
