@@ -27,6 +27,7 @@ nothing = 3
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.delitem(sys.modules, "script_with_builder", raising=False)
     path = tmp_path / "script_with_builder.py"
     path.write_text(BUILDER.format(rows=10_000_000))
     return path
@@ -73,6 +74,23 @@ def test_the_plan_of_more_workers_from_a_time_measured_elsewhere(
     assert "610.35 MiB of gradients" in printed  # without data, the whole table
     assert "On 1 Gbit/s, 2 workers would be slower than one" in printed
     assert "examples per second" in picture.read_text()
+
+
+@pytest.mark.parametrize("name", ["signal.py", "script_with_builder.py", "time.py"])
+def test_file_with_the_name_of_an_imported_module_is_refused(
+    name: str, script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", f"{script}:build", "--ps", "2"]) == 0
+    file = tmp_path / "other" / name
+    file.parent.mkdir()
+    file.write_text(script.read_text())
+    assert cli.main(["plan", f"{file}:build", "--ps", "2"]) == 2
+    module = name.removesuffix(".py")
+    place = getattr(sys.modules[module], "__file__", "Python itself")
+    assert capsys.readouterr().err.splitlines()[0] == (
+        f"tfdist: error: the builder '{file}:build' cannot be imported: the name {module!r} is that"
+        f" of a module from {place}. Rename {name}."
+    )
 
 
 NETWORK = ["{script}:build", "--workers", "1,2", "--network", "10Gbit"]

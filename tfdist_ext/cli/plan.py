@@ -166,8 +166,8 @@ def load_function(text: str, what: str, *, error: type[TfDistError]) -> Callable
         error: the type of the error.
 
     Raises:
-        TfDistError: of type `error`: the text has another form, or there is no such module, file
-            or function.
+        TfDistError: of type `error`: the text has another form, there is no such module, file or
+            function, or a file has the name of a module that is imported already.
     """
     place, _, name = text.rpartition(":")
     if not place or not name:
@@ -187,6 +187,12 @@ def load_function(text: str, what: str, *, error: type[TfDistError]) -> Callable
             tf.config.list_physical_devices()
     except ModuleNotFoundError as missing:
         raise error(f"{what} {text!r} cannot be imported: {missing}.") from missing
+    file = getattr(imported, "__file__", None)  # a module of C has none
+    if place.endswith(".py") and os.path.realpath(place) != os.path.realpath(file or ""):
+        raise error(
+            f"{what} {text!r} cannot be imported: the name {module!r} is that of a module from"
+            f" {file or 'Python itself'}. Rename {os.path.basename(place)}."
+        )
     if not hasattr(imported, name):
         raise error(f"{what} {text!r} cannot be imported: {place} has no attribute {name!r}.")
     return getattr(imported, name)
