@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import itertools
 import os
 import signal
 import sys
@@ -49,7 +48,7 @@ _STARTED_WITHIN = 10.0  # seconds for servers to start after the preflight
 # The group keys of the collectives of each strategy of a process, of which TensorFlow uses a few. A
 # strategy that the user has made has the first keys. All workers create strategies in one order.
 _KEYS = 1000
-_first_keys = itertools.count(_KEYS + 1, _KEYS)
+_next_key = _KEYS + 1  # of the next strategy
 
 
 def multi_worker_mirrored(
@@ -77,6 +76,7 @@ def multi_worker_mirrored(
             half of the bytes. Sums, clipping, loss scaling and updates keep the gradients' own
             type. By default gradients travel as they are.
     """
+    global _next_key
     if not isinstance(shard_optimizer, bool):
         raise StrategyError(f"shard_optimizer must be True or False, got {shard_optimizer!r}.")
     if gradient_dtype not in (None, "bfloat16", "float16"):
@@ -94,17 +94,18 @@ def multi_worker_mirrored(
         if endpoint is not None:
             endpoint.free_port()
         with _sigterm_kept(), connecting():
-            key = next(_first_keys)
             strategy = workers_strategy(
-                key, cluster_resolver=resolver_of(cluster), communication_options=options
+                _next_key, cluster_resolver=resolver_of(cluster), communication_options=options
             )
+    # After a failure the next call has the same keys, as on workers where no call has failed.
+    _next_key += _KEYS
     owned = narrow = None
     if shard_optimizer and strategy.num_replicas_in_sync > 1:
         workers = _workers_of(strategy, described, "shard_optimizer=True")
-        owned = OwnedSums(key + _KEYS - 2, *workers, strategy)
+        owned = OwnedSums(_next_key - 2, *workers, strategy)
     if gradient_dtype and strategy.num_replicas_in_sync > 1:
         workers = _workers_of(strategy, described, f"gradient_dtype={gradient_dtype!r}")
-        narrow = NarrowSums(key + _KEYS - 1, *workers, gradient_dtype)
+        narrow = NarrowSums(_next_key - 1, *workers, gradient_dtype)
     set_sums(strategy, owned=owned, narrow=narrow)
     on_cpus = all("CPU" in device for device in strategy.extended.worker_devices)
     usual = BYTES_PER_WORKER * strategy.num_replicas_in_sync if on_cpus else 0
