@@ -74,7 +74,9 @@ def multi_worker_mirrored(
             updates that part (ZeRO stage 1). Without it each worker holds all slots.
         gradient_dtype: "bfloat16" or "float16": gradients travel between workers in this type, with
             half of the bytes. Sums, clipping, loss scaling and updates keep the gradients' own
-            type. By default gradients travel as they are.
+            type. By default gradients travel as they are. bfloat16 has the range of float32. In
+            float16, gradients and sums above 65,504 become infinite, and a LossScaleOptimizer then
+            skips the step and lowers its scale.
     """
     global _next_key
     if not isinstance(shard_optimizer, bool):
