@@ -216,8 +216,9 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
         _return_freed_memory()
     resolver = resolver_of(cluster)
     endpoint = run_preflight(described, wait)
-    if endpoint is not None:
-        endpoint.free_port(session_within=_SESSION)
+    if endpoint is None:
+        raise _port_is_in_use(described)
+    endpoint.free_port(session_within=_SESSION)
     try:
         with start_failures_in_words(described):
             # Not join(): it never returns, and it keeps Python from handling signals.
@@ -228,13 +229,11 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
                 protocol=resolver.rpc_layer or "grpc",
                 config=_server_config(),
             )
-        assert endpoint is not None  # else the port was in use, and the server has failed
         result = result_of_coordinator(described, endpoint)
         del server  # it serves as long as there is a reference
     finally:
-        if endpoint is not None:
-            endpoint.close()
-    # Not a failure of this task: whoever starts tasks starts it again where the coordinator is.
+        endpoint.close()
+    # Recorded as no failure of this task. The launcher restarts it with the coordinator.
     raise RoleEnded(0 if result == DONE else RESTART)
 
 
@@ -345,9 +344,13 @@ def start_failures_in_words(described: ClusterDescription) -> Iterator[None]:
     except tf.errors.UnknownError as error:
         if "Could not start gRPC server" not in str(error) or described.task is None:
             raise
-        address = described.addresses[str(described.task)]
-        raise StrategyError(
-            f"{described.task} cannot listen at {address}, the address from {described.source}: the"
-            " port is in use. Stop the process that uses it (an earlier run of this program?), or"
-            " change the port of this task on every task."
-        ) from error
+        raise _port_is_in_use(described) from error
+
+
+def _port_is_in_use(described: ClusterDescription) -> StrategyError:
+    address = described.addresses[str(described.task)]
+    return StrategyError(
+        f"{described.task} cannot listen at {address}, the address from {described.source}: the"
+        " port is in use. Stop the process that uses it (an earlier run of this program?), or"
+        " change the port of this task on every task."
+    )
