@@ -17,7 +17,13 @@ import tensorflow as tf
 
 from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.cluster.jobs import ClusterDescription, Jobs, identity
-from tfdist_ext.cluster.liveness.preflight import PreflightError, addresses_of, info_of, preflight
+from tfdist_ext.cluster.liveness.preflight import (
+    WAIT,
+    PreflightError,
+    addresses_of,
+    info_of,
+    preflight,
+)
 from tfdist_ext.cluster.liveness.watching import DONE, result_of_coordinator
 from tfdist_ext.cluster.liveness.wire import Endpoint, port_is_free
 from tfdist_ext.errors import PeerError, StrategyError
@@ -25,7 +31,6 @@ from tfdist_ext.failures import record
 from tfdist_ext.launcher.exit_codes import RESTART
 from tfdist_ext.user_frames import filter_traceback
 
-WAIT = 300.0  # seconds for the other tasks to come
 _CONNECT = 120.0  # seconds for TensorFlow to connect to tasks that have all answered
 _SESSION = 5.0  # seconds for the coordinator to open its session
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h

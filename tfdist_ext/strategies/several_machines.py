@@ -42,7 +42,7 @@ from tfdist_ext.strategies.owned_sums import NarrowSums, OwnedSums, set_sums
 from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.strategies.reductions import set_bucket_bytes
 
-LOOKUP_SECONDS = 30.0  # for Google Cloud's metadata server and TPU API
+TPU_LOOKUP_SECONDS = 30.0  # for Google Cloud's metadata server and TPU API
 REACH_SECONDS = 10.0  # for a TPU to answer
 _STARTED_WITHIN = 10.0  # seconds for servers to start after the preflight
 # The group keys of the collectives of each strategy of a process, of which TensorFlow uses a few. A
@@ -291,7 +291,7 @@ def tpu(
     try:
         if cluster is None and not tpu:
             raise LookupError("neither TPU_NAME nor tpu= is set")
-        resolver, spec = call_with_timeout(LOOKUP_SECONDS, look_up)
+        resolver, spec = call_with_timeout(TPU_LOOKUP_SECONDS, look_up)
         jobs = spec.as_dict() if spec else {}
         for address in [address for tasks in jobs.values() for address in tasks]:
             if not _is_server(address):  # TensorFlow would try to connect forever

@@ -36,6 +36,7 @@ from tfdist_ext.cluster.liveness.wire import (
 Addresses = Mapping[str, Sequence[str]]  # job -> addresses
 Late = Mapping[str, str]  # task -> state, of the tasks that are not ready
 
+WAIT = 300.0  # seconds for the other tasks to come, unless the caller sets them
 _STEP = 0.25  # seconds between two tries
 _ASK = 2.0  # seconds for an answer
 _LINGER = 5.0  # seconds for the others to get the result
