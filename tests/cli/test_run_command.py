@@ -171,6 +171,8 @@ def test_dry_run_prints_lines_a_shell_can_run(capsys, tmp_path):
         (["run", "--preemption-signal", "HELLO", "--", "true"],
          "invalid choice: 'HELLO' (choose from"),
         (["run", "--grace", "-1", "--", "true"], "seconds must be a number from 0, got '-1'"),
+        (["run", "--linger", "3", "--", "true"],
+         "--linger needs --ps. Add --ps N, or remove --linger."),
         (["run", "--workers", "99999", "--", "true"], "ask for fewer tasks"),
     ],
 )  # fmt: skip
