@@ -8,13 +8,8 @@ import sys
 
 from tfdist_ext.cli.run import seconds_of
 from tfdist_ext.cluster import ClusterConfig, describe_environments
-from tfdist_ext.cluster.liveness.preflight import (
-    WAIT,
-    PreflightError,
-    addresses_of,
-    info_of,
-    preflight,
-)
+from tfdist_ext.cluster.jobs import addresses_of
+from tfdist_ext.cluster.liveness.preflight import WAIT, PreflightError, info_of, preflight
 from tfdist_ext.launcher.resources import gpus_of
 
 SUMMARY = "check the cluster of this task, and whether the other tasks answer"

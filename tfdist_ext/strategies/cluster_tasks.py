@@ -16,14 +16,8 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 import tensorflow as tf
 
 from tfdist_ext.cluster import ClusterConfig, Task
-from tfdist_ext.cluster.jobs import ClusterDescription, Jobs, identity
-from tfdist_ext.cluster.liveness.preflight import (
-    WAIT,
-    PreflightError,
-    addresses_of,
-    info_of,
-    preflight,
-)
+from tfdist_ext.cluster.jobs import ClusterDescription, Jobs, addresses_of, identity
+from tfdist_ext.cluster.liveness.preflight import WAIT, PreflightError, info_of, preflight
 from tfdist_ext.cluster.liveness.watching import DONE, result_of_coordinator
 from tfdist_ext.cluster.liveness.wire import Endpoint, port_is_free
 from tfdist_ext.errors import PeerError, StrategyError
@@ -87,7 +81,7 @@ def describe(cluster: Cluster) -> ClusterDescription | None:
     task = Task(task_type, task_id or 0) if jobs and task_type else None
     if task is None:
         return ClusterDescription(Jobs(jobs, source) if jobs else {}, None, source)
-    return ClusterDescription(ClusterConfig(jobs, task, source=source).jobs, task, source)
+    return describe(ClusterConfig(jobs, task, source=source))
 
 
 def describe_for(strategy: str, cluster: Cluster) -> ClusterDescription:
@@ -353,7 +347,7 @@ def start_failures_in_words(described: ClusterDescription) -> Iterator[None]:
 
 
 def _port_is_in_use(described: ClusterDescription) -> StrategyError:
-    address = described.addresses[str(described.task)]
+    address = addresses_of(described.jobs)[str(described.task)]
     return StrategyError(
         f"{described.task} cannot listen at {address}, the address from {described.source}: the"
         " port is in use. Stop the process that uses it (an earlier run of this program?), or"

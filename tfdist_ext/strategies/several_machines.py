@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.cluster.jobs import AddressError, ClusterDescription, identity
+from tfdist_ext.cluster.jobs import AddressError, ClusterDescription, addresses_of, identity
 from tfdist_ext.cluster.liveness.watching import Servers
 from tfdist_ext.cluster.liveness.wire import STARTED, Connection
 from tfdist_ext.errors import StrategyError
@@ -89,7 +89,8 @@ def multi_worker_mirrored(
     size = None if bucket_bytes is None else parse_size(bucket_bytes, "bucket_bytes")
     options = _communication_options(communication, communication_options)
     described = _workers_described(cluster)
-    hosts = {task: identity(address)[0] for task, address in described.addresses.items()}
+    addresses = addresses_of(described.jobs)
+    hosts = {task: identity(address)[0] for task, address in addresses.items()}
     _share_cores(list(hosts.values()).count(hosts[str(described.task)]))
     with start_failures_in_words(described):
         endpoint = run_preflight(described, wait, first=True)
@@ -164,8 +165,7 @@ def _workers_of(
     Raises:
         StrategyError: a worker has several devices, and `setting` needs one.
     """
-    workers = [task for task in described.addresses if task.startswith("worker")]
-    tasks = [task for task in described.addresses if task.startswith("chief")] + workers
+    tasks = list(addresses_of(described.jobs))
     if strategy.num_replicas_in_sync != len(tasks):
         devices = ", ".join(strategy.extended.worker_devices)
         raise StrategyError(
@@ -197,8 +197,8 @@ def parameter_server(
             endpoint.free_port()
         addresses = {
             task: address
-            for task, address in described.addresses.items()
-            if task.startswith(("ps:", "worker:"))
+            for task, address in addresses_of(described.jobs).items()
+            if not task.startswith("chief")
         }
         servers = Servers(str(described.task or "coordinator"), addresses)
         _wait_for_servers(addresses.values())

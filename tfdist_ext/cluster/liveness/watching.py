@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Mapping
 
 from tfdist_ext import failures
-from tfdist_ext.cluster.jobs import ClusterDescription
+from tfdist_ext.cluster.jobs import ClusterDescription, addresses_of
 from tfdist_ext.cluster.liveness import WaitReports, log_line, show_stacks
 from tfdist_ext.cluster.liveness.wire import READY, SILENT, STARTED, Connection, Endpoint, Message
 
@@ -275,7 +275,7 @@ def result_of_coordinator(cluster: ClusterDescription, endpoint: Endpoint) -> st
         DONE, FAILED or STALLED; "" if the coordinator has crashed or is frozen.
     """
     me, driver = str(cluster.task), cluster.driver
-    address = cluster.addresses[me]
+    address = addresses_of(cluster.jobs)[me]
     if driver is None:
         log_line(
             f"{me}: serving at {address}. {cluster.source} names no chief, so this server does not"
