@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, NoReturn
 import tensorflow as tf
 
 from tfdist_ext.strategies._tf_private import Value
-from tfdist_ext.strategies.buckets import dense_bytes, is_dense, reduced_in_buckets
 from tfdist_ext.strategies.owned_sums import NarrowSums, narrow_sums_of
 from tfdist_ext.strategies.reductions import (
     OTHER,
@@ -23,7 +22,10 @@ from tfdist_ext.strategies.reductions import (
     Reduced,
     all_reduce,
     bucket_bytes_of,
+    dense_bytes,
+    is_dense,
     reduce_parts,
+    reduced_in_buckets,
     tells_what_it_reduces,
 )
 
