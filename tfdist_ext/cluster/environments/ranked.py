@@ -38,6 +38,7 @@ _SET_HOSTS = 'Pass the hosts to all ranks: mpirun --host n1:2,n2:2 -x TFDIST_HOS
 _IN_ORDER = "List the host of each rank, in rank order, or start with mpirun --map-by slot."
 # An entry of TFDIST_HOSTS: a host, and its number of ranks.
 _ENTRY = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]:\s]+)(?::([0-9]{1,7}))?")
+_IN_BLOCKS = "Start the step with srun --distribution=block."
 _BY_SRUN = "srun sets it: start all tasks with srun, or unset SLURM_PROCID to train in one process."
 # A step's ports start at one of 200 slots of 50 ports from 20000, so that steps that share a node
 # seldom use the same port. All are below the ephemeral ports of Linux.
@@ -47,6 +48,16 @@ _RANGES = r"\[([0-9]{1,6}(?:-[0-9]{1,6})?(?:,[0-9]{1,6}(?:-[0-9]{1,6})?)*)\]"
 _PART = re.compile(rf"{_RANGES}|([^\[\],\s]+)")
 _ITEM = re.compile(rf"(?:{_RANGES}|[^\[\],\s])+")
 _COUNT = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
+
+
+def _check_place(
+    env: Mapping[str, str], expected: Mapping[str, object], order: str, advice: str, where: str
+) -> None:
+    """Refuses a variable of the launcher with another value than the order of the hosts gives."""
+    for name, value in expected.items():
+        text = env.get(name, "").strip()
+        if text not in ("", str(value)):
+            raise refuse(where, f"{name} must be {shown(value)}{order}", text, advice)
 
 
 def open_mpi(env: Mapping[str, str]) -> ClusterDescription | str:
@@ -63,10 +74,7 @@ def open_mpi(env: Mapping[str, str]) -> ClusterDescription | str:
         return ALONE
     hosts = _hosts_of_mpirun(env, total, where)
     expected = {_LOCAL_RANK: local_ids(hosts)[rank], _LOCAL_SIZE: hosts.count(hosts[rank])}
-    for name, value in expected.items():
-        if env.get(name) and number(env, name, where, _BY_MPIRUN) != value:
-            what = f"{name} must be {value} for rank {rank}, according to TFDIST_HOSTS"
-            raise refuse(where, what, env[name], _IN_ORDER)
+    _check_place(env, expected, f" for rank {rank}, according to TFDIST_HOSTS", _IN_ORDER, where)
     return ranked_cluster(env, hosts, rank, f"Open MPI ({_RANK}={rank})")
 
 
@@ -111,7 +119,15 @@ def slurm(env: Mapping[str, str]) -> ClusterDescription | str:
         return ALONE
     # The order of `srun --distribution=block`, the default: node after node.
     nodes = [node for node, count in enumerate(counts) for _ in range(count)]
-    _check_place(env, hosts, nodes, rank, where)
+    node = nodes[rank]
+    ranks = [other for other in range(len(nodes)) if nodes[other] == node]
+    expected = {
+        "SLURM_NODEID": str(node),
+        "SLURM_LOCALID": str(ranks.index(rank)),
+        "SLURM_GTIDS": ",".join(map(str, ranks)),
+        "SLURMD_NODENAME": hosts[node],
+    }
+    _check_place(env, expected, ", as in a block distribution", _IN_BLOCKS, where)
     return ranked_cluster(env, [hosts[node] for node in nodes], rank, where, _port_base(env, where))
 
 
@@ -133,24 +149,6 @@ def _check_totals(
         what = f"SLURM_PROCID must be below {total}, the number of tasks in the step"
         advice = "Start all tasks in one srun step that is not heterogeneous."
         raise refuse(where, what, rank, advice)
-
-
-def _check_place(
-    env: Mapping[str, str], hosts: list[str], nodes: list[int], rank: int, where: str
-) -> None:
-    node = nodes[rank]
-    ranks = [number for number, other in enumerate(nodes) if other == node]
-    expected = {
-        "SLURM_NODEID": str(node),
-        "SLURM_LOCALID": str(ranks.index(rank)),
-        "SLURM_GTIDS": ",".join(map(str, ranks)),
-        "SLURMD_NODENAME": hosts[node],
-    }
-    for name, value in expected.items():
-        text = env.get(name, "").strip()
-        if text not in ("", value):
-            what = f"{name} must be {shown(value)}, as in a block distribution"
-            raise refuse(where, what, text, "Start the step with srun --distribution=block.")
 
 
 def _port_base(env: Mapping[str, str], where: str) -> int:
