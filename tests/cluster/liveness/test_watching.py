@@ -160,9 +160,9 @@ def test_session_outlives_the_port_and_reopens() -> None:
         first.free_port(session_within=5.0)
         assert first.had_session
         second = Endpoint(address, dict)  # the port is free; as after a restart of the task
-        assert first.next_word(0.1) == {}
+        assert first.next_message(0.1) == {}
         first.close()
         second.free_port(session_within=10.0)
         silent = servers.end(DONE)
-        assert (silent, second.next_word(1.0)["result"]) == ([], DONE)
+        assert (silent, second.next_message(1.0)["result"]) == ([], DONE)
         second.close()

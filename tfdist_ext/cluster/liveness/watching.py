@@ -44,7 +44,7 @@ SERVER_SILENT, COORDINATOR_SILENT = 45.0, 55.0
 
 _ANSWER = 5.0  # seconds for an answer
 _ANSWERS = 5  # consecutive missed answers before a task counts as frozen
-_REFUSED = 4  # looks in a row after which a task is gone; one may be lost on a busy network
+_REFUSED = 4  # consecutive refused connections before a task counts as gone
 _TO_END = 10.0  # seconds between SIGTERM and SIGKILL
 _OPEN = 5.0  # seconds for the sessions to open; later ones are tried again in the threads
 _AGAIN = 1.0  # seconds between two tries to open a session
@@ -289,7 +289,7 @@ def result_of_coordinator(cluster: ClusterDescription, endpoint: Endpoint) -> st
     while not coordinator.failure:
         if coordinator.state == EXPECTED and time.monotonic() >= deadline:
             break
-        result = str(endpoint.next_word(_LOOK_EVERY).get("result", ""))
+        result = str(endpoint.next_message(_LOOK_EVERY).get("result", ""))
         if result == STALLED:
             show_stacks()  # this task may know why
         if result:
