@@ -78,7 +78,6 @@ def multi_worker_mirrored(
             float16, gradients and sums above 65,504 become infinite, and a LossScaleOptimizer then
             skips the step and lowers its scale.
     """
-    global _next_key
     if not isinstance(shard_optimizer, bool):
         raise StrategyError(f"shard_optimizer must be True or False, got {shard_optimizer!r}.")
     if gradient_dtype not in (None, "bfloat16", "float16"):
@@ -97,11 +96,7 @@ def multi_worker_mirrored(
         if endpoint is not None:
             endpoint.free_port()
         with _sigterm_kept(), connecting():
-            strategy = workers_strategy(
-                _next_key, cluster_resolver=resolver_of(cluster), communication_options=options
-            )
-    # After a failure the next call has the same keys, as on workers where no call has failed.
-    _next_key += _KEYS
+            strategy = _with_new_keys(resolver_of(cluster), options)
     owned = narrow = None
     if shard_optimizer and strategy.num_replicas_in_sync > 1:
         workers = _workers_of(strategy, described, "shard_optimizer=True")
@@ -114,6 +109,15 @@ def multi_worker_mirrored(
     usual = BYTES_PER_WORKER * strategy.num_replicas_in_sync if on_cpus else 0
     usual = options.bytes_per_pack or usual
     set_bucket_bytes(strategy, usual if size is None else size)
+    return strategy
+
+
+def _with_new_keys(resolver: Any, options: Any) -> tf.distribute.Strategy:
+    """A strategy whose collectives have keys of their own."""
+    global _next_key
+    strategy = workers_strategy(_next_key, cluster_resolver=resolver, communication_options=options)
+    # After a failure the next call has the same keys, as on workers where no call has failed.
+    _next_key += _KEYS
     return strategy
 
 
