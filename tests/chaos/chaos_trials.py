@@ -46,7 +46,7 @@ JOBS = {
     "workers, arrays": Job("--workers 3 --min-workers 2", "arrays", 4, 8),
     "workers, tfd.data": Job("--workers 3 --min-workers 2", "tfd.data", 4, 8),
     "workers, bfloat16": Job("--workers 2", "arrays", 4, 8, "bfloat16"),
-    "servers": Job("--workers 2 --ps 1 --min-workers 1", "tfd.data", 4, 8),
+    "servers": Job("--workers 2 --ps 1 --min-workers 1 --linger 3", "tfd.data", 4, 8),
     # The same as TensorFlow's test of its own PreemptionCheckpointHandler.
     "preemption": Job("--workers 4", "arrays", 8, 15),
 }
@@ -144,7 +144,7 @@ class _Run:
 
     def __init__(self, job: Job, folder: Path):
         words = [*job.options.split(), "--max-restarts", "8", "--log-dir", str(folder / "logs")]
-        words += ["--linger", "3", "--grace", str(GRACE), "--stall-timeout", str(STALL)]
+        words += ["--grace", str(GRACE), "--stall-timeout", str(STALL)]
         self.folder = folder
         self.lines: list[tuple[float, str]] = []
         self.process = subprocess.Popen(

@@ -27,6 +27,7 @@ nothing = 3
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.delitem(sys.modules, "script_with_builder", raising=False)
     path = tmp_path / "script_with_builder.py"
     path.write_text(BUILDER.format(rows=10_000_000))
     return path
@@ -75,6 +76,23 @@ def test_the_plan_of_more_workers_from_a_time_measured_elsewhere(
     assert "examples per second" in picture.read_text()
 
 
+@pytest.mark.parametrize("name", ["signal.py", "script_with_builder.py", "time.py"])
+def test_file_with_the_name_of_an_imported_module_is_refused(
+    name: str, script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", f"{script}:build", "--ps", "2"]) == 0
+    file = tmp_path / "other" / name
+    file.parent.mkdir()
+    file.write_text(script.read_text())
+    assert cli.main(["plan", f"{file}:build", "--ps", "2"]) == 2
+    module = name.removesuffix(".py")
+    place = getattr(sys.modules[module], "__file__", "Python itself")
+    assert capsys.readouterr().err.splitlines()[0] == (
+        f"tfdist: error: the builder '{file}:build' cannot be imported: the name {module!r} is that"
+        f" of a module from {place}. Rename {name}."
+    )
+
+
 NETWORK = ["{script}:build", "--workers", "1,2", "--network", "10Gbit"]
 
 
@@ -95,7 +113,15 @@ NETWORK = ["{script}:build", "--workers", "1,2", "--network", "10Gbit"]
         ),
         (["{script}:build", "--workers", "1,2"], "needs --network"),
         (["{script}:build", "--workers", "two"], "invalid numbers value: 'two'"),
-        (["{script}:build", "--workers", "2", "--step", "1s"], "--data and --step need --network"),
+        (
+            ["{script}:build", "--workers", "2", "--step", "1s"],
+            "--step needs --network. Add --network 10Gbit.",
+        ),
+        (["{script}:build", "--ps", "2", "--data", "{script}:build"], "--data needs --network."),
+        (["{script}:build", "--ps", "2", "--latency", "1ms"], "--latency needs --network."),
+        (["{script}:build", "--ps", "2", "--batch-size", "8"], "--batch-size needs --network."),
+        (["{script}:build", "--ps", "2", "--devices", "8"], "--devices needs --compare."),
+        (["{script}:build", "--ps", "2", "--compare", "--devices", "0"], "devices must be"),
         (["{script}:build", "--workers", "2", "--rule", "users/.*=task 1"], "cannot be combined"),
         (["{script}:build", "--workers", "2", "--compare"], "--compare needs --ps"),
         (["{script}:build", "--workers", "0"], "workers must be"),

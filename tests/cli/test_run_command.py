@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -67,6 +68,16 @@ def test_ctrl_c_of_a_terminal_reaches_only_the_launcher(tfdist):
     os.killpg(launcher.pid, signal.SIGINT)
     out, _ = launcher.communicate(timeout=10)
     assert (launcher.returncode, out) == (130, "[worker:0] TERM\n")
+
+
+def test_run_ends_although_sigchld_was_ignored(mark):
+    program = (
+        "import signal, sys; from tfdist_ext import cli;"
+        " signal.signal(signal.SIGCHLD, signal.SIG_IGN); sys.exit(cli.main())"
+    )
+    command = [sys.executable, "-c", program, "run", "--", "true"]
+    ended = subprocess.run(command, env=mark.env, capture_output=True, text=True, timeout=20)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 def test_killed_launcher_leaves_no_process(tfdist, mark):
@@ -160,6 +171,8 @@ def test_dry_run_prints_lines_a_shell_can_run(capsys, tmp_path):
         (["run", "--preemption-signal", "HELLO", "--", "true"],
          "invalid choice: 'HELLO' (choose from"),
         (["run", "--grace", "-1", "--", "true"], "seconds must be a number from 0, got '-1'"),
+        (["run", "--linger", "3", "--", "true"],
+         "--linger needs --ps. Add --ps N, or remove --linger."),
         (["run", "--workers", "99999", "--", "true"], "ask for fewer tasks"),
     ],
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfdist_ext.cluster.environments.slurm import expand_counts, expand_hosts
+from tfdist_ext.cluster.environments.ranked import expand_counts, expand_hosts
 from tfdist_ext.errors import ClusterConfigError
 
 HOSTS = (

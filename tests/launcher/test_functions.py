@@ -135,6 +135,20 @@ def test_exit_kill_and_unpicklable_result_raise_task_error(run):
     assert "the result of fn, a generator, cannot be copied to the process that called it" in out
 
 
+def test_no_task_waits_for_a_process_that_has_ended(run):
+    """Its end by `os._exit` writes nothing, and the launcher keeps it as a zombie."""
+    status, out, err = run(f"""
+        def leaves():
+            {ME}
+            if me.index == 0:
+                os._exit(0)
+            return str(me)
+
+        print(tfd.launch(leaves))
+    """)
+    assert (status, out, err) == (0, "{'worker:1': 'worker:1'}\n", "")
+
+
 def test_launch_restarts_and_returns_the_last_results(run):
     """The results are those of the last start."""
     status, out, err = run(f"""

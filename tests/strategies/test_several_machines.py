@@ -17,6 +17,7 @@ from warm_programs import run_program
 import tfdist_ext as tfd
 from tfdist_ext import ClusterConfig, Task
 from tfdist_ext.launcher.resources import reserve_ports
+from tfdist_ext.strategies import several_machines
 from tfdist_ext.strategies.reductions import bucket_bytes_of
 from tfdist_ext.testing import run_tasks
 
@@ -98,6 +99,26 @@ def test_each_strategy_of_a_process_has_collectives_of_its_own(tfdist_cluster: A
         tolerance = 1e-2 if option == options[1] else 1e-6
         for found, wanted in zip(model.get_weights(), weights, strict=True):
             np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_strategy_that_could_not_be_made_has_used_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[int] = []
+
+    def create(first_key: int, **_: Any) -> tf.distribute.Strategy:
+        keys.append(first_key)
+        if len(keys) == 1:
+            raise tf.errors.UnavailableError(None, None, "failed to connect")
+        return tf.distribute.OneDeviceStrategy("CPU:0")
+
+    monkeypatch.setattr(several_machines, "workers_strategy", create)
+    monkeypatch.setattr(several_machines, "run_preflight", lambda *_, **__: None)
+    monkeypatch.setattr(several_machines, "_next_key", 5001)
+    cluster = _only_worker("localhost:2222")
+    with pytest.raises(tf.errors.UnavailableError, match="failed to connect"):
+        tfd.create_strategy(cluster=cluster)
+    tfd.create_strategy(cluster=cluster)
+    tfd.create_strategy(cluster=cluster)
+    assert keys == [5001, 5001, 6001]
 
 
 def _refusal(**arguments: Any) -> str:

@@ -57,7 +57,7 @@ def test_a_metadata_server_that_is_silent_does_not_hang_us(
     silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GCE_METADATA_IP", silent)
-    monkeypatch.setattr(several_machines, "LOOKUP_SECONDS", 0.3)
+    monkeypatch.setattr(several_machines, "TPU_LOOKUP_SECONDS", 0.3)
     with pytest.raises(tfd.StrategyError, match=r"no answer within 0\.3 s"):
         tfd.create_strategy("tpu", tpu="my-tpu")
 

@@ -8,7 +8,8 @@ import sys
 
 from tfdist_ext.cli.run import seconds_of
 from tfdist_ext.cluster import ClusterConfig, describe_environments
-from tfdist_ext.cluster.liveness.preflight import PreflightError, addresses_of, info_of, preflight
+from tfdist_ext.cluster.jobs import addresses_of
+from tfdist_ext.cluster.liveness.preflight import WAIT, PreflightError, info_of, preflight
 from tfdist_ext.launcher.resources import gpus_of
 
 SUMMARY = "check the cluster of this task, and whether the other tasks answer"
@@ -25,8 +26,8 @@ example:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `tfdist check`."""
-    wait = "time to wait for the other tasks (default 300)"
-    parser.add_argument("--wait", type=seconds_of, default=300.0, metavar="SECONDS", help=wait)
+    wait = f"time to wait for the other tasks (default {WAIT:g})"
+    parser.add_argument("--wait", type=seconds_of, default=WAIT, metavar="SECONDS", help=wait)
 
 
 def run(options: argparse.Namespace, _: list[str]) -> int:

@@ -53,9 +53,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     step = "with --network: the time of a step measured elsewhere, such as 0.35s, instead of timing"
     add("--step", metavar="TIME", help=step)
     latency = "with --network: the time until a message arrives (default 0.1ms)"
-    add("--latency", default="0.1ms", metavar="TIME", help=latency)
+    add("--latency", metavar="TIME", help=latency)
     batch_size = "with --network: rows of a batch of arrays (default 32)"
-    add("--batch-size", type=int, default=32, metavar="N", help=batch_size)
+    add("--batch-size", type=int, metavar="N", help=batch_size)
     add("--optimizer", metavar="NAME", help="count this optimizer's slots (default: the model's)")
     budget = "maximum size of variables and slots on each task, such as 8GiB"
     add("--budget", metavar="SIZE", help=budget)
@@ -69,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="with --ps: also print the bytes per device of other strategies",
     )
     devices = "with --compare: number of replicas on one machine (default 1)"
-    add("--devices", type=int, default=1, metavar="N", help=devices)
+    add("--devices", type=int, metavar="N", help=devices)
 
 
 def run(options: argparse.Namespace, _: list[str]) -> int:
@@ -78,17 +78,31 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
 
     if options.picture is not None:
         check_file(options.picture)  # before the model is built
+    _check_partners(options)
     plan: WorkersPlan | PlacementPlan
     if options.network is not None:
         plan = _plan_workers(options)
         print(plan)
-    elif options.data or options.step:
-        raise PlacementError("--data and --step need --network. Add --network 10Gbit.")
     else:
         plan = _plan_placement(options)
     if options.picture is not None:
         plan.save_picture(options.picture)
     return 0
+
+
+def _check_partners(options: argparse.Namespace) -> None:
+    """Refuses options that do nothing without another option."""
+    network = (options.network, "--network. Add --network 10Gbit.")
+    compare = (options.compare, "--compare. Add --compare.")
+    partners = {
+        "data": network, "step": network, "latency": network, "batch_size": network,
+        "devices": compare,
+    }  # fmt: skip
+    for name, (partner, advice) in partners.items():
+        if getattr(options, name) is not None and not partner:
+            raise PlacementError(f"--{name.replace('_', '-')} needs {advice}")
+    if options.compare and options.ps is None:
+        raise PlacementError("--compare needs --ps. Add --ps N, the number of parameter servers.")
 
 
 def _plan_workers(options: argparse.Namespace) -> WorkersPlan:
@@ -116,9 +130,9 @@ def _plan_workers(options: argparse.Namespace) -> WorkersPlan:
         data,
         workers=options.workers,
         network=options.network,
-        latency=options.latency,
+        latency=options.latency or "0.1ms",
         step_seconds=options.step,
-        batch_size=options.batch_size,
+        batch_size=32 if options.batch_size is None else options.batch_size,
     )
 
 
@@ -128,8 +142,6 @@ def _plan_placement(options: argparse.Namespace) -> PlacementPlan:
     from tfdist_ext.placement.rules import placement_from
 
     rules = [Rule(pattern, placement_from(text)) for pattern, text in map(_split, options.rule)]
-    if options.compare and options.ps is None:
-        raise PlacementError("--compare needs --ps. Add --ps N, the number of parameter servers.")
     if options.json is not None and options.json.suffix != ".json":
         raise PlacementError(f"the file of a plan must end in .json, got {str(options.json)!r}.")
     if len(options.workers or ()) > 1:
@@ -149,7 +161,8 @@ def _plan_placement(options: argparse.Namespace) -> PlacementPlan:
     )
     print(plan)
     if options.compare:
-        print(f"\n{compare(plan.specs, options.devices, plan)}")
+        devices = 1 if options.devices is None else options.devices
+        print(f"\n{compare(plan.specs, devices, plan)}")
     if options.json is not None:
         try:
             options.json.write_text(plan.to_json(), encoding="utf-8")
@@ -166,8 +179,8 @@ def load_function(text: str, what: str, *, error: type[TfDistError]) -> Callable
         error: the type of the error.
 
     Raises:
-        TfDistError: of type `error`: the text has another form, or there is no such module, file
-            or function.
+        TfDistError: of type `error`: the text has another form, there is no such module, file or
+            function, or a file has the name of a module that is imported already.
     """
     place, _, name = text.rpartition(":")
     if not place or not name:
@@ -187,6 +200,12 @@ def load_function(text: str, what: str, *, error: type[TfDistError]) -> Callable
             tf.config.list_physical_devices()
     except ModuleNotFoundError as missing:
         raise error(f"{what} {text!r} cannot be imported: {missing}.") from missing
+    file = getattr(imported, "__file__", None)  # a module of C has none
+    if place.endswith(".py") and os.path.realpath(place) != os.path.realpath(file or ""):
+        raise error(
+            f"{what} {text!r} cannot be imported: the name {module!r} is that of a module from"
+            f" {file or 'Python itself'}. Rename {os.path.basename(place)}."
+        )
     if not hasattr(imported, name):
         raise error(f"{what} {text!r} cannot be imported: {place} has no attribute {name!r}.")
     return getattr(imported, name)

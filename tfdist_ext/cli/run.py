@@ -77,7 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         " compilation, in callbacks and for slow steps; 0: never)",
     )
     to_end = "with --ps: time for the other tasks to end after the chief (default 5)"
-    seconds("--linger", default=5.0, help=to_end)
+    seconds("--linger", help=to_end)
     seconds("--timeout", help="end the run after this time, with exit status 124")
     run.add_argument(
         "--dry-run", action="store_true", help="print one shell command per task and start nothing"
@@ -103,8 +103,10 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
         workers,
         workers if options.min_workers is None else options.min_workers,
     )
-    limits = Limits(options.grace, options.linger, options.timeout)
-
+    if options.linger is not None and not options.ps:
+        raise LaunchError("--linger needs --ps. Add --ps N, or remove --linger.")
+    linger = Limits.linger if options.linger is None else options.linger
+    limits = Limits(options.grace, linger, options.timeout)
     joined = threading.Event()  # set when a task listens at its address
 
     @contextlib.contextmanager

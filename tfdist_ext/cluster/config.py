@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from tfdist_ext.cluster import tf_config
-from tfdist_ext.cluster.environments import cloud, open_mpi, slurm
+from tfdist_ext.cluster.environments import cloud, ranked
 from tfdist_ext.cluster.jobs import ClusterDescription, Jobs, Task, check_task
 from tfdist_ext.errors import ClusterConfigError
 from tfdist_ext.messages import counted
@@ -20,8 +20,8 @@ from tfdist_ext.user_frames import filter_traceback
 # ClusterConfigError for an invalid description.
 ENVIRONMENTS: dict[str, Callable[[Mapping[str, str]], ClusterDescription | str]] = {
     "TF_CONFIG": tf_config.parse_variable,
-    "Open MPI": open_mpi.parse,
-    "Slurm": slurm.parse,
+    "Open MPI": ranked.open_mpi,
+    "Slurm": ranked.slurm,
     "SageMaker": cloud.sagemaker,
     "Kubernetes": cloud.kubernetes,
 }

@@ -170,15 +170,6 @@ class ClusterDescription(NamedTuple):
     source: str
 
     @property
-    def addresses(self) -> dict[str, str]:
-        """Task -> address, as "worker:1" -> "host:port"."""
-        return {
-            f"{job}:{index}": address
-            for job, addresses in self.jobs.items()
-            for index, address in enumerate(addresses)
-        }
-
-    @property
     def is_evaluator(self) -> bool:
         """Whether this task evaluates, and takes no part in the training."""
         return self.task is not None and self.task.type == "evaluator"
@@ -201,6 +192,15 @@ class ClusterDescription(NamedTuple):
 
     def __str__(self) -> str:
         return ", ".join(counted(len(tasks), job) for job, tasks in self.jobs.items())
+
+
+def addresses_of(jobs: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Task -> address of the tasks that start together, the leader first; no evaluator."""
+    return {
+        f"{job}:{index}": address
+        for job in ("chief", "worker", "ps")
+        for index, address in enumerate(jobs.get(job, ()))
+    }
 
 
 def check_job_name(name: object, key: str, where: str) -> None:

@@ -65,7 +65,9 @@ def command_line() -> str | None:
 
 
 @contextlib.contextmanager
-def signals_to(handler: Callable[[int, Any], object], numbers: Iterable[int]) -> Iterator[bool]:
+def signals_to(
+    handler: Callable[[int, Any], object] | signal.Handlers, numbers: Iterable[int]
+) -> Iterator[bool]:
     """Scope with a handler of signals, in the main thread alone; yields whether it is set."""
     in_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number in numbers if in_main}
@@ -101,7 +103,12 @@ class StopSignals:
         wanted = {signal.SIGINT, signal.SIGTERM, self.preemption}
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored: nohup
             wanted.add(signal.SIGHUP)
-        with signals_to(self._handle, wanted):
+        # If SIGCHLD is ignored, the system forgets how a process has ended, and waitid fails.
+        is_ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+        with (
+            signals_to(self._handle, wanted),
+            signals_to(signal.SIG_DFL, [signal.SIGCHLD] if is_ignored else []),
+        ):
             yield
 
     @property

@@ -67,10 +67,14 @@ def _is_at_work(answer: Path) -> bool:
     """Whether the task's process is alive and its function is still running."""
     if Path(f"{answer}{DONE}").exists():
         return False
+    import psutil
+
     with contextlib.suppress(FileNotFoundError, ValueError):  # it has not started yet
+        pid = int(Path(f"{answer}{PID}").read_text(encoding="ascii"))
         try:
-            os.kill(int(Path(f"{answer}{PID}").read_text(encoding="ascii")), 0)
-        except ProcessLookupError:
+            # The launcher keeps an ended process as a zombie, until all tasks have ended.
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
             return False
     return True
 

@@ -16,8 +16,8 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 import tensorflow as tf
 
 from tfdist_ext.cluster import ClusterConfig, Task
-from tfdist_ext.cluster.jobs import ClusterDescription, Jobs, identity
-from tfdist_ext.cluster.liveness.preflight import PreflightError, addresses_of, info_of, preflight
+from tfdist_ext.cluster.jobs import ClusterDescription, Jobs, addresses_of, identity
+from tfdist_ext.cluster.liveness.preflight import WAIT, PreflightError, info_of, preflight
 from tfdist_ext.cluster.liveness.watching import DONE, result_of_coordinator
 from tfdist_ext.cluster.liveness.wire import Endpoint, port_is_free
 from tfdist_ext.errors import PeerError, StrategyError
@@ -25,7 +25,6 @@ from tfdist_ext.failures import record
 from tfdist_ext.launcher.exit_codes import RESTART
 from tfdist_ext.user_frames import filter_traceback
 
-WAIT = 300.0  # seconds for the other tasks to come
 _CONNECT = 120.0  # seconds for TensorFlow to connect to tasks that have all answered
 _SESSION = 5.0  # seconds for the coordinator to open its session
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
@@ -82,7 +81,7 @@ def describe(cluster: Cluster) -> ClusterDescription | None:
     task = Task(task_type, task_id or 0) if jobs and task_type else None
     if task is None:
         return ClusterDescription(Jobs(jobs, source) if jobs else {}, None, source)
-    return ClusterDescription(ClusterConfig(jobs, task, source=source).jobs, task, source)
+    return describe(ClusterConfig(jobs, task, source=source))
 
 
 def describe_for(strategy: str, cluster: Cluster) -> ClusterDescription:
@@ -216,8 +215,9 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
         _return_freed_memory()
     resolver = resolver_of(cluster)
     endpoint = run_preflight(described, wait)
-    if endpoint is not None:
-        endpoint.free_port(session_within=_SESSION)
+    if endpoint is None:
+        raise _port_is_in_use(described)
+    endpoint.free_port(session_within=_SESSION)
     try:
         with start_failures_in_words(described):
             # Not join(): it never returns, and it keeps Python from handling signals.
@@ -228,13 +228,11 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
                 protocol=resolver.rpc_layer or "grpc",
                 config=_server_config(),
             )
-        assert endpoint is not None  # else the port was in use, and the server has failed
         result = result_of_coordinator(described, endpoint)
         del server  # it serves as long as there is a reference
     finally:
-        if endpoint is not None:
-            endpoint.close()
-    # Not a failure of this task: whoever starts tasks starts it again where the coordinator is.
+        endpoint.close()
+    # Recorded as no failure of this task. The launcher restarts it with the coordinator.
     raise RoleEnded(0 if result == DONE else RESTART)
 
 
@@ -345,9 +343,13 @@ def start_failures_in_words(described: ClusterDescription) -> Iterator[None]:
     except tf.errors.UnknownError as error:
         if "Could not start gRPC server" not in str(error) or described.task is None:
             raise
-        address = described.addresses[str(described.task)]
-        raise StrategyError(
-            f"{described.task} cannot listen at {address}, the address from {described.source}: the"
-            " port is in use. Stop the process that uses it (an earlier run of this program?), or"
-            " change the port of this task on every task."
-        ) from error
+        raise _port_is_in_use(described) from error
+
+
+def _port_is_in_use(described: ClusterDescription) -> StrategyError:
+    address = addresses_of(described.jobs)[str(described.task)]
+    return StrategyError(
+        f"{described.task} cannot listen at {address}, the address from {described.source}: the"
+        " port is in use. Stop the process that uses it (an earlier run of this program?), or"
+        " change the port of this task on every task."
+    )

@@ -109,8 +109,8 @@ def explain(strategy: Any) -> Explanation:
         StrategyError: `strategy` is neither a strategy nor a distributed model.
     """
     steps: list[str] = []
-    if (distribution := getattr(strategy, "_tfdist_ext", None)) is not None:  # of a model
-        steps, strategy = distribution.traces(), distribution.strategy
+    if hasattr(strategy, "_tfdist_explained"):  # the method of a distributed model
+        strategy, steps = strategy._tfdist_explained()
     if not isinstance(strategy, tf.distribute.Strategy):
         raise StrategyError(
             f"explain takes the result of create_strategy or distribute, not {shown(strategy)}."

@@ -21,16 +21,16 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from tfdist_ext.placement.scaling import BYTES_PER_WORKER
-from tfdist_ext.strategies.buckets import (
+from tfdist_ext.strategies.reductions import (
     ALIGNED,
     Piece,
     aligned,
+    bucket_bytes_of,
     cut_values,
     joined,
     joined_values,
     pieces_in,
 )
-from tfdist_ext.strategies.reductions import bucket_bytes_of
 
 # Attributes of a strategy.
 _OWNED_SUMS = "_tfdist_ext_owned_sums"

@@ -19,13 +19,13 @@ from tfdist_ext.placement import (
     Sharded,
     VariableSpec,
 )
-from tfdist_ext.placement.live.creating import has_the_last_word, placing
+from tfdist_ext.placement.live.creating import override_device_scope, placing
 from tfdist_ext.placement.placer import DevicePlacer, ServerPlacer
 from tfdist_ext.strategies._tf_private import servers_extended
 from tfdist_ext.strategies.template import StrategyTemplate
 from tfdist_ext.user_frames import filter_traceback
 
-_OWNER = "number_of_owner"  # attribute of a variable: the index of its owner
+_OWNER = "number_of_owner"  # attribute that stores the owner's index
 
 
 @filter_traceback
@@ -157,7 +157,7 @@ class PlacedParameterServers(tf.distribute.ParameterServerStrategy):
     @contextlib.contextmanager
     def scope(self) -> Iterator[tf.distribute.Strategy]:
         """As TensorFlow's, with the placement of variables."""
-        with has_the_last_word(), super().scope() as strategy, placing(self.placer):
+        with override_device_scope(), super().scope() as strategy, placing(self.placer):
             yield strategy
 
     @property

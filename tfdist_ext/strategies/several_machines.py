@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import itertools
 import os
 import signal
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.cluster.jobs import AddressError, ClusterDescription, identity
+from tfdist_ext.cluster.jobs import AddressError, ClusterDescription, addresses_of, identity
 from tfdist_ext.cluster.liveness.watching import Servers
 from tfdist_ext.cluster.liveness.wire import STARTED, Connection
 from tfdist_ext.errors import StrategyError
@@ -43,13 +42,13 @@ from tfdist_ext.strategies.owned_sums import NarrowSums, OwnedSums, set_sums
 from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.strategies.reductions import set_bucket_bytes
 
-LOOKUP_SECONDS = 30.0  # for Google Cloud's metadata server and TPU API
+TPU_LOOKUP_SECONDS = 30.0  # for Google Cloud's metadata server and TPU API
 REACH_SECONDS = 10.0  # for a TPU to answer
 _STARTED_WITHIN = 10.0  # seconds for servers to start after the preflight
 # The group keys of the collectives of each strategy of a process, of which TensorFlow uses a few. A
 # strategy that the user has made has the first keys. All workers create strategies in one order.
 _KEYS = 1000
-_first_keys = itertools.count(_KEYS + 1, _KEYS)
+_next_key = _KEYS + 1  # of the next strategy
 
 
 def multi_worker_mirrored(
@@ -75,7 +74,9 @@ def multi_worker_mirrored(
             updates that part (ZeRO stage 1). Without it each worker holds all slots.
         gradient_dtype: "bfloat16" or "float16": gradients travel between workers in this type, with
             half of the bytes. Sums, clipping, loss scaling and updates keep the gradients' own
-            type. By default gradients travel as they are.
+            type. By default gradients travel as they are. bfloat16 has the range of float32. In
+            float16, gradients and sums above 65,504 become infinite, and a LossScaleOptimizer then
+            skips the step and lowers its scale.
     """
     if not isinstance(shard_optimizer, bool):
         raise StrategyError(f"shard_optimizer must be True or False, got {shard_optimizer!r}.")
@@ -87,29 +88,36 @@ def multi_worker_mirrored(
     size = None if bucket_bytes is None else parse_size(bucket_bytes, "bucket_bytes")
     options = _communication_options(communication, communication_options)
     described = _workers_described(cluster)
-    hosts = {task: identity(address)[0] for task, address in described.addresses.items()}
+    addresses = addresses_of(described.jobs)
+    hosts = {task: identity(address)[0] for task, address in addresses.items()}
     _share_cores(list(hosts.values()).count(hosts[str(described.task)]))
     with start_failures_in_words(described):
         endpoint = run_preflight(described, wait, first=True)
         if endpoint is not None:
             endpoint.free_port()
         with _sigterm_kept(), connecting():
-            key = next(_first_keys)
-            strategy = workers_strategy(
-                key, cluster_resolver=resolver_of(cluster), communication_options=options
-            )
+            strategy = _with_new_keys(resolver_of(cluster), options)
     owned = narrow = None
     if shard_optimizer and strategy.num_replicas_in_sync > 1:
         workers = _workers_of(strategy, described, "shard_optimizer=True")
-        owned = OwnedSums(key + _KEYS - 2, *workers, strategy)
+        owned = OwnedSums(_next_key - 2, *workers, strategy)
     if gradient_dtype and strategy.num_replicas_in_sync > 1:
         workers = _workers_of(strategy, described, f"gradient_dtype={gradient_dtype!r}")
-        narrow = NarrowSums(key + _KEYS - 1, *workers, gradient_dtype)
+        narrow = NarrowSums(_next_key - 1, *workers, gradient_dtype)
     set_sums(strategy, owned=owned, narrow=narrow)
     on_cpus = all("CPU" in device for device in strategy.extended.worker_devices)
     usual = BYTES_PER_WORKER * strategy.num_replicas_in_sync if on_cpus else 0
     usual = options.bytes_per_pack or usual
     set_bucket_bytes(strategy, usual if size is None else size)
+    return strategy
+
+
+def _with_new_keys(resolver: Any, options: Any) -> tf.distribute.Strategy:
+    """A strategy whose collectives have keys of their own."""
+    global _next_key
+    strategy = workers_strategy(_next_key, cluster_resolver=resolver, communication_options=options)
+    # After a failure the next call has the same keys, as on workers where no call has failed.
+    _next_key += _KEYS
     return strategy
 
 
@@ -161,8 +169,7 @@ def _workers_of(
     Raises:
         StrategyError: a worker has several devices, and `setting` needs one.
     """
-    workers = [task for task in described.addresses if task.startswith("worker")]
-    tasks = [task for task in described.addresses if task.startswith("chief")] + workers
+    tasks = list(addresses_of(described.jobs))
     if strategy.num_replicas_in_sync != len(tasks):
         devices = ", ".join(strategy.extended.worker_devices)
         raise StrategyError(
@@ -194,8 +201,8 @@ def parameter_server(
             endpoint.free_port()
         addresses = {
             task: address
-            for task, address in described.addresses.items()
-            if task.startswith(("ps:", "worker:"))
+            for task, address in addresses_of(described.jobs).items()
+            if not task.startswith("chief")
         }
         servers = Servers(str(described.task or "coordinator"), addresses)
         _wait_for_servers(addresses.values())
@@ -288,7 +295,7 @@ def tpu(
     try:
         if cluster is None and not tpu:
             raise LookupError("neither TPU_NAME nor tpu= is set")
-        resolver, spec = call_with_timeout(LOOKUP_SECONDS, look_up)
+        resolver, spec = call_with_timeout(TPU_LOOKUP_SECONDS, look_up)
         jobs = spec.as_dict() if spec else {}
         for address in [address for tasks in jobs.values() for address in tasks]:
             if not _is_server(address):  # TensorFlow would try to connect forever

@@ -2,23 +2,27 @@
 
 With a trace for each replica, the time of the first step and the size of its graph grow with the
 number of replicas. The steps of the replicas differ only in their variables and in their inputs.
-So a step is traced once. The trace is cut at the sums over replicas (`stages`), and each stage
-becomes a function that takes variables and inputs as arguments. The graph calls the function of a
-stage for each replica, without inlining, and then sums.
+So a step is traced once. A step that sums over replicas cannot be one function that each replica
+calls. The trace is cut into stages at each sum, a sync point, and each stage becomes a function
+that takes variables and inputs as arguments. The graph calls the function of a stage for each
+replica, without inlining, and then sums.
+
+A node belongs to the stage between the sync points where it was made, or to an earlier stage that
+needs it: the gradient of a loop gives the loop inputs that are made after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
+from graphlib import TopologicalSorter
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies import _tf_private
-from tfdist_ext.strategies.stages import NotSharedError, Stage, cut, tensor_name
-from tfdist_ext.strategies.traced_replica import SyncPoint, TracedReplica
+from tfdist_ext.strategies.traced_replica import NotSharedError, SyncPoint, TracedReplica
 from tfdist_ext.user_frames import warn
 
 # The tensors of one replica, by their names in the trace.
@@ -26,6 +30,20 @@ Tensors: TypeAlias = dict[str, tf.Tensor]
 
 # By the id of a captured handle, the handles of the copies, one for each local replica.
 Handles: TypeAlias = dict[int, list[tf.Tensor]]
+
+
+class Stage(NamedTuple):
+    """A part of a step between two sync points.
+
+    Attributes:
+        nodes: names of its nodes.
+        inputs: tensors from outside of the stage, as "name:number", in order.
+        outputs: its tensors that are used outside of the stage, in order.
+    """
+
+    nodes: set[str]
+    inputs: dict[str, None]
+    outputs: dict[str, None]
 
 
 class SharedStep:
@@ -127,38 +145,37 @@ class SharedStep:
 
     def __call__(self, args: Sequence[Sequence[Any]]) -> list[Any]:
         """The results of each local replica, in cross-replica context."""
-        known: list[Tensors] = []
+        tensors_of_replicas: list[Tensors] = []
         for number, replica_args in zip(self._numbers, args, strict=True):
             arguments = dict(zip(self._arguments, [number, *_leaves(replica_args)], strict=True))
-            known.append({**self._sources, **arguments})
+            tensors_of_replicas.append({**self._sources, **arguments})
         points = [None, *self._replica.sync_points]
         for point, function in zip(points, self._functions, strict=True):
             if point is not None:
-                self._synchronize(point, known)
+                self._synchronize(point, tensors_of_replicas)
             if function is not None:
-                for replica, tensors in enumerate(known):
+                for replica, tensors in enumerate(tensors_of_replicas):
                     with tf.device(self._devices[replica]):
                         tensors.update(function(tensors, replica, self._handles))
         return [
-            _packed(self._result, [tensors[name] for name in self._returned]) for tensors in known
+            _packed(self._result, [tensors[name] for name in self._returned])
+            for tensors in tensors_of_replicas
         ]
 
-    def _synchronize(self, point: SyncPoint, known: Sequence[Tensors]) -> None:
-        """Sum what the replicas bring to a sync point, and note the results."""
-        brought = [leaf.name for leaf in _leaves(point.values)]
-        of_all = []
-        for device, tensors in zip(self._devices, known, strict=True):
-            leaves = [_on_device(device, tensors[name]) for name in brought]
+    def _synchronize(self, point: SyncPoint, tensors_of_replicas: Sequence[Tensors]) -> None:
+        """Sum the values of all replicas at a sync point, and add the results to the tensors."""
+        value_names = [leaf.name for leaf in _leaves(point.values)]
+        values_of_replicas = []
+        for device, tensors in zip(self._devices, tensors_of_replicas, strict=True):
+            leaves = [_on_device(device, tensors[name]) for name in value_names]
             values = _packed(point.values, leaves)
-            of_all.append(tf.nest.map_structure(_of_known_shape, values, point.values))
-        local = self._strategy.experimental_local_results
-        results = [
-            local(result) for result in point.reduce(_tf_private.per_replica(of_all, always=True))
-        ]
-        names = [leaf.name for leaf in _leaves(point.results)]
-        for replica, tensors in enumerate(known):
-            got = _leaves([copies[replica % len(copies)] for copies in results])
-            tensors.update(zip(names, got, strict=True))
+            values_of_replicas.append(tf.nest.map_structure(_of_known_shape, values, point.values))
+        reduced = point.reduce(_tf_private.per_replica(values_of_replicas, always=True))
+        reduced_copies = [self._strategy.experimental_local_results(value) for value in reduced]
+        result_names = [leaf.name for leaf in _leaves(point.results)]
+        for replica, tensors in enumerate(tensors_of_replicas):
+            results = _leaves([copies[replica % len(copies)] for copies in reduced_copies])
+            tensors.update(zip(result_names, results, strict=True))
 
     def _why_no_xla(self, stages: Sequence[Stage]) -> str | None:
         """Why XLA cannot compile the stages; None if no reason is known."""
@@ -213,15 +230,15 @@ class _StageFunction:
         self._outputs = list(stage.outputs)
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in taken]
         self._shapes = [graph.get_tensor_by_name(name).shape for name in stage.outputs]
-        used = {tensor_name(name) for node in nodes.node for name in node.input}
+        used = {_tensor_name(name) for node in nodes.node for name in node.input}
 
         def run(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
             inner = tf.compat.v1.get_default_graph()
             args = dict(zip(self._taken, tensors, strict=True))
             inputs = {
-                mark: args[name] if name in args else inner.capture(sources[name])
-                for name, mark in _marks(stage).items()
-                if mark in used
+                placeholder: args[name] if name in args else inner.capture(sources[name])
+                for name, placeholder in _placeholder_names(stage).items()
+                if placeholder in used
             }
             return tf.graph_util.import_graph_def(nodes, inputs, self._outputs, name="")
 
@@ -248,7 +265,98 @@ class _StageFunction:
         return dict(zip(self._outputs, call.outputs, strict=True))
 
 
-def _marks(stage: Stage) -> dict[str, str]:
+def cut(
+    nodes: Sequence[tf.compat.v1.NodeDef],
+    sync_points: Sequence[tuple[Sequence[str], Sequence[str]]],
+    inputs: Iterable[str],
+    wanted: Sequence[str],
+    stateful: Set[str] = frozenset(),
+) -> list[Stage]:
+    """The stages of a step: one more than sync points.
+
+    Args:
+        nodes: in the order in which they were made. Inputs of a node may be made after it.
+        sync_points: in order, (values of a replica, as "name:number"; names of the placeholders
+            of the results).
+        inputs: names of the input nodes of the graph.
+        wanted: the tensors that the step returns, as "name:number".
+        stateful: names of nodes that have effects.
+
+    Raises:
+        NotSharedError: a tensor is needed for a sum over replicas that it depends on.
+    """
+    by_name = {node.name: node for node in nodes}
+    results = {name: i for i, (_, names) in enumerate(sync_points, 1) for name in names}
+    leaving = [*(tensor for values, _ in sync_points for tensor in values), *wanted]
+    made_in: dict[str, int] = {}
+    current = 0
+    for node in nodes:
+        current = made_in[node.name] = results.get(node.name, current)
+
+    order = _in_order(by_name, [*stateful, *results, *map(_node_of, leaving)])
+    outside = {*inputs, *results}
+    stage_of: dict[str, int] = {}
+    needed: dict[str, int] = {}  # the first stage that uses a node
+    for name in reversed(order):
+        if name not in outside:
+            stage_of[name] = stage = min(made_in[name], needed.get(name, made_in[name]))
+            for source in _sources(by_name[name]):
+                needed[source] = min(needed.get(source, stage), stage)
+    for name, number in results.items():
+        if needed.get(name, number) < number:
+            raise NotSharedError(
+                f"the step uses the sum over replicas {name!r} before the sum is computed"
+            )
+
+    stages = _stages(by_name, stage_of, len(sync_points) + 1)
+    for tensor in leaving:
+        if (source := _node_of(tensor)) in stage_of:
+            stages[stage_of[source]].outputs[tensor] = None
+    return stages
+
+
+def _stages(
+    by_name: Mapping[str, tf.compat.v1.NodeDef], stage_of: Mapping[str, int], count: int
+) -> list[Stage]:
+    """The stages, with the tensors that they pass to each other."""
+    stages = [Stage(set(), {}, {}) for _ in range(count)]
+    for name, number in stage_of.items():
+        stages[number].nodes.add(name)
+        for tensor in map(_tensor_name, by_name[name].input):
+            source = _node_of(tensor)
+            if not tensor.startswith("^") and stage_of.get(source) != number:
+                stages[number].inputs[tensor] = None
+                if source in stage_of:
+                    stages[stage_of[source]].outputs[tensor] = None
+    return stages
+
+
+def _in_order(by_name: Mapping[str, tf.compat.v1.NodeDef], names: Iterable[str]) -> list[str]:
+    """These nodes and all nodes that they depend on, each after its inputs."""
+    sources: dict[str, list[str]] = {}
+    todo = list(names)
+    while todo:
+        if (name := todo.pop()) not in sources:
+            sources[name] = _sources(by_name[name])
+            todo += sources[name]
+    return list(TopologicalSorter(sources).static_order())
+
+
+def _tensor_name(name: str) -> str:
+    """An input of a node as "name:number"; a control input "^name" is returned as "^name:0"."""
+    return name if ":" in name else f"{name}:0"
+
+
+def _sources(node: tf.compat.v1.NodeDef) -> list[str]:
+    """Names of the nodes that a node takes tensors from or waits for."""
+    return [_node_of(name.removeprefix("^")) for name in node.input]
+
+
+def _node_of(tensor: str) -> str:
+    return tensor.split(":")[0]
+
+
+def _placeholder_names(stage: Stage) -> dict[str, str]:
     """The tensors that stand for the inputs of a stage, by the names of the inputs in the trace."""
     return {name: f"input_of_stage_{number}:0" for number, name in enumerate(stage.inputs)}
 
@@ -262,8 +370,8 @@ def _optimized(
 ) -> tf.compat.v1.GraphDef | None:
     """The nodes of a stage, optimized for a device but bound to none; None if it does nothing.
 
-    The stage's inputs are named as in `_marks`. XLA gets the nodes as they are, and optimizes them
-    itself.
+    The stage's inputs are named as in `_placeholder_names`. XLA gets the nodes as they are, and
+    optimizes them itself.
 
     Raises:
         NotSharedError: TensorFlow cannot optimize the stage by itself.
@@ -271,7 +379,7 @@ def _optimized(
     effects = [op.name for op in graph.control_outputs if op.name in stage.nodes]
     if not stage.outputs and not effects:
         return None
-    marks = _marks(stage)
+    names = _placeholder_names(stage)
     part = tf.compat.v1.GraphDef(versions=definition.versions, library=definition.library)
     for node in definition.node:
         if node.name in stage.nodes:
@@ -281,12 +389,14 @@ def _optimized(
             copy.attr.pop("_class", None)  # a device beside a node that may be in another stage
             # A node of an earlier stage is done before this stage, so nothing waits for it.
             waits = [name for name in node.input if name.startswith("^")]
-            taken = [marks.get(tensor_name(name), name) for name in node.input if name not in waits]
+            taken = [
+                names.get(_tensor_name(name), name) for name in node.input if name not in waits
+            ]
             copy.input[:] = [*taken, *(name for name in waits if name[1:] in stage.nodes)]
-    placeholders = {mark.removesuffix(":0"): name for name, mark in marks.items()}
-    for mark, name in placeholders.items():
+    placeholders = {placeholder.removesuffix(":0"): name for name, placeholder in names.items()}
+    for placeholder, name in placeholders.items():
         tensor = graph.get_tensor_by_name(name)
-        node = part.node.add(name=mark, op="Placeholder", device=device)
+        node = part.node.add(name=placeholder, op="Placeholder", device=device)
         node.attr["dtype"].type = tensor.dtype.as_datatype_enum
         node.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
     if not jit_compile:

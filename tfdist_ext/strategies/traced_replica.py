@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, NoReturn
 import tensorflow as tf
 
 from tfdist_ext.strategies._tf_private import Value
-from tfdist_ext.strategies.buckets import dense_bytes, is_dense, reduced_in_buckets
 from tfdist_ext.strategies.owned_sums import NarrowSums, narrow_sums_of
 from tfdist_ext.strategies.reductions import (
     OTHER,
@@ -23,13 +22,19 @@ from tfdist_ext.strategies.reductions import (
     Reduced,
     all_reduce,
     bucket_bytes_of,
+    dense_bytes,
+    is_dense,
     reduce_parts,
+    reduced_in_buckets,
     tells_what_it_reduces,
 )
-from tfdist_ext.strategies.stages import NotSharedError
 
 # Elements of a tensor that is faster to copy than to send by itself.
 _SMALL = 4096
+
+
+class NotSharedError(Exception):
+    """The step cannot be traced once for all replicas; the message says why."""
 
 
 class SyncPoint(NamedTuple):
@@ -150,16 +155,16 @@ def _sum_up(
     one_by_one = apart or tells_what_it_reduces(context.strategy)
     small = [] if one_by_one else _small_values(values)
     alone = [i for i in range(len(values)) if i not in small]
-    brought, kinds = [values[i] for i in alone], [what[i] for i in alone]
+    to_sum, kinds = [values[i] for i in alone], [what[i] for i in alone]
     if small:
-        brought.append(tf.concat([tf.reshape(values[i], [-1]) for i in small], 0))
+        to_sum.append(tf.concat([tf.reshape(values[i], [-1]) for i in small], 0))
         kinds.append(OTHER)
 
     def reduce(of_all: Sequence[Any]) -> list[Any]:
         return reduce_parts(context.strategy, op, of_all, kinds, keys, apart=apart)
 
-    summed = [_sum_placeholder(value) for value in brought]
-    context.sync_points.append(SyncPoint(brought, summed, reduce))
+    summed = [_sum_placeholder(value) for value in to_sum]
+    context.sync_points.append(SyncPoint(to_sum, summed, reduce))
     sums = dict(zip(alone, summed, strict=False))
     if small:
         sizes = [values[i].shape.num_elements() for i in small]
@@ -173,9 +178,7 @@ def _small_values(values: Sequence[Value]) -> list[int]:
     small = [
         i
         for i, value in enumerate(values)
-        if not isinstance(value, tf.IndexedSlices)
-        and value.shape.is_fully_defined()
-        and value.shape.num_elements() <= _SMALL
+        if is_dense(value) and value.shape.num_elements() <= _SMALL
     ]
     small = [i for i in small if values[i].dtype == values[small[0]].dtype]
     return small if len(small) > 1 else []

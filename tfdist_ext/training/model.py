@@ -83,6 +83,10 @@ class DistributedModel(keras.Model):
         """The strategy that the variables are in."""
         return self._tfdist_ext.strategy
 
+    def _tfdist_explained(self) -> tuple[tf.distribute.Strategy, list[str]]:
+        """Returns the strategy, and the lines about steps, for `tfd.explain`."""
+        return self._tfdist_ext.strategy, self._tfdist_ext.traces()
+
     @on_every_worker
     def fit(
         self,

@@ -15,11 +15,11 @@ import grpc
 import pytest
 
 from tfdist_ext.cluster import liveness
+from tfdist_ext.cluster.jobs import addresses_of
 from tfdist_ext.cluster.liveness import preflight as module
 from tfdist_ext.cluster.liveness.preflight import (
     PreflightError,
     TaskInfo,
-    addresses_of,
     differences,
     preflight,
 )

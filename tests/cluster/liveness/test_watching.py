@@ -122,6 +122,18 @@ def test_watcher_ends_its_process_and_reports_why(tmp_path: Path, has_started: b
     assert (failure.peer, f"chief:0: {failure.message}. The job ends.") == ("ps:1", errors.strip())
 
 
+def test_watcher_runs_although_a_path_is_in_sys_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("somewhere")])
+    with reserve_ports(1) as (port,):
+        address = f"127.0.0.1:{port}"
+        asked = threading.Event()
+        endpoint = Endpoint(address, lambda _: asked.set() or {})
+        watcher = Watcher("chief:0", {"ps:1": address}, 1.0)
+        assert asked.wait(60)
+        del watcher
+        endpoint.close()
+
+
 @pytest.mark.filterwarnings("error")
 def test_watcher_ends_with_its_object(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
@@ -148,9 +160,9 @@ def test_session_outlives_the_port_and_reopens() -> None:
         first.free_port(session_within=5.0)
         assert first.had_session
         second = Endpoint(address, dict)  # the port is free; as after a restart of the task
-        assert first.next_word(0.1) == {}
+        assert first.next_message(0.1) == {}
         first.close()
         second.free_port(session_within=10.0)
         silent = servers.end(DONE)
-        assert (silent, second.next_word(1.0)["result"]) == ([], DONE)
+        assert (silent, second.next_message(1.0)["result"]) == ([], DONE)
         second.close()

@@ -1,6 +1,6 @@
 """What the environments share: how they read a variable, and make a cluster.
 
-Each reader is a module of its own; `cluster.config` has the table of them.
+`cluster.config` has the table of the readers: `ranked` and `cloud` have most of them.
 """
 
 from __future__ import annotations

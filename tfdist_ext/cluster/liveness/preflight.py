@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
 
+from tfdist_ext.cluster.jobs import addresses_of
 from tfdist_ext.cluster.liveness import WaitReports
 from tfdist_ext.cluster.liveness.wire import (
     ABSENT,
@@ -36,6 +37,7 @@ from tfdist_ext.cluster.liveness.wire import (
 Addresses = Mapping[str, Sequence[str]]  # job -> addresses
 Late = Mapping[str, str]  # task -> state, of the tasks that are not ready
 
+WAIT = 300.0  # seconds for the other tasks to come, unless the caller sets them
 _STEP = 0.25  # seconds between two tries
 _ASK = 2.0  # seconds for an answer
 _LINGER = 5.0  # seconds for the others to get the result
@@ -82,15 +84,6 @@ def info_of(task: str, jobs: Addresses, gpus: int) -> TaskInfo:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return TaskInfo(task, jobs, versions, gpus)
-
-
-def addresses_of(jobs: Addresses) -> dict[str, str]:
-    """Task -> address of the tasks that start together, the leader first; no evaluator."""
-    return {
-        f"{job}:{index}": address
-        for job in ("chief", "worker", "ps")
-        for index, address in enumerate(jobs.get(job, ()))
-    }
 
 
 def preflight(info: TaskInfo, *, wait: float, source: str) -> Endpoint:

@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Mapping
 
 from tfdist_ext import failures
-from tfdist_ext.cluster.jobs import ClusterDescription
+from tfdist_ext.cluster.jobs import ClusterDescription, addresses_of
 from tfdist_ext.cluster.liveness import WaitReports, log_line, show_stacks
 from tfdist_ext.cluster.liveness.wire import READY, SILENT, STARTED, Connection, Endpoint, Message
 
@@ -44,7 +44,7 @@ SERVER_SILENT, COORDINATOR_SILENT = 45.0, 55.0
 
 _ANSWER = 5.0  # seconds for an answer
 _ANSWERS = 5  # consecutive missed answers before a task counts as frozen
-_REFUSED = 4  # looks in a row after which a task is gone; one may be lost on a busy network
+_REFUSED = 4  # consecutive refused connections before a task counts as gone
 _TO_END = 10.0  # seconds between SIGTERM and SIGKILL
 _OPEN = 5.0  # seconds for the sessions to open; later ones are tried again in the threads
 _AGAIN = 1.0  # seconds between two tries to open a session
@@ -135,8 +135,9 @@ class Watcher:
     """
 
     def __init__(self, me: str, tasks: Mapping[str, str], frozen_after: float):
+        path = [str(entry) for entry in sys.path]  # the text of a Path is no expression
         program = (
-            f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import run_watcher;"
+            f"import sys; sys.path[:] = {path!r}; from {__name__} import run_watcher;"
             f" run_watcher({me!r}, {os.getpid()}, {dict(tasks)!r}, {frozen_after},"
             f" {failures.error_file()!r})"
         )
@@ -274,7 +275,7 @@ def result_of_coordinator(cluster: ClusterDescription, endpoint: Endpoint) -> st
         DONE, FAILED or STALLED; "" if the coordinator has crashed or is frozen.
     """
     me, driver = str(cluster.task), cluster.driver
-    address = cluster.addresses[me]
+    address = addresses_of(cluster.jobs)[me]
     if driver is None:
         log_line(
             f"{me}: serving at {address}. {cluster.source} names no chief, so this server does not"
@@ -288,7 +289,7 @@ def result_of_coordinator(cluster: ClusterDescription, endpoint: Endpoint) -> st
     while not coordinator.failure:
         if coordinator.state == EXPECTED and time.monotonic() >= deadline:
             break
-        result = str(endpoint.next_word(_LOOK_EVERY).get("result", ""))
+        result = str(endpoint.next_message(_LOOK_EVERY).get("result", ""))
         if result == STALLED:
             show_stacks()  # this task may know why
         if result:

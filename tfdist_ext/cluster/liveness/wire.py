@@ -142,7 +142,7 @@ class Endpoint:
 
         self._answer = answer
         self._port = identity(address)[1]
-        self._words: queue.Queue[Message] = queue.Queue()
+        self._messages: queue.Queue[Message] = queue.Queue()
         self._opened, self._freed = threading.Event(), threading.Event()
         self._is_early = threading.Event()
         if not port_is_free(self._port):
@@ -180,7 +180,7 @@ class Endpoint:
         try:
             for request in requests:
                 message = json.loads(request)
-                self._words.put(message)
+                self._messages.put(message)
                 if message.get("last"):
                     return
         except Exception:  # the connection has broken
@@ -224,10 +224,10 @@ class Endpoint:
         """Whether there was a session."""
         return self._opened.is_set()
 
-    def next_word(self, seconds: float) -> Message:
+    def next_message(self, seconds: float) -> Message:
         """The next message of the session; empty where none comes in time."""
         with contextlib.suppress(queue.Empty):
-            return self._words.get(timeout=seconds)
+            return self._messages.get(timeout=seconds)
         return {}
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ def pieces_of(value: tf.Variable) -> list[tuple[tf.Variable, int, int]]:
     return list(zip(pieces, [0, *ends[:-1]], ends, strict=True))
 
 
-def has_the_last_word() -> contextlib.AbstractContextManager[None]:
+def override_device_scope() -> contextlib.AbstractContextManager[None]:
     """Scope to enter before the strategy's: creates variables on the device decided on.
 
     Initial values are computed there, too: a slot is never a tensor of this process first.

@@ -34,8 +34,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import failures
+from tfdist_ext.cluster.jobs import addresses_of
 from tfdist_ext.cluster.liveness import WaitReports, log_line, show_stacks
-from tfdist_ext.cluster.liveness.preflight import addresses_of
 from tfdist_ext.cluster.liveness.watching import ALIVE, TaskWatch
 from tfdist_ext.errors import PeerError, address_of
 from tfdist_ext.training._tf_private import (

@@ -22,8 +22,7 @@ from tfdist_ext.errors import StrategyError, TfDistError, TrainingError
 from tfdist_ext.strategies._tf_private import lightly_optimized
 from tfdist_ext.strategies.owned_sums import narrow_sums_of, owned_sums_of
 from tfdist_ext.strategies.shared_step import SharedStep, kind_of
-from tfdist_ext.strategies.stages import NotSharedError
-from tfdist_ext.strategies.traced_replica import replica_id, replica_number
+from tfdist_ext.strategies.traced_replica import NotSharedError, replica_id, replica_number
 from tfdist_ext.training._keras_private import (
     drawing_from,
     global_seed_generator,

@@ -7,7 +7,8 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist_ext.strategies.stages import NotSharedError, cut
+from tfdist_ext.strategies.shared_step import cut
+from tfdist_ext.strategies.traced_replica import NotSharedError
 
 
 def node(name: str, op: str = "Add", takes: str = "") -> tf.compat.v1.NodeDef:
