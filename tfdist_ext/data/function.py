@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -76,10 +75,14 @@ class FunctionDataset(ShardedDataset):
         self._shards: int | None = None  # number of shards in which batches are counted
         self._shards_read: int | None = None  # by the last call of `dataset`
         self._kept: dict[Shard, tf.data.Dataset] = {}
+        # Of the first shard that was read: the function may be slow, and each `state` needs it.
+        self._spec: Any = None
 
-    @functools.cached_property  # the function may be slow, and each `state` needs the spec
+    @property
     def element_spec(self) -> Any:
-        return self.whole_epoch(next(iter(self._kept), Shard(0, 1)), self._epoch).element_spec
+        if self._spec is None:
+            self.whole_epoch(Shard(0, 1), self._epoch)
+        return self._spec
 
     @property
     def global_batch_size(self) -> int | None:
@@ -164,6 +167,8 @@ class FunctionDataset(ShardedDataset):
                 f" {dataset.element_spec}. Call .batch(n) in the function, or give"
                 " global_batch_size."
             )
+        if self._spec is None:
+            self._spec = tf.nest.map_structure(of_any_rows, dataset.element_spec)
         return sharded_already(dataset, shard)
 
     def distributed(
@@ -228,11 +233,11 @@ class ShardBatches(Batches):
     """
 
     def __init__(self, data: FunctionDataset, readers: Readers, *, moves: bool):
-        # Several workers compare it. It is read before the shards, which may have other shapes.
-        self._state = data.state() if readers.shard.count > 1 else {}
         self._shard = readers.shard
         self._function = data
         dataset = data.whole_epoch(readers.shard, data.position[0] if moves else 0)
+        # Several workers compare it.
+        self._state = data.state() if readers.shard.count > 1 else {}
         steps, is_infinite = _agreed_length(dataset, readers)
         if data.takes_epoch and moves:  # other epochs may have more batches, or fewer
             steps = None
