@@ -84,6 +84,7 @@ def test_a_state_resumes_inside_an_epoch() -> None:
 
     data = from_dataset_fn(of_epoch, global_batch_size=4)
     assert len(rows(data.dataset(Shard(0, 2)))) == 5
+    data.shards = 2
     data.advance(3)
     state = json.loads(json.dumps(data.state()))
     assert (state["epoch"], state["steps"], state["shards"]) == (0, 3, 2)
@@ -96,6 +97,14 @@ def test_a_state_resumes_inside_an_epoch() -> None:
     again.end_epoch()
     assert again.position == (1, 0)
     assert len(rows(again.dataset(Shard(0, 4)))) == 5  # any number at the start of an epoch
+
+
+def test_looking_at_another_shard_does_not_change_the_state() -> None:
+    data = from_dataset_fn(lambda shard, epoch: of_shard(shard), global_batch_size=4)
+    for _ in data.batches():
+        data.dataset(Shard(0, 4))
+        assert data.state()["shards"] == 1
+    assert data.position == (1, 0)
 
 
 def test_without_an_epoch_a_broken_off_one_begins_again() -> None:

@@ -72,8 +72,6 @@ class FunctionDataset(ShardedDataset):
         self._batch = global_batch_size
         if global_batch_size is not None:
             self._batch = check_int(global_batch_size, "global_batch_size", 1, error=DataError)
-        self._shards: int | None = None  # number of shards in which batches are counted
-        self._shards_read: int | None = None  # by the last call of `dataset`
         self._kept: dict[Shard, tf.data.Dataset] = {}
         # Of the first shard that was read: the function may be slow, and each `state` needs it.
         self._spec: Any = None
@@ -113,17 +111,14 @@ class FunctionDataset(ShardedDataset):
         shard = Shard(0, 1) if shard is None else Shard.of(shard)
         epoch = self._epoch if epoch is None else check_int(epoch, "epoch", error=DataError)
         dataset = self.whole_epoch(shard, epoch)
-        if epoch != self._epoch:
-            return dataset
-        if self._done:
-            if self._shards not in (None, shard.count):
+        if epoch == self._epoch and self._done:
+            if self.shards not in (None, shard.count):
                 raise DataError(
-                    f"the position is after {self._done} batches of each of {self._shards} shards,"
+                    f"the position is after {self._done} batches of each of {self.shards} shards,"
                     f" so {shard.count} shards cannot resume there. Resume with"
-                    f" {self._shards} tasks, or from the end of an epoch."
+                    f" {self.shards} tasks, or from the end of an epoch."
                 )
             dataset = dataset.skip(self._done)
-        self._shards_read = shard.count
         return dataset
 
     def whole_epoch(self, shard: Shard, epoch: int = 0) -> tf.data.Dataset:
@@ -187,7 +182,7 @@ class FunctionDataset(ShardedDataset):
         return {
             "epoch": self._epoch,
             "steps": self._done,
-            "shards": self._shards,
+            "shards": self.shards,
             "fingerprint": {"kind": "dataset function", "element": str(self.element_spec)},
         }
 
@@ -198,12 +193,10 @@ class FunctionDataset(ShardedDataset):
         shards = state["shards"]
         if shards is not None:
             shards = check_int(shards, "the position's shards", 1, error=DataError)
-        self._epoch, self._done, self._shards = epoch, steps, shards
+        self._epoch, self._done, self.shards = epoch, steps, shards
 
-    def advance(self, steps: int, shards: int | None = None) -> None:
-        """As `ShardedDataset.advance`; `shards` is the number of tasks, by default as last read."""
+    def advance(self, steps: int) -> None:
         steps = check_int(steps, "the number of steps done", error=DataError)
-        self._shards = shards or self._shards_read or self._shards
         self._done += steps if self.resumes_inside_epochs else 0
 
 
@@ -268,7 +261,8 @@ class ShardBatches(Batches):
 
     def advance(self, steps: int) -> None:
         if self.data is not None:
-            self._function.advance(steps, self._shard.count)
+            self.data.shards = self._shard.count
+            self.data.advance(steps)
 
     def pass_ended(self) -> None:
         if self.data is not None:

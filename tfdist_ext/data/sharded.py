@@ -23,8 +23,13 @@ class ShardedDataset(abc.ABC):
     In `fit`, each task reads its own shard. The datasets of `from_arrays`, `from_tfrecords` and
     `from_source` have the same order of examples for any number of tasks. With `from_dataset_fn`,
     a function returns the examples of each task.
+
+    Attributes:
+        shards: the number of shards whose batches are counted in the position of data from a
+            function; None if it is not known. A loop that calls `dataset` for a shard sets it.
     """
 
+    shards: int | None = None
     _epoch = _done = 0
 
     @property
@@ -136,12 +141,13 @@ class ShardedDataset(abc.ABC):
                 from a function supports only KEEP.
         """
         epoch = self._epoch
+        whole = strategy is None
+        dataset = (
+            self.dataset(remainder=remainder) if whole else self.distributed(strategy, remainder)
+        )
         with data_errors_as_raised():
-            for batch in (
-                self.dataset(remainder=remainder)
-                if strategy is None
-                else self.distributed(strategy, remainder)
-            ):
+            for batch in dataset:
+                self.shards = 1  # also on several replicas, which split its batches
                 self.advance(1)
                 yield batch
         if self._epoch == epoch:  # the number of batches was not known before
