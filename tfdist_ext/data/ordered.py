@@ -11,6 +11,7 @@ whole seed and the epoch.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -38,7 +39,7 @@ from tfdist_ext.data.sharded import (
     sharded_already,
 )
 from tfdist_ext.data.shards import Number, ReadBy, Remainder, Shard, bounds, check_field
-from tfdist_ext.data.sources import Arrays, Source
+from tfdist_ext.data.sources import Arrays, Fingerprint, Source
 from tfdist_ext.errors import DataError, TrainingError
 from tfdist_ext.messages import check_int, shown
 from tfdist_ext.user_frames import filter_traceback
@@ -286,8 +287,12 @@ class OrderedDataset(ShardedDataset):
             "seed": self.order.seed,
             "epoch": self._epoch,
             "examples": self._done,
-            "fingerprint": json.loads(json.dumps(self.source.fingerprint())),
+            "fingerprint": self._fingerprint,
         }
+
+    @functools.cached_property  # it may read all of the data
+    def _fingerprint(self) -> Fingerprint:
+        return dict(json.loads(json.dumps(self.source.fingerprint())))
 
     def restore(self, state: dict[str, Any]) -> None:
         current = self.state()
