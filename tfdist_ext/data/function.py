@@ -128,16 +128,18 @@ class FunctionDataset(ShardedDataset):
         order each time the dataset is iterated.
         """
         if self.takes_epoch:
-            return self.made(shard, epoch)
+            return self.create_dataset(shard, epoch)
         if shard not in self._kept:
-            self._kept[shard] = self.made(shard)
+            self._kept[shard] = self.create_dataset(shard)
         return self._kept[shard]
 
-    def made(self, shard: Shard, epoch: int = 0, *, alone: bool = False) -> tf.data.Dataset:
-        """What the function returns, in batches, with sharding options set.
+    def create_dataset(
+        self, shard: Shard, epoch: int = 0, *, whole_batches: bool = False
+    ) -> tf.data.Dataset:
+        """Returns the result of the function in batches, with sharding options set.
 
         Args:
-            alone: each batch is a whole global batch, not a part of one.
+            whole_batches: each batch is a whole global batch, not the shard's part of one.
         """
         dataset = self._function(shard, **({"epoch": epoch} if self.takes_epoch else {}))
         if not isinstance(dataset, tf.data.Dataset):
@@ -145,12 +147,13 @@ class FunctionDataset(ShardedDataset):
                 f"the function returned {shown(dataset)} for {shard}, not a tf.data.Dataset."
             )
         if self._batch is not None:
-            low, high = bounds(self._batch, *((0, 1) if alone else (shard.index, shard.count)))
-            if high == low:
+            reader = Shard(0, 1) if whole_batches else shard
+            if self._batch < reader.count:  # on all tasks, also those whose part is not empty
                 raise DataError(
-                    f"global_batch_size={self._batch} leaves no example for {shard}. Use a larger"
-                    " batch or fewer tasks."
+                    f"global_batch_size={self._batch} is less than the number of shards,"
+                    f" {reader.count}. Use a larger batch or fewer tasks."
                 )
+            low, high = bounds(self._batch, reader.index, reader.count)
             dataset = dataset.batch(high - low, num_parallel_calls=tf.data.AUTOTUNE)
             dataset = dataset.prefetch(tf.data.AUTOTUNE)
         elif any(

@@ -96,7 +96,7 @@ class WorkerBatches(Batches):
     def shards(self) -> list[tf.data.Dataset]:
         """The dataset of each shard."""
         shards = [Shard(number, self.workers) for number in range(self.workers)]
-        return [self._data.made(shard, alone=True) for shard in shards]
+        return [self._data.create_dataset(shard, whole_batches=True) for shard in shards]
 
 
 class WorkerIterators:
@@ -142,12 +142,14 @@ def why_not_remote(data: FunctionDataset, workers: int) -> str:
 
     A worker receives graphs and tensors. It cannot receive a dataset or a Python function.
     """
-    function = tf.function(
-        lambda: tf.data.experimental.to_variant(data.made(Shard(0, workers), alone=True)),
-        autograph=False,
-    )
+
+    @functools.partial(tf.function, autograph=False)
+    def variant() -> tf.Tensor:
+        dataset = data.create_dataset(Shard(0, workers), whole_batches=True)
+        return tf.data.experimental.to_variant(dataset)
+
     try:
-        traced = function.get_concrete_function()
+        traced = variant.get_concrete_function()
     except (TypeError, ValueError) as error:  # what runs only in eager mode, such as adapt()
         return f"its function cannot be traced ({type(error).__name__}), as with adapt()"
     if any(tensor.dtype == tf.variant for tensor in traced.captured_inputs):
