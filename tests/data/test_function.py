@@ -100,7 +100,7 @@ def test_a_state_resumes_inside_an_epoch() -> None:
 
 
 def test_looking_at_another_shard_does_not_change_the_state() -> None:
-    data = from_dataset_fn(lambda shard, epoch: of_shard(shard), global_batch_size=4)
+    data = from_dataset_fn(of_shard, global_batch_size=4)
     for _ in data.batches():
         data.dataset(Shard(0, 4))
         assert data.state()["shards"] == 1

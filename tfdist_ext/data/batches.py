@@ -134,7 +134,7 @@ class Batches:
     def iterators(
         self, feed: Feed, *, in_pieces: bool, inspect: Callable[[Structure], None] | None
     ) -> Iterators:
-        """Returns what makes the iterators of epochs.
+        """Returns the factory of the epochs' iterators.
 
         Args:
             in_pieces: the caller gave a number of steps, so an epoch need not be a pass.

@@ -36,7 +36,7 @@ class Epoch:
         batches: the data.
         iterator: over the parts of this task's replicas.
         steps: global batches of the epoch; None: until the data ends.
-        completed: global batches of the same epoch that are in the metrics already.
+        completed: steps of this epoch that ran before the job resumed.
     """
 
     batches: Batches

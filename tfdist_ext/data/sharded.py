@@ -141,12 +141,12 @@ class ShardedDataset(abc.ABC):
                 from a function supports only KEEP.
         """
         epoch = self._epoch
-        whole = strategy is None
-        dataset = (
-            self.dataset(remainder=remainder) if whole else self.distributed(strategy, remainder)
-        )
         with data_errors_as_raised():
-            for batch in dataset:
+            for batch in (
+                self.dataset(remainder=remainder)
+                if strategy is None
+                else self.distributed(strategy, remainder)
+            ):
                 self.shards = 1  # also on several replicas, which split its batches
                 self.advance(1)
                 yield batch
