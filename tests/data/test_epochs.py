@@ -32,6 +32,17 @@ def read(data: tf.data.Dataset, steps: int | None, inspect: Any) -> list[list[li
     return epochs_read
 
 
+def test_arrays_are_read_ahead_to_the_end_of_the_pass() -> None:
+    """Only a training needs the next pass."""
+
+    def batches_read(**options: Any) -> int:
+        batches = batches_of(tf.range(10), batch_size=4, readers=Readers(), **options)
+        return int(batches.parts(0, 1, 1, 0).cardinality())
+
+    assert batches_read() == 3
+    assert batches_read(seed=lambda: 1) > 2**61
+
+
 @pytest.mark.filterwarnings("ignore:the data ended after")
 @pytest.mark.parametrize("steps", [None, 2, 3])
 @pytest.mark.parametrize("known", [True, False])

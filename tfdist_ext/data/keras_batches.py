@@ -42,44 +42,57 @@ class ArrayBatches(Batches):
         batch_size: rows of a global batch.
         shuffle: "batch" shuffles within each batch.
         seed: of the orders, the same on every task; None: the order of the rows.
+        is_infinite: an iterator reads on after a pass. Otherwise it reads nothing ahead of the next
+            pass, which may not be needed.
     """
 
     can_begin_anywhere = True
 
     def __init__(
-        self, arrays: Structure, rows: int, batch_size: int, shuffle: bool | str, seed: int | None
+        self,
+        arrays: Structure,
+        rows: int,
+        batch_size: int,
+        shuffle: bool | str,
+        seed: int | None,
+        *,
+        is_infinite: bool,
     ):
         steps = -(-rows // batch_size)
         super().__init__(
-            specs_of_rows(arrays), steps=steps, batch_size=batch_size, is_infinite=True
+            specs_of_rows(arrays), steps=steps, batch_size=batch_size, is_infinite=is_infinite
         )
         self.arrays = arrays
         self.examples = rows
         self._seed = seed or 0
         self._shuffle = seed is not None and shuffle
-        self._functions: list[Any] = []  # a dataset needs the function that made it
 
     def parts(self, first: int, local: int, replicas: int, start: int) -> tf.data.Dataset:
         sizes = self.examples, self.batch_size, self._shuffle
+        assert self.steps is not None
+        stop = 2**62 if self.is_infinite else start - start % self.steps + self.steps
         with tf.device("CPU:0"):
-            numbers = tf.constant(start, tf.int64), tf.constant(self._seed, tf.int64)
+            numbers = [tf.constant(number, tf.int64) for number in (start, stop, self._seed)]
             function = _dataset_of_arrays(*sizes, first, local, replicas)
             # Concrete: TensorFlow counts traces by other calls, and warns of many datasets.
-            specs = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int64)
-            self._functions.append(function.get_concrete_function(*specs, self.arrays))
-            return self._functions[-1](*numbers, self.arrays)
+            specs = [tf.TensorSpec([], tf.int64)] * len(numbers)
+            # A dataset needs the function that made it.
+            self._function = function.get_concrete_function(*specs, self.arrays)
+            return self._function(*numbers, self.arrays)
 
 
 @functools.lru_cache(maxsize=16)  # a fit on data like that of the last one traces nothing
 def _dataset_of_arrays(
     rows: int, batch: int, shuffle: bool | str, first: int, local: int, replicas: int
 ) -> tf.types.experimental.PolymorphicFunction:
-    """Returns a function from (first global batch, seed, arrays) to the local replicas' parts."""
+    """Returns a function from (start, stop, seed, arrays) to the parts of global batches."""
     steps = max(1, -(-rows // batch))
     # `Epochs` refuses arrays without rows or steps.
     order = Order(max(rows, 1), max(1, min(batch, rows)), 0 if shuffle is True else None)
 
-    def dataset(start: tf.Tensor, seed: tf.Tensor, arrays: Structure) -> tf.data.Dataset:
+    def dataset(
+        start: tf.Tensor, stop: tf.Tensor, seed: tf.Tensor, arrays: Structure
+    ) -> tf.data.Dataset:
         def parts(number: tf.Tensor) -> tuple[Part, ...]:
             step = number % steps
             size = tf.minimum(rows - step * batch, batch)
@@ -100,7 +113,7 @@ def _dataset_of_arrays(
 
         options = tf.data.Options()  # nothing to optimize, which takes longer than a short fit
         options.experimental_optimization.apply_default_optimizations = False
-        numbers = tf.data.Dataset.range(start, 2**62)
+        numbers = tf.data.Dataset.range(start, stop)
         as_it_is = tf.autograph.experimental.do_not_convert(parts)
         return in_parallel(numbers, as_it_is).with_options(options)
 
