@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.batches import Batches, Readers
+from tfdist_ext.data.batches import Position, PositionedBatches, Readers
 from tfdist_ext.data.pipelines import Part, of_any_rows, parts_of_dataset
 from tfdist_ext.data.sharded import (
     ShardedDataset,
@@ -79,7 +81,7 @@ class FunctionDataset(ShardedDataset):
     @property
     def element_spec(self) -> Any:
         if self._spec is None:
-            self.whole_epoch(Shard(0, 1), self._epoch)
+            self.rest_of_epoch(Shard(0, 1), self._epoch)
         return self._spec
 
     @property
@@ -89,7 +91,7 @@ class FunctionDataset(ShardedDataset):
     @property
     def steps(self) -> int | None:
         """The batches in an epoch if one task reads all data; None if unknown."""
-        length = int(self.whole_epoch(Shard(0, 1), self._epoch).cardinality())
+        length = int(self.rest_of_epoch(Shard(0, 1), self._epoch).cardinality())
         return None if length < 0 else length  # unknown or infinite
 
     @property
@@ -110,28 +112,26 @@ class FunctionDataset(ShardedDataset):
             )
         shard = Shard(0, 1) if shard is None else Shard.of(shard)
         epoch = self._epoch if epoch is None else check_int(epoch, "epoch", error=DataError)
-        dataset = self.whole_epoch(shard, epoch)
-        if epoch == self._epoch and self._done:
-            if self.shards not in (None, shard.count):
-                raise DataError(
-                    f"the position is after {self._done} batches of each of {self.shards} shards,"
-                    f" so {shard.count} shards cannot resume there. Resume with"
-                    f" {self.shards} tasks, or from the end of an epoch."
-                )
-            dataset = dataset.skip(self._done)
-        return dataset
+        return self.rest_of_epoch(shard, epoch, self._done if epoch == self._epoch else 0)
 
-    def whole_epoch(self, shard: Shard, epoch: int = 0) -> tf.data.Dataset:
-        """All batches of a shard, whatever the position.
+    def rest_of_epoch(self, shard: Shard, epoch: int, steps: int = 0) -> tf.data.Dataset:
+        """The batches of a shard after its first `steps` batches.
 
         If the function takes no epoch, one dataset serves all epochs: its `shuffle` gives another
         order each time the dataset is iterated.
         """
-        if self.takes_epoch:
-            return self.create_dataset(shard, epoch)
-        if shard not in self._kept:
+        if not self.takes_epoch and shard not in self._kept:
             self._kept[shard] = self.create_dataset(shard)
-        return self._kept[shard]
+        dataset = self._kept.get(shard) or self.create_dataset(shard, epoch)
+        if not steps:
+            return dataset
+        if self.shards not in (None, shard.count):
+            raise DataError(
+                f"the position is after {steps} batches of each of {self.shards} shards, so"
+                f" {shard.count} shards cannot resume there. Resume with {self.shards} tasks, or"
+                " from the end of an epoch."
+            )
+        return dataset.skip(steps)
 
     def create_dataset(
         self, shard: Shard, epoch: int = 0, *, whole_batches: bool = False
@@ -200,7 +200,10 @@ class FunctionDataset(ShardedDataset):
 
     def advance(self, steps: int) -> None:
         steps = check_int(steps, "the number of steps done", error=DataError)
-        self._done += steps if self.resumes_inside_epochs else 0
+        self.move_to(self._epoch, self._done + steps)
+
+    def move_to(self, epoch: int, steps: int) -> None:
+        super().move_to(epoch, steps if self.resumes_inside_epochs else 0)
 
 
 def _takes_epoch(function: Callable[..., tf.data.Dataset]) -> bool:
@@ -221,7 +224,7 @@ def _takes_epoch(function: Callable[..., tf.data.Dataset]) -> bool:
     return takes_epoch
 
 
-class ShardBatches(Batches):
+class ShardBatches(PositionedBatches):
     """Global batches that consist of one batch of each task's own shard.
 
     Args:
@@ -229,11 +232,9 @@ class ShardBatches(Batches):
     """
 
     def __init__(self, data: FunctionDataset, readers: Readers, *, moves: bool):
-        self._shard = readers.shard
+        self._readers = readers
         self._function = data
-        dataset = data.whole_epoch(readers.shard, data.position[0] if moves else 0)
-        # Several workers compare it.
-        self._state = data.state() if readers.shard.count > 1 else {}
+        dataset = data.rest_of_epoch(readers.shard, data.position[0] if moves else 0)
         steps, is_infinite = _agreed_length(dataset, readers)
         if data.takes_epoch and moves:  # other epochs may have more batches, or fewer
             steps = None
@@ -248,28 +249,22 @@ class ShardBatches(Batches):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {**super().settings, **named_state(self._state)}
+        return {**super().settings, **named_state(self._function.state())}
 
-    @property
-    def position(self) -> int:
-        return 0 if self.data is None else self.data.steps_done
-
-    def parts(self, first: int, local: int, replicas: int, start: int) -> tf.data.Dataset:
-        """The parts from the data's own position: each iterator reads one epoch of the data."""
-        shard, data = self._shard, self._function
-        dataset = data.whole_epoch(shard) if self.data is None else data.dataset(shard)
+    def parts(self, first: int, local: int, replicas: int, start: Position) -> tf.data.Dataset:
+        shard = self._readers.shard
+        dataset = self._function.rest_of_epoch(shard, *start)
+        if self.data is not None:
+            self.data.shards = shard.count
         if shard.count == 1:
             return parts_of_dataset(dataset)(first, local, replicas)
         return then_nothing(dataset, local, shard.count)
 
-    def advance(self, steps: int) -> None:
-        if self.data is not None:
-            self.data.shards = self._shard.count
-            self.data.advance(steps)
-
-    def pass_ended(self) -> None:
-        if self.data is not None:
-            self.data.end_epoch()
+    def skip(self, iterator: Any, steps: int | None, report: Callable[[], object]) -> int:
+        if self.needs_row_count:
+            iterator = itertools.takewhile(_has_data, iterator)
+        skipped = super().skip(iterator, steps, report)
+        return int(self._readers.from_each(np.array(skipped)).max())
 
 
 def _agreed_length(dataset: tf.data.Dataset, readers: Readers) -> tuple[int | None, bool]:
@@ -308,6 +303,12 @@ def then_nothing(dataset: tf.data.Dataset, local: int, readers: int) -> tf.data.
     one_row = tf.nest.map_structure(_one_row, dataset.element_spec)
     nothing = marked(tf.data.Dataset.from_tensors(one_row), 0)
     return marked(dataset, 1).concatenate(nothing.repeat())
+
+
+def _has_data(parts: Any) -> bool:
+    """Whether parts of `then_nothing`, for one replica or several, come before the end."""
+    _, flags, _ = parts[0] if isinstance(parts[0], tuple) else parts
+    return bool(tf.nest.flatten(flags, expand_composites=True)[0] > 0)
 
 
 def _one_row(spec: tf.TypeSpec) -> tf.Tensor:

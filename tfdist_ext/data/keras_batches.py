@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.data._keras_private import get_data_adapter, one_pass, specs_of_rows, take
-from tfdist_ext.data.batches import Batches, Feed, Iterators
+from tfdist_ext.data.batches import Batches, Feed, Inspect, Iterators, Position, PositionedBatches
 from tfdist_ext.data.ordered import Order, sorted_at_random
 from tfdist_ext.data.pipelines import (
     SHARED_TENSOR,
@@ -33,7 +33,7 @@ from tfdist_ext.data.shards import bounds
 from tfdist_ext.errors import TrainingError
 
 
-class ArrayBatches(Batches):
+class ArrayBatches(PositionedBatches):
     """Rows of arrays, pass after pass, in a new order in each pass if they are shuffled.
 
     Args:
@@ -41,38 +41,26 @@ class ArrayBatches(Batches):
         rows: number of rows.
         batch_size: rows of a global batch.
         shuffle: "batch" shuffles within each batch.
-        seed: of the orders, the same on every task; None: the order of the rows.
-        is_infinite: an iterator reads on after a pass. Otherwise it reads nothing ahead of the next
-            pass, which may not be needed.
+        seed: of the orders, the same on every task; None: a single pass, in the order of the rows.
     """
 
-    can_begin_anywhere = True
-
     def __init__(
-        self,
-        arrays: Structure,
-        rows: int,
-        batch_size: int,
-        shuffle: bool | str,
-        seed: int | None,
-        *,
-        is_infinite: bool,
+        self, arrays: Structure, rows: int, batch_size: int, shuffle: bool | str, seed: int | None
     ):
-        steps = -(-rows // batch_size)
-        super().__init__(
-            specs_of_rows(arrays), steps=steps, batch_size=batch_size, is_infinite=is_infinite
-        )
+        steps, spec = -(-rows // batch_size), specs_of_rows(arrays)
+        super().__init__(spec, steps=steps, batch_size=batch_size, is_infinite=seed is not None)
         self.arrays = arrays
         self.examples = rows
         self._seed = seed or 0
         self._shuffle = seed is not None and shuffle
 
-    def parts(self, first: int, local: int, replicas: int, start: int) -> tf.data.Dataset:
+    def parts(self, first: int, local: int, replicas: int, start: Position) -> tf.data.Dataset:
         sizes = self.examples, self.batch_size, self._shuffle
         assert self.steps is not None
-        stop = 2**62 if self.is_infinite else start - start % self.steps + self.steps
+        begin = start.in_pass * self.steps
+        span = begin + start.step, 2**62 if self.is_infinite else begin + self.steps
         with tf.device("CPU:0"):
-            numbers = [tf.constant(number, tf.int64) for number in (start, stop, self._seed)]
+            numbers = [tf.constant(number, tf.int64) for number in (*span, self._seed)]
             function = _dataset_of_arrays(*sizes, first, local, replicas)
             # Concrete: TensorFlow counts traces by other calls, and warns of many datasets.
             specs = [tf.TensorSpec([], tf.int64)] * len(numbers)
@@ -104,9 +92,7 @@ def _dataset_of_arrays(
                 permutation = sorted_at_random(size, tf.stack([seed, number]))
                 indices = step * batch + permutation[begin:end]
             else:
-                of_pass = tf.stack([seed, number // steps])
-                key = tf.random.stateless_uniform([3], of_pass, None, None, tf.uint32)
-                indices = order.rows(step, begin, end, key)
+                indices = order.rows(step, begin, end, tf.stack([seed, number // steps]))
             spans = tf.gather(indices, tf.ragged.range(low - begin, high - begin).flat_values)
             taken = [take(arrays, span) for span in tf.split(spans, high - low, num=local)]
             return tuple(zip(tf.unstack(counts, local), [size] * local, taken, strict=True))
@@ -151,13 +137,7 @@ class DatasetBatches(Batches):
         # TensorFlow may know the batch size of one worker's dataset and not of another's.
         return {**super().settings, "batch_size": None}
 
-    def parts(self, first: int, local: int, replicas: int, start: int) -> tf.data.Dataset:
-        dataset = self.dataset.skip(start) if start else self.dataset
-        return parts_of_dataset(dataset)(first, local, replicas)
-
-    def iterators(
-        self, feed: Feed, *, in_pieces: bool, inspect: Callable[[Structure], None] | None
-    ) -> Iterators:
+    def iterators(self, feed: Feed, *, in_pieces: bool, inspect: Inspect) -> Iterators:
         return KerasIterators(self, feed, in_pieces=in_pieces, inspect=inspect)
 
 
@@ -210,24 +190,19 @@ class KerasIterators(Iterators):
         in_pieces, inspect: see `Batches.iterators`.
     """
 
-    def __init__(
-        self,
-        batches: DatasetBatches,
-        feed: Feed,
-        *,
-        in_pieces: bool,
-        inspect: Callable[[Structure], None] | None,
-    ):
-        super().__init__(batches, feed)
+    def __init__(self, batches: DatasetBatches, feed: Feed, *, in_pieces: bool, inspect: Inspect):
+        whole_pass = functools.cache(lambda: feed(parts_of_dataset(batches.dataset)))
+        super().__init__(lambda start: iter(whole_pass()), continues=False)
+        self._feed = feed
         self._dataset = batches.dataset
         self._in_pieces = in_pieces
         self._inspect = inspect
         self._source: tf.data.Iterator | None = None  # of the running pass
         self._inputs: dict[int | None, Any] = {}  # what reads on from the source, by its steps
 
-    def of_epoch(self, steps: int | None) -> Any:
+    def of_epoch(self, steps: int | None, start: Position) -> Any:
         if self._inspect is None and not self._in_pieces:
-            return iter(self._whole_pass)
+            return self._create(start)
         if self._source is None or not self._in_pieces:
             self.pass_ended()
         if self._inspect is not None:
@@ -236,10 +211,6 @@ class KerasIterators(Iterators):
         if steps not in self._inputs:
             self._inputs[steps] = self._feed(parts_of_dataset(rest_of(self._source, steps)))
         return iter(self._inputs[steps])  # iterating over the same input again reads on
-
-    @functools.cached_property
-    def _whole_pass(self) -> Any:
-        return self._feed(functools.partial(self._batches.parts, start=0))
 
     def pass_ended(self) -> None:
         self._source, self._inputs = without_prefetch(self._dataset), {}

@@ -57,7 +57,12 @@ class ShardedDataset(abc.ABC):
 
     @property
     def steps_done(self) -> int:
-        """The number of global batches of the current epoch that are read."""
+        """The number of global batches of the current epoch that are read.
+
+        Raises:
+            TrainingError: the position is inside a global batch, after a training with another
+                global batch size.
+        """
         return self._done
 
     @property
@@ -122,6 +127,10 @@ class ShardedDataset(abc.ABC):
             DataError: `steps` is not an integer, or is negative.
         """
 
+    def move_to(self, epoch: int, steps: int) -> None:
+        """Sets the position to an epoch, and a number of its global batches that are read."""
+        self._epoch, self._done = epoch, steps
+
     def batches(
         self,
         strategy: tf.distribute.Strategy | None = None,
@@ -165,7 +174,7 @@ class ShardedDataset(abc.ABC):
 
     def end_epoch(self) -> None:
         """Moves the position to the start of the next epoch."""
-        self._epoch, self._done = self._epoch + 1, 0
+        self.move_to(self._epoch + 1, 0)
 
     def __iter__(self) -> Iterator[Any]:
         return self.batches()

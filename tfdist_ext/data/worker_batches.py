@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.batches import Batches, Feed, Readers
+from tfdist_ext.data.batches import Batches, Feed, Inspect, Iterators, Readers
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.pipelines import (
     PY_FUNCTIONS,
@@ -57,8 +57,8 @@ class WorkerBatches(Batches):
         self.batch_spec = shards[0].element_spec
         super().__init__(self.batch_spec, is_infinite=endless)
 
-    def iterator(self, feed: Feed, start: int) -> WorkerIterators:
-        return WorkerIterators(self)
+    def iterators(self, feed: Feed, *, in_pieces: bool, inspect: Inspect) -> Iterators:
+        return Iterators(lambda start: WorkerIterators(self), continues=self.is_infinite)
 
     @functools.cached_property
     def on_workers(self) -> Iterable[Any]:
@@ -142,14 +142,10 @@ def why_not_remote(data: FunctionDataset, workers: int) -> str:
 
     A worker receives graphs and tensors. It cannot receive a dataset or a Python function.
     """
-
-    @functools.partial(tf.function, autograph=False)
-    def variant() -> tf.Tensor:
-        dataset = data.create_dataset(Shard(0, workers), whole_batches=True)
-        return tf.data.experimental.to_variant(dataset)
-
+    create = functools.partial(data.create_dataset, Shard(0, workers), whole_batches=True)
+    function = tf.function(lambda: tf.data.experimental.to_variant(create()), autograph=False)
     try:
-        traced = variant.get_concrete_function()
+        traced = function.get_concrete_function()
     except (TypeError, ValueError) as error:  # what runs only in eager mode, such as adapt()
         return f"its function cannot be traced ({type(error).__name__}), as with adapt()"
     if any(tensor.dtype == tf.variant for tensor in traced.captured_inputs):
