@@ -151,6 +151,12 @@ class Batches:
 class PositionedBatches(Batches):
     """Batches whose iterators can begin at a position."""
 
+    def span(self, start: Position) -> tuple[int, int]:
+        """The numbers [first, stop) of the batches to read, counted from the first pass."""
+        assert self.steps is not None
+        begin = start.in_pass * self.steps
+        return begin + start.step, 2**62 if self.is_infinite else begin + self.steps
+
     def parts(self, first: int, local: int, replicas: int, start: Position) -> tf.data.Dataset:
         """Returns the parts of some replicas, as a dataset of `tuple[Part, ...]`.
 
@@ -183,12 +189,7 @@ class Iterators:
         self._iterator: Any = None
 
     def of_epoch(self, steps: int | None, start: Position) -> Any:
-        """Returns the iterator of an epoch.
-
-        Args:
-            steps: global batches of the epoch; None: until the data ends.
-            start: where the epoch begins.
-        """
+        """Returns the iterator of an epoch of `steps` global batches; None: until the data ends."""
         if self._iterator is None:
             self._iterator = self._create(start)
         return self._iterator

@@ -67,11 +67,7 @@ class Epochs:
     """
 
     def __init__(
-        self,
-        batches: Batches,
-        feed: Feed,
-        requested: int | None,
-        inspect: Inspect = None,
+        self, batches: Batches, feed: Feed, requested: int | None, inspect: Inspect = None
     ) -> None:
         # As in Keras, 0 means all steps of the data.
         requested = min(filter(None, [requested, keras.config.max_steps_per_epoch()]), default=None)
@@ -156,11 +152,10 @@ class Epochs:
                 data.end_epoch()
             self._position = self._position_of_data()
         elif reads and self.resumes_inside:
-            passed = 0
-            for _ in range(epochs):
-                passed += self._steps_at(passed, self._requested)
             assert batches.steps is not None
-            self._move_to(*divmod(passed + completed, batches.steps))
+            assert self.steps is not None
+            passes, rest = divmod(epochs, -(-batches.steps // self.steps))  # epochs in a pass
+            self._move_to(passes, rest * self.steps + completed)
         elif reads and (batches.has_order or batches.reads_own_shard):
             self._move_to(0, 0)
             self._read_past(epochs, report)
@@ -182,9 +177,10 @@ class Epochs:
         completed, self._completed = self._completed, 0
         steps = None if self._requested is None else max(self._requested - completed, 0)
         if batches.steps is not None:
-            requested, steps = steps, self._steps_at(self._position.step, steps)
-            if requested is not None and steps < requested:
-                self._warn_of_end(steps)
+            left = batches.steps - self._position.step
+            if steps is not None and left < steps:
+                self._warn_of_end(left)
+            steps = left if steps is None else min(steps, left)
         batches.on_epoch_begin()
         try:
             iterator = self._iterators.of_epoch(steps, self._position)
@@ -204,12 +200,6 @@ class Epochs:
         self._move_to(self._position.in_pass + 1, 0)
         epoch.iterator = self._iterators.of_epoch(epoch.steps, self._position)
         return True
-
-    def _steps_at(self, position: int, requested: int | None) -> int:
-        """The steps of an epoch that begins at a global batch, in passes of a known length."""
-        assert self._batches.steps is not None
-        left = self._batches.steps - position % self._batches.steps
-        return left if requested is None else min(requested, left)
 
     def end_epoch(self, epoch: Epoch, steps: int, *, stopped: bool) -> None:
         """Ends an epoch.

@@ -71,6 +71,8 @@ class FunctionDataset(ShardedDataset):
         """Arguments and errors are those of `from_dataset_fn`."""
         self._function = function
         self.takes_epoch = _takes_epoch(function)
+        # Otherwise a shuffle without a seed may give other examples when the epoch is read again.
+        self.resumes_inside_epochs = self.takes_epoch
         self._batch = global_batch_size
         if global_batch_size is not None:
             self._batch = check_int(global_batch_size, "global_batch_size", 1, error=DataError)
@@ -93,11 +95,6 @@ class FunctionDataset(ShardedDataset):
         """The batches in an epoch if one task reads all data; None if unknown."""
         length = int(self.rest_of_epoch(Shard(0, 1), self._epoch).cardinality())
         return None if length < 0 else length  # unknown or infinite
-
-    @property
-    def resumes_inside_epochs(self) -> bool:
-        # Otherwise a shuffle without a seed may give other examples when the epoch is read again.
-        return self.takes_epoch
 
     def dataset(
         self,

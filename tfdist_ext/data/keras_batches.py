@@ -56,10 +56,8 @@ class ArrayBatches(PositionedBatches):
 
     def parts(self, first: int, local: int, replicas: int, start: Position) -> tf.data.Dataset:
         sizes = self.examples, self.batch_size, self._shuffle
-        assert self.steps is not None
-        begin = start.in_pass * self.steps
-        span = begin + start.step, 2**62 if self.is_infinite else begin + self.steps
         with tf.device("CPU:0"):
+            span = self.span(start)
             numbers = [tf.constant(number, tf.int64) for number in (*span, self._seed)]
             function = _dataset_of_arrays(*sizes, first, local, replicas)
             # Concrete: TensorFlow counts traces by other calls, and warns of many datasets.

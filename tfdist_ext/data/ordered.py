@@ -226,11 +226,6 @@ class OrderedDataset(ShardedDataset):
         return self.order.global_batch_size
 
     @property
-    def loses_examples(self) -> bool:
-        """Whether the source may skip examples, because they are damaged."""
-        return bool(getattr(self.source, "loses_examples", False))
-
-    @property
     def examples(self) -> int:
         """Examples of the dataset."""
         return self.order.n
@@ -350,7 +345,7 @@ class OrderedBatches(PositionedBatches):
     def __init__(self, data: OrderedDataset, *, moves: bool):
         size = data.global_batch_size
         super().__init__(data.element_spec, steps=data.steps, batch_size=size, is_infinite=moves)
-        self.needs_row_count = data.loses_examples
+        self.needs_row_count = bool(getattr(data.source, "loses_examples", False))
         self.data = data if moves else None
         self._dataset = data
         self._order = data.order if moves else Order(data.examples, size)
@@ -361,14 +356,10 @@ class OrderedBatches(PositionedBatches):
 
     def parts(self, first: int, local: int, replicas: int, start: Position) -> tf.data.Dataset:
         order, steps, take = self._order, self._order.steps, self._dataset._take
-        first_epoch, first_step = start
 
-        def steps_of(epoch: tf.Tensor) -> tf.data.Dataset:
-            seed = tf.stack([tf.constant(order.seed or 0, tf.int64), epoch])
-            begin = tf.where(epoch == first_epoch, tf.constant(first_step, tf.int64), 0)
-            return tf.data.Dataset.range(begin, steps).map(lambda step: (seed, step))
-
-        def parts(seed: tf.Tensor, step: tf.Tensor) -> tuple[Part, ...]:
+        def parts(number: tf.Tensor) -> tuple[Part, ...]:
+            seed = tf.stack([tf.constant(order.seed or 0, tf.int64), number // steps])
+            step = number % steps
             size = order.size(step)
 
             def part(replica: int) -> Part:
@@ -380,6 +371,4 @@ class OrderedBatches(PositionedBatches):
 
             return tuple(part(first + i) for i in range(local))
 
-        stop = 2**62 if self.is_infinite else first_epoch + 1
-        epochs = tf.data.Dataset.range(first_epoch, stop)
-        return in_parallel(epochs.flat_map(steps_of), parts)
+        return in_parallel(tf.data.Dataset.range(*self.span(start)), parts)

@@ -25,10 +25,12 @@ class ShardedDataset(abc.ABC):
     a function returns the examples of each task.
 
     Attributes:
+        resumes_inside_epochs: whether training can resume inside an epoch.
         shards: the number of shards whose batches are counted in the position of data from a
             function; None if it is not known. A loop that calls `dataset` for a shard sets it.
     """
 
+    resumes_inside_epochs = True
     shards: int | None = None
     _epoch = _done = 0
 
@@ -64,11 +66,6 @@ class ShardedDataset(abc.ABC):
                 global batch size.
         """
         return self._done
-
-    @property
-    def resumes_inside_epochs(self) -> bool:
-        """Whether training can resume inside an epoch."""
-        return True
 
     @abc.abstractmethod
     def dataset(
