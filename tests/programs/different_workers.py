@@ -204,6 +204,25 @@ def compiled_by_xla():
 
 told("jit_compile", compiled_by_xla)
 model.keras_model.compile("sgd", "mse")
+
+
+def assigned_again():
+    """Without a seed, after the first fit."""
+    own = distribute()()
+    own.fit(X, Y, batch_size=8, verbose=0)
+    keras.utils.set_random_seed(rank)
+    own.layers[0].kernel.assign(keras.random.normal((4, 4)))
+    own.fit(X, Y, batch_size=8, verbose=0)
+
+
+def another_rate():
+    own = distribute()()
+    own.optimizer.learning_rate = 0.1 + rank
+    own.fit(X, Y, batch_size=8, verbose=0)
+
+
+told("weights", assigned_again)
+told("learning rate", another_rate)
 set_bucket_bytes(strategy, 1000 * (1 + rank))
 told("bucket_bytes", distribute())
 set_bucket_bytes(strategy, 0)

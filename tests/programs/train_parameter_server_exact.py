@@ -92,7 +92,8 @@ class OwnStep(keras.Model):
             loss = self.compute_loss(y=labels, y_pred=outputs)
         gradients = tape.gradient(loss, self.trainable_variables)
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-        return {"loss": loss, "norm": tf.linalg.global_norm(gradients)}
+        steps = self.optimizer.iterations  # an integer
+        return {"loss": loss, "norm": tf.linalg.global_norm(gradients), "steps": steps}
 
 
 def spectral():

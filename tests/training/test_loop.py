@@ -10,7 +10,7 @@ import pytest
 from training_cases import X, Y, classifier, mirrored, strategy_of
 
 import tfdist_ext as tfd
-from tfdist_ext.training.loop import StepsPerExecutionTuner
+from tfdist_ext.training.loop import StepsPerExecutionTuner, uses_batch_hooks
 
 
 def test_aims_at_the_target() -> None:
@@ -30,6 +30,14 @@ def test_a_short_rest_of_an_epoch_does_not_slow_the_next() -> None:
         tuner.record(steps[-1], before)
         before = 0.004 * steps[-1] + (0.01 if steps[-1] == 3 else 0)
     assert steps[6:] == [200, 3, 200, 200]
+
+
+def test_a_stop_at_nan_needs_no_executions_of_one_step() -> None:
+    stops = keras.callbacks.TerminateOnNaN()
+    assert not uses_batch_hooks([stops], "train")
+    model = tfd.distribute(classifier(), mirrored())
+    model.fit(X * np.nan, Y, batch_size=16, epochs=3, verbose=0, callbacks=[stops])
+    assert model.history.epoch == [0]
 
 
 def test_a_second_fit_begins_with_the_steps_that_the_first_one_learned() -> None:

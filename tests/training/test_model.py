@@ -22,6 +22,7 @@ from training_cases import (
     mirrored,
     plain_fit,
     steps_taken,
+    strategy_of,
     weights_of,
 )
 
@@ -162,6 +163,38 @@ def test_steps_are_made_again_when_settings_change() -> None:
         tfd.explain(ours).steps[-1]
         == "predict: none: run_eagerly=True runs each step once, on the whole global batch"
     )
+
+
+class Frozen(keras.Model):
+    """Its `metrics` do not change with `compile`, as in Keras's guides of GANs and VAEs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = keras.layers.Dense(3, kernel_initializer="ones")
+        self.last = keras.layers.Dense(1, kernel_initializer="ones")
+        self.tracker = keras.metrics.Mean()
+
+    metrics = property(lambda self: [self.tracker])
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.first(x))
+
+
+@pytest.mark.parametrize("name", ["default", "mirrored"])
+def test_steps_are_made_again_when_only_a_layer_is_frozen(name: str) -> None:
+    model, data = Frozen(), (X, Y.reshape(-1, 1))
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    ours = tfd.distribute(model, strategy_of(name))
+    ours.fit(*data, batch_size=16, verbose=0)
+    model.first.trainable = False
+    before = [variable.numpy() for variable in model.weights]
+    with ours.strategy.scope():
+        ours.compile(ours.optimizer, "mse")
+    ours.fit(*data, batch_size=16, verbose=0)
+    changed = [
+        bool((old != new.numpy()).any()) for old, new in zip(before, model.weights, strict=True)
+    ]
+    assert changed == [False, False, True, True]
 
 
 def test_limits_of_keras() -> None:

@@ -12,7 +12,7 @@ from training_cases import strategy_of
 from tfdist_ext.errors import PeerError
 from tfdist_ext.training import state
 from tfdist_ext.training.state import assign_whole, whole_slots, whole_value
-from tfdist_ext.training.variables import PARTS, ShardedSlot
+from tfdist_ext.training.variables import SHARDED, ShardedSlot
 
 DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "uint32", "int64", "bool"]
 
@@ -33,7 +33,7 @@ def test_a_failure_while_slots_are_gathered_leaves_parts() -> None:
     model.compile(keras.optimizers.Adam(), "mse")
     halves = [keras.Variable([1.0, 2.0]) for _ in range(2)]
     slots = [ShardedSlot(half, (4,), [(0, 0, 2), (1, 2, 4)]) for half in halves]
-    vars(model.optimizer)[PARTS] = types.SimpleNamespace(slots=slots)
+    vars(model.optimizer)[SHARDED] = types.SimpleNamespace(slots=slots)
     with pytest.raises(PeerError), whole_slots(LosesAPeer(), model):  # type: ignore[arg-type]
         pass
     assert [half.shape for half in halves] == [(2,), (2,)]

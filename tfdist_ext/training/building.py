@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist_ext.data.pipelines import Specs, Structure
+from tfdist_ext.data.pipelines import Specs, Structure, of_any_rows
 from tfdist_ext.errors import PlacementError, TrainingError
 from tfdist_ext.placement.live.creating import pieces_of
 from tfdist_ext.placement.live.learning import fresh_names, learn_specs
@@ -49,16 +49,16 @@ from tfdist_ext.training.state import (
     whole_value,
 )
 from tfdist_ext.training.steps import exact
-from tfdist_ext.training.steps.parts import OptimizerParts, deferring_builds
 from tfdist_ext.training.steps.scope import metrics_of
+from tfdist_ext.training.steps.sharded_optimizer import ShardedOptimizer, deferring_builds
 from tfdist_ext.training.variables import (
-    PARTS,
+    SHARDED,
     copies_of_one_name,
     default_strategy,
     default_strategy_scope,
     optimizers_of,
     outside_of_scopes,
-    parts_of,
+    sharded_optimizer_of,
     variables_of_steps,
     with_inner_optimizers,
 )
@@ -115,7 +115,7 @@ def input_signature(model: keras.Model, spec: Specs) -> dict[str, Any]:
     if spec is None or _keras_private.is_graph_of_layers(model):
         return {}
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
-    return {"input_signature": [inputs]}
+    return {"input_signature": [tf.nest.map_structure(of_any_rows, inputs)]}
 
 
 def build(
@@ -177,20 +177,20 @@ def build(
 def build_sharded_optimizers(model: keras.Model, reduction: Reduction) -> None:
     """Builds the optimizers that workers share; every worker must call, with the same weights."""
     deferred = deferred_builds(model)
-    for parts in deferred:
+    for sharded in deferred:
         with creation_scope(reduction.strategy):
-            parts.build(reduction.strategy)
-    if any(parts.initial for parts in deferred):
+            sharded.build(reduction.strategy)
+    if any(sharded.initial for sharded in deferred):
         with whole_slots(reduction, model, restores=True):
-            for parts in deferred if reduction.is_chief else ():
-                parts.assign_initial()
+            for sharded in deferred if reduction.is_chief else ():
+                sharded.assign_initial()
             broadcast_state(reduction, model)
 
 
-def deferred_builds(model: keras.Model) -> list[OptimizerParts]:
+def deferred_builds(model: keras.Model) -> list[ShardedOptimizer]:
     """Returns the optimizers that `build_sharded_optimizers` has to build."""
-    all_parts = [parts_of(optimizer) for optimizer in optimizers_of(model).values()]
-    return [parts for parts in all_parts if parts is not None and not parts.parts]
+    known = map(sharded_optimizer_of, optimizers_of(model).values())
+    return [sharded for sharded in known if sharded is not None and not sharded.parts]
 
 
 def _has_all_layers(model: keras.Model) -> bool:
@@ -324,7 +324,7 @@ def move(model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.
     """Moves variables that are not in a strategy: of a model, its optimizers and its metrics.
 
     A user may add layers, and compile with optimizers and metrics, outside of the scope. If workers
-    share the optimizers, a built optimizer gives its state to `OptimizerParts`, which builds it
+    share the optimizers, a built optimizer gives its state to `ShardedOptimizer`, which builds it
     again.
 
     Args:
@@ -340,7 +340,9 @@ def move(model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.
     shares_optimizers = owned_sums_of(strategy) is not None
     weights = [variable for variable in _variables(model) if not is_in(variable, strategy)]
     optimizers = [
-        optimizer for optimizer in optimizers_of(model).values() if parts_of(optimizer) is None
+        optimizer
+        for optimizer in optimizers_of(model).values()
+        if sharded_optimizer_of(optimizer) is None
     ]
     slots = [
         [variable for variable in optimizer.variables if not is_in(variable, strategy)]
@@ -353,8 +355,8 @@ def move(model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.
     keys = keys_of(optimizers, weights)
     for optimizer in optimizers:
         if shares_optimizers and optimizer.built:
-            vars(optimizer)[PARTS] = parts = OptimizerParts(optimizer, trained_by(optimizer))
-            parts.initial = [variable.numpy() for variable in optimizer.variables]
+            vars(optimizer)[SHARDED] = new = ShardedOptimizer(optimizer, trained_by(optimizer))
+            new.initial = [variable.numpy() for variable in optimizer.variables]
     with _keeping_first_copies() as keeps, creation_scope(strategy, created):
         for variable in weights:
             _move(variable, strategy, keeps)
@@ -385,7 +387,7 @@ def _variables(model: keras.Model) -> list[keras.Variable]:
         if part.compiled:
             variables += _variables_of_compile(part)
     for optimizer in optimizers_of(model).values():  # it may train variables of another model
-        if optimizer.built and parts_of(optimizer) is None:
+        if optimizer.built and sharded_optimizer_of(optimizer) is None:
             variables += trained_by(optimizer)
     return list({id(variable): variable for variable in variables}.values())
 
@@ -408,10 +410,9 @@ def is_in(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
 
 
 def _check_can_move(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    shared = [optimizer for optimizer in optimizers_of(model).values() if parts_of(optimizer)]
-    if not all(
-        is_in(variable, strategy) for optimizer in shared for variable in optimizer.variables
-    ):
+    sharded = filter(sharded_optimizer_of, optimizers_of(model).values())
+    slots = [variable for optimizer in sharded for variable in optimizer.variables]
+    if not all(is_in(variable, strategy) for variable in slots):
         raise TrainingError(
             "The workers share the optimizer of this model (shard_optimizer=True), so the model"
             " cannot move to another strategy. Save a checkpoint, and restore it in a new model."

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import numbers
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +34,7 @@ from tfdist_ext.training.agreement.equality import (
     SAME_DATA,
     SAME_MODEL,
     check_equal_across_workers,
+    check_equal_weights,
     describe_data,
     describe_model,
 )
@@ -79,6 +79,7 @@ from tfdist_ext.training.synchronous.engine import (
     SynchronousProgram,
 )
 from tfdist_ext.training.synchronous.model_step import OneTrace
+from tfdist_ext.training.variables import optimizers_of
 from tfdist_ext.user_frames import warn
 
 # They write files, or print: only the chief runs them.
@@ -202,6 +203,11 @@ class Distribution:
         finally:
             self._running.remove(method)
 
+    def forget_steps(self) -> None:
+        """Makes the next calls compile their steps again."""
+        self._loops.clear()
+        self._predictor = None
+
     def check_is_idle(self, call: str) -> None:
         """Raises TrainingError if compiled steps run."""
         for method in self._running[-1:]:
@@ -260,7 +266,7 @@ class Distribution:
             steps=call.steps_per_epoch,
             shuffle=call.shuffle,
             class_weight=call.class_weight,
-            seed=self.new_seed if saved is None else saved.seed,
+            seed=self.reduction.seed if saved is None else saved.seed,
         )
         data.reset()
         validation = self._validation(call)
@@ -270,6 +276,8 @@ class Distribution:
         first = call.initial_epoch
         if saved is not None:
             first = saved.resume(data, first, hooks.callbacks)
+        if self.reduction.multi_worker:
+            check_equal_weights(self.reduction, self.model, optimizers_of(self.model).values())
         self.train(range(first, call.epochs), data, hooks, saved, validation)
         return self.model.history
 
@@ -301,6 +309,7 @@ class Distribution:
                     if saved is not None:
                         saved.training_has_begun()
                     logs: Logs = {}
+                    self.progress = Progress(epochs.start) if saved is None else saved.progress
                     loop = self.train_loop(hooks)
                     done = train(loop, epochs, data, hooks, saved, validation)
                     for epoch_logs, self.progress in done:
@@ -418,10 +427,6 @@ class Distribution:
         if self.reduction.multi_worker:
             check_equal_across_workers(self.reduction, {**counts, **arguments}, SAME_ARGUMENTS)
 
-    def new_seed(self) -> int:
-        """Returns a seed for the order of examples, from Python's generator, as in Keras."""
-        return int(self.reduction.from_chief(random.randint(1, 2**31 - 1)))
-
     def read(self, kind: str, *data: Any, steps: int | None = None, **options: Any) -> Epochs:
         """Reads the data of a call, and builds the model for its kind of step."""
         batches = batches_of(*data, steps=steps, readers=self.engine.readers, **options)
@@ -468,8 +473,7 @@ class Distribution:
     def _move(self) -> None:
         """Moves what is not in the strategy yet. Compiled steps use the old variables."""
         if move(self.model, self.strategy, self._created):
-            self._loops.clear()
-            self._predictor = None
+            self.forget_steps()
 
     def _unsynchronized(self) -> str:
         """Returns a sentence about BatchNormalization that is not synchronized, or ""."""

@@ -37,6 +37,9 @@ from tfdist_ext.training.parameter_server.engine import (
 from tfdist_ext.training.steps.scope import Execution, Logs
 from tfdist_ext.training.synchronous.engine import Predictor, SynchronousProgram
 
+# Since Keras 3.15.
+_Orbax = getattr(keras.callbacks, "OrbaxCheckpoint", keras.callbacks.ModelCheckpoint)
+
 # Both kinds have the same methods.
 StepProgram: TypeAlias = SynchronousProgram | ParameterServerProgram
 
@@ -52,7 +55,7 @@ def train(
     saved: CheckpointManager | None,
     validation: Validation | None,
 ) -> Iterator[tuple[Logs, Progress]]:
-    """Trains; yields the logs of each epoch, and the progress of the training after it.
+    """Trains; yields the logs of each epoch, and the training's progress, before `on_epoch_end`.
 
     Args:
         saved: the checkpoints of the training; None without a folder.
@@ -71,16 +74,15 @@ def train(
         if validation is not None:
             val_logs = validation(epoch, hooks)
             logs = {**logs, **{f"val_{name}": value for name, value in val_logs.items()}}
+        yield logs, Progress(epoch + 1) if saved is None else saved.epoch_ends(epoch)
         peers.enters("callbacks")
         hooks.on_epoch_end(epoch, logs)
         peers.enters("checkpoint")
         with peers.barrier(f"epoch {epoch + 1}, end"):
             flags = np.array([model.stop_training, peers.stop_requested], np.int32)
             stop, stop_requested = (reduction.sum_over_workers(flags) > 0).tolist()
-            progress = Progress(epoch + 1)
             if saved is not None:
-                progress = saved.epoch_is_done(epoch, logs, stopped=stop)
-        yield logs, progress
+                saved.epoch_is_done(epoch, logs, stopped=stop)
         peers.enters("callbacks")
         if saved is not None:
             saved.announce()
@@ -239,7 +241,8 @@ class Loop:
         """Prepares an epoch; every worker must call.
 
         Returns:
-            Whether callbacks run after each batch, and whether the epoch has a single batch.
+            Whether callbacks run after each batch, and whether the epoch stops after one batch,
+            because a callback has stopped it before.
         """
         uses_batches = uses_batch_hooks(hooks.callbacks, self._kind)
         spec = getattr(data.iterator, "element_spec", None)
@@ -298,7 +301,9 @@ def _does_nothing(callback: keras.callbacks.Callback, hook: str) -> bool:
     match callback:
         case keras.callbacks.ProgbarLogger() | keras.callbacks.History():
             return True
-        case keras.callbacks.ModelCheckpoint():
+        case keras.callbacks.TerminateOnNaN():  # a mean that is NaN stays NaN
+            return True
+        case keras.callbacks.ModelCheckpoint() | _Orbax():
             return callback.save_freq == "epoch"
         case keras.callbacks.TensorBoard():
             return callback.update_freq == "epoch" and not traces_batches(callback)

@@ -13,7 +13,7 @@ import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 import keras
 import tensorflow as tf
@@ -24,13 +24,12 @@ from tfdist_ext.strategies.factory import check_spans_cluster
 from tfdist_ext.training._keras_private import metrics_in_order, overrides, stateless_scope
 from tfdist_ext.training._tf_private import records_gradients
 from tfdist_ext.training.agreement.barriers import peers_of
-from tfdist_ext.training.agreement.task_status import on_every_worker
 from tfdist_ext.training.building import input_signature, is_in, moved_out
 from tfdist_ext.training.callbacks.callback_state import Callbacks
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.saving import (
     at_step,
-    load_weights_on_chief,
+    load_on_chief,
     restore_checkpoint,
     write_checkpoint,
 )
@@ -38,6 +37,19 @@ from tfdist_ext.training.distribution import Distribution, FitArguments, rows_of
 from tfdist_ext.training.state import check_has_variables
 from tfdist_ext.training.synchronous.model_step import OneTrace
 from tfdist_ext.user_frames import filter_traceback, warn
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def on_every_worker(method: _Method) -> _Method:
+    """Decorator of a method of DistributedModel that every worker must call."""
+
+    @functools.wraps(method)
+    def called(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        with self._tfdist_ext.reduction.call(method.__name__):
+            return method(self, *args, **kwargs)
+
+    return cast(_Method, called)
 
 
 class _Attribute:
@@ -219,6 +231,7 @@ class DistributedModel(keras.Model):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         self._tfdist_ext.check_is_idle("compile")
         super().compile(*args, **kwargs)
+        self._tfdist_ext.forget_steps()
 
     def save(
         self,
@@ -266,7 +279,7 @@ class DistributedModel(keras.Model):
         Call it on every task. The chief reads the file and sends the weights to the other tasks.
         """
         load = functools.partial(super().load_weights, filepath, *args, **kwargs)
-        load_weights_on_chief(self, self._tfdist_ext.reduction, load, f"load {filepath}")
+        load_on_chief(self, self._tfdist_ext.reduction, load, f"load {filepath}")
 
     @on_every_worker
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:

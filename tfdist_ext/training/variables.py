@@ -44,7 +44,7 @@ from tfdist_ext.training._keras_private import (
 _Kind = TypeVar("_Kind")
 
 _SHORT = 1000  # entries of a list or dict that may hold optimizers; a vocabulary has more
-PARTS = "_tfdist_ext_parts"  # an attribute of an optimizer
+SHARDED = "_tfdist_ext_sharded"  # an attribute of an optimizer
 
 
 class LocalCopies(keras.StatelessScope):
@@ -110,15 +110,15 @@ class ShardedSlot(NamedTuple):
     owners: Sequence[tuple[int, int, int]]
 
 
-def parts_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Returns the OptimizerParts of an optimizer that workers share; None for another one."""
-    return vars(optimizer).get(PARTS)
+def sharded_optimizer_of(optimizer: keras.optimizers.Optimizer) -> Any:
+    """The ShardedOptimizer of an optimizer that workers share; None for another one."""
+    return vars(optimizer).get(SHARDED)
 
 
 def sharded_slots(optimizer: keras.optimizers.Optimizer) -> list[ShardedSlot]:
     """Returns the slots of an optimizer that workers share, and of those inside it."""
-    parts = parts_of(optimizer)
-    return [] if parts is None else parts.slots
+    sharded = sharded_optimizer_of(optimizer)
+    return [] if sharded is None else sharded.slots
 
 
 class PartOfVariable:

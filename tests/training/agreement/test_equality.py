@@ -27,6 +27,11 @@ ERRORS = {
         "is False on worker 0 and True on worker 1",
     ],
     "bucket_bytes": ["bucket_bytes of the strategy must be", "is 1000 on worker 0 and 2000 on"],
+    "weights": ["/kernel must be the same on all workers, but its sum is", "with a seed"],
+    "learning rate": [
+        "learning_rate must be the same on all workers, but its sum is 0.1 on worker 0 and 1.1 on"
+        " worker 1. "
+    ],
     "recompiled": ["loss must be the same on all workers, but is mse on worker 0 and mae on"],
 }
 WARNINGS = ["augmentation", "noise", "one row of x"]

@@ -36,6 +36,16 @@ class TestTaskStatus:
         said = status.tick(1.0)
         assert said.startswith("100 s in steps (longest before: 20.0 s, limit: 100 s")
 
+    def test_the_first_steps_count_although_they_are_compiled_meanwhile(self) -> None:
+        """Such as 50 s in which a buffer of a shuffle is filled, in each epoch."""
+        status = TaskStatus(60.0)
+        status.enters("steps")
+        status.enters("compiling")
+        status.tick(50.0)
+        status.enters("steps")
+        assert not status.tick(249.0)
+        assert "longest before: 50.0 s, limit: 250 s" in status.tick(1.0)
+
     @pytest.mark.parametrize(
         ("text", "watched"),
         [("5", True), ("0", False), ("-1", False), ("inf", False), ("nan", False), ("?", True)],

@@ -89,6 +89,15 @@ def test_a_model_that_only_its_builder_can_make_again(tmp_path: Path) -> None:
     np.testing.assert_allclose(loaded.serve(IDS), model.predict(IDS, verbose=0), atol=1e-6)
 
 
+def test_batches_of_a_fixed_size_leave_the_number_of_rows_open(tmp_path: Path) -> None:
+    model = tfd.distribute(compiled(lambda: OfIds(7)), mirrored())
+    data = tf.data.Dataset.from_tensor_slices((IDS, np.ones((12, 1))))
+    model.fit(data.batch(6, drop_remainder=True), verbose=0)
+    model.export(tmp_path / "exported", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "exported")
+    np.testing.assert_allclose(loaded.serve(IDS[:5]), model.predict(IDS[:5], verbose=0), atol=1e-6)
+
+
 def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
     unbuilt = tfd.distribute(compiled(lambda: OfIds(7)), mirrored())
     with pytest.raises(tfd.TrainingError, match=r"export\(\) needs the variables of"):

@@ -49,7 +49,7 @@ class OwnHistory(K.History):
         pytest.param(Each(), {"train"}, id="own"),
         pytest.param(EachTest(), {"test"}, id="own, of evaluation"),
         pytest.param(K.LambdaCallback(on_train_batch_end=print), {"train"}, id="lambda on batches"),
-        pytest.param(K.TerminateOnNaN(), {"train"}, id="looks for NaN"),
+        pytest.param(K.TerminateOnNaN(), set(), id="looks for NaN"),
         pytest.param(K.History(), set(), id="history"),
         pytest.param(OwnHistory(), {"train"}, id="history of the user's"),
         pytest.param(K.ModelCheckpoint("x.keras"), set(), id="checkpoint of epochs"),

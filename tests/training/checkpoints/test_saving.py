@@ -23,8 +23,9 @@ from checkpoint_cases import (
 from training_cases import X, Y, assert_same_weights, classifier, mirrored, strategy_of
 
 import tfdist_ext as tfd
+from tfdist_ext.training.checkpoints.folder import CheckpointFolder
 from tfdist_ext.training.checkpoints.format import Progress, encode_checkpoint
-from tfdist_ext.training.state import assign_whole, state_of
+from tfdist_ext.training.state import BLOCK_BYTES, assign_whole, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
@@ -115,6 +116,8 @@ def test_state_that_keras_does_not_list_is_restored(tmp_path: Path) -> None:
     assert_same_weights(plain, other)
     assert everything(other)[slot].ravel().tolist() == [1, 2, 3, 4, 5]
     assert float(other.keras_model.mean) == pytest.approx(float(plain.mean), abs=1e-5)
+    # The optimizers are the model's own: one of them counts the steps.
+    assert other.restore_checkpoint(tfd.finished_checkpoints(tmp_path)[-1]).step == 8
 
 
 def test_a_model_that_is_not_compiled_takes_the_weights_alone(tmp_path: Path) -> None:
@@ -150,6 +153,39 @@ def test_another_model_is_refused_and_left_alone(build: Any, words: str, tmp_pat
     for name, value in everything(model).items():
         if name in before:  # not the slots that were made meanwhile
             np.testing.assert_array_equal(value, before[name])
+
+
+class SavesItself(keras.callbacks.Callback):
+    def __init__(self, folder: Path):
+        super().__init__()
+        self.folder = folder
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.save_checkpoint(self.folder / "inside")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.save_checkpoint(self.folder / f"epoch {epoch}")
+
+
+@pytest.mark.parametrize("with_folder", [False, True])
+def test_a_callback_saves_the_epoch_that_has_ended(with_folder: bool, tmp_path: Path) -> None:
+    model, folder = tfd.distribute(classifier(), mirrored()), tmp_path / "run"
+    options = {"checkpoint_dir": folder} if with_folder else {}
+    for _ in range(1 if with_folder else 2):  # the second fit counts from 0 again
+        saves = SavesItself(tmp_path)
+        model.fit(X, Y, batch_size=16, epochs=2, verbose=0, callbacks=[saves], **options)
+    epochs = [model.restore_checkpoint(tmp_path / f"epoch {n}").epoch for n in range(2)]
+    assert epochs == [1, 2]
+    assert model.restore_checkpoint(tmp_path / "inside").epoch == 1
+
+
+def test_reading_a_checkpoint_reports_each_block(tmp_path: Path) -> None:
+    """A resume that takes longer than the limit of a phase is no stall."""
+    blocks: list[None] = []
+    folder = CheckpointFolder(tmp_path, lambda: blocks.append(None))
+    folder.write(Progress(1), encode_checkpoint(Progress(1), {"x": np.zeros(5 << 20)}))
+    folder.find_newest()
+    assert len(blocks) >= (5 << 23) // BLOCK_BYTES
 
 
 def test_a_folder_or_an_unbuilt_model_is_refused(tmp_path: Path) -> None:

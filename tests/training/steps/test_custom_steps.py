@@ -44,10 +44,11 @@ class OwnSteps(Net):
     def __init__(self):
         super().__init__()
         self.tracker = keras.metrics.Mean(name="mine")
+        self.weighted = keras.metrics.Mean(name="weighted"), keras.metrics.Sum(name="sum")
 
     @property
     def metrics(self):
-        return [self.tracker]
+        return [self.tracker, *self.weighted]
 
     def train_step(self, data):
         x, y = data
@@ -57,7 +58,9 @@ class OwnSteps(Net):
         gradients = tape.gradient(scaled, self.trainable_weights)
         self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
         self.tracker.update_state(loss)
-        return {"last": loss, "mine": self.tracker.result()}
+        for metric in self.weighted:
+            metric.update_state(loss, sample_weight=2.0)
+        return {"last": loss, **{metric.name: metric.result() for metric in self.metrics}}
 
     def test_step(self, data):
         x, y = data

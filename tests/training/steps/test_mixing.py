@@ -11,8 +11,7 @@ import tensorflow as tf
 from training_cases import X, Y, compiled, distributed_fit, mirrored, stack
 
 import tfdist_ext as tfd
-from tfdist_ext.training.steps.mixing import adds_rows, mixed_rows
-from tfdist_ext.training.steps.rows import EqualTensors
+from tfdist_ext.training.steps.rows import EqualTensors, adds_rows, mixed_rows
 
 ops = keras.ops
 

@@ -12,7 +12,8 @@ import pytest
 import tensorflow as tf
 
 from tfdist_ext.training.steps import rows
-from tfdist_ext.training.steps.rows import EqualTensors, Lookups
+from tfdist_ext.training.steps.context import Lookups
+from tfdist_ext.training.steps.rows import EqualTensors
 
 
 @functools.cache

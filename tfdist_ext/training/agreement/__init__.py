@@ -1,4 +1,4 @@
 """What must be equal on all workers, and barriers between workers that are alive.
 
-A single task passes all of it.
+With a single task, checks and barriers do nothing.
 """

@@ -17,12 +17,13 @@ import contextlib
 import functools
 import math
 import os
+import random
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -82,7 +83,9 @@ class TaskStatus:
     def enters(self, phase: str) -> None:
         """Begins a phase. To begin the same phase again counts as progress."""
         waited = self._ticked - self._since
-        self._longest[self.phase] = max(self._longest.get(self.phase, 0.0), waited)
+        # The first steps run, and their data is read, before the phase of compiling ends.
+        for kind in (self.phase, "steps") if self.phase == "compiling" else (self.phase,):
+            self._longest[kind] = max(self._longest.get(kind, 0.0), waited)
         self._since = self._ticked  # before the phase: another thread compares it with a limit
         self.phase = phase
 
@@ -226,20 +229,11 @@ class Reduction:
         value = np.asarray(value)
         return self.sum_over_workers(value if self.is_chief else np.zeros_like(value))
 
+    def seed(self, known: int = 0) -> int:
+        """Returns a seed that the chief knows, or draws by Python's generator, as Keras does."""
+        drawn = random.randint(1, 2**31 - 1)  # also if it is not used: the next fit draws, too
+        return int(self.from_chief(known or drawn))
+
     def any_worker(self, flag: bool) -> bool:
         """Whether the flag is set on any worker; every worker must call."""
         return bool(self.sum_over_workers(np.int32(flag)) > 0)
-
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def on_every_worker(method: _Method) -> _Method:
-    """Decorator of a method of DistributedModel that every worker must call."""
-
-    @functools.wraps(method)
-    def called(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        with self._tfdist_ext.reduction.call(method.__name__):
-            return method(self, *args, **kwargs)
-
-    return cast(_Method, called)

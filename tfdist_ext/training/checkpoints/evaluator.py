@@ -72,7 +72,7 @@ def evaluate_checkpoints(
     folder = os.fspath(checkpoint_dir)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
     data = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size}
-    # Keras's own argument: a custom evaluate() of the model does not prepare the data again.
+    # Keras's own argument, which a custom evaluate() of the model may ask for.
     options = {"verbose": 0, "return_dict": True, "_use_cached_eval_dataset": True}
     evaluate = functools.partial(model.evaluate, **data, **options)
     if not model.built:

@@ -100,7 +100,7 @@ class CheckpointFolder:
     """A checkpoint folder, on the chief.
 
     Args:
-        report: called after each block that is written while the training waits.
+        report: called for each block that is read or written while the training waits.
         in_background: write in a thread, from copies of the state. The training waits only while
             the state is copied, and while the checkpoint before is written. Tables are not copied.
 
@@ -141,7 +141,7 @@ class CheckpointFolder:
         damaged = ""
         for path in reversed(checkpoints_in(self.path)):
             try:
-                with open_checkpoint(path) as file:
+                with open_checkpoint(path, self._report) as file:
                     self.newest, self.progress = path, file.progress
                 break
             except DamagedCheckpointError as error:

@@ -143,8 +143,13 @@ def _header(progress: Progress, arrays: Arrays) -> bytes:
 
 
 @contextlib.contextmanager
-def open_checkpoint(path: str) -> Iterator[CheckpointFile]:
+def open_checkpoint(
+    path: str, report: Callable[[], object] = lambda: None
+) -> Iterator[CheckpointFile]:
     """Scope with a complete checkpoint to read from.
+
+    Args:
+        report: called for each block that is read.
 
     Raises:
         TrainingError: there is no such file, or it cannot be read.
@@ -152,12 +157,12 @@ def open_checkpoint(path: str) -> Iterator[CheckpointFile]:
     """
     try:
         with open_file(path) as file:
-            if not _is_complete(file):
+            if not _is_complete(file, report):
                 raise DamagedCheckpointError(
                     f"{path} is not a complete checkpoint: the checksum at its end is wrong. Copy"
                     " it again, or use another checkpoint."
                 )
-            yield CheckpointFile(file, path)
+            yield CheckpointFile(file, path, report)
     except OSError as error:
         raise TrainingError(
             f"{path} cannot be read: {error.strerror or error}. Check the path, or use another"
@@ -165,13 +170,14 @@ def open_checkpoint(path: str) -> Iterator[CheckpointFile]:
         ) from error
 
 
-def _is_complete(file: IO[bytes]) -> bool:
+def _is_complete(file: IO[bytes], report: Callable[[], object]) -> bool:
     """Reads every byte once, a block at a time, and compares the checksum."""
     file.seek(0, 2)
     end, checksum = file.tell() - 4, 0
     file.seek(0)
     while data := file.read(min(BLOCK_BYTES, max(0, end - file.tell()))):
         checksum = zlib.crc32(data, checksum)
+        report()
     return end >= 8 and checksum.to_bytes(4, "little") == file.read(4)
 
 
@@ -183,8 +189,9 @@ class CheckpointFile:
         arrays: `group/name` -> array.
     """
 
-    def __init__(self, file: IO[bytes], path: str):
+    def __init__(self, file: IO[bytes], path: str, report: Callable[[], object] = lambda: None):
         self._file = file
+        self._report = report
         length = int.from_bytes(self._read(0, 8), "little")
         header = json.loads(self._read(8, length))
         ours = json.loads(header.pop(_METADATA)[_OURS])
@@ -216,6 +223,7 @@ class CheckpointFile:
         return np.array(self.read_rows(array, 0, rows)).reshape(array.shape)
 
     def _read(self, begin: int, count: int) -> bytes:
+        self._report()
         self._file.seek(begin)
         return self._file.read(count)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,14 +43,17 @@ class CheckpointManager:
 
     Every task makes the same calls, in this order: `seed`, `resume`, and in the scope of `training`
     first `training_has_begun`. In each epoch `epoch_has_begun`, around each execution `max_steps`
-    and `steps_done`, then `epoch_is_done` and `announce`. At the end `training_is_done`. Only the
-    chief needs to see the folder.
+    and `steps_done`, then `epoch_ends`, `epoch_is_done` and `announce`. At the end
+    `training_is_done`. Only the chief needs to see the folder.
 
     Args:
         folder: where checkpoints are, or will be.
         every: also save in the middle of an epoch, after each `every` of its global batches.
         epochs: of the whole training.
         in_background: write files in a thread.
+
+    Attributes:
+        progress: of the training.
 
     Raises:
         TrainingError: the folder cannot be read, or none of its checkpoints is complete.
@@ -72,23 +74,19 @@ class CheckpointManager:
         self._data: Epochs  # since `resume`
         self._every = every
         self._epochs = epochs
-        self._progress = Progress()
+        self.progress = Progress()
         self._unannounced = Progress()  # of a checkpoint that callbacks have not seen
         self._resumes_inside = False  # the training may begin in the middle of an epoch
         # Restores what callbacks may change before the first step of a job that resumes.
         self._restore: Callable[[], None] = lambda: None
-        report = functools.partial(reduction.peers.enters, "checkpoint")
-        self._folder = CheckpointFolder(folder, report, in_background=in_background)
+        self._report_progress = functools.partial(reduction.peers.enters, "checkpoint")
+        self._folder = CheckpointFolder(folder, self._report_progress, in_background=in_background)
         run_on_chief(reduction, self._folder.find_newest, f"read {folder}")
 
     def seed(self) -> int:
-        """Returns the seed of the order of examples: of the job before, or a new one.
-
-        A new seed comes from Python's generator, as in Keras.
-        """
-        drawn = random.randint(1, 2**31 - 1)  # also if it is not used: the next fit draws, too
-        seed = int(self._reduction.from_chief(self._folder.progress.seed or drawn))
-        self._progress = replace(self._progress, seed=seed)
+        """Returns the seed of the order of examples: of the job before, or a new one."""
+        seed = self._reduction.seed(self._folder.progress.seed)
+        self.progress = replace(self.progress, seed=seed)
         return seed
 
     def resume(
@@ -121,10 +119,10 @@ class CheckpointManager:
         self._check_every()
         folder, model = self._folder, self._model
         self._callbacks = callbacks
-        settings: dict[str, Any] = {**data.sizes, "shuffle": self._progress.seed != 0}
+        settings: dict[str, Any] = {**data.sizes, "shuffle": self.progress.seed != 0}
         settings |= compile_texts(model, LOSS_AND_METRICS)
-        self._progress = replace(
-            self._progress, epoch=initial_epoch, first_epoch=initial_epoch, settings=settings
+        self.progress = replace(
+            self.progress, epoch=initial_epoch, first_epoch=initial_epoch, settings=settings
         )
         if not self._reduction.any_worker(folder.newest is not None):
             return initial_epoch
@@ -133,8 +131,8 @@ class CheckpointManager:
         progress, state = restore_checkpoint(model, self._reduction, path)
         changes = differences(progress.settings, settings)
         self._check_can_resume(path, progress, changes)
-        progress = replace(progress, seed=self._progress.seed, settings=settings)
-        self._progress = self._unannounced = progress
+        progress = replace(progress, seed=self.progress.seed, settings=settings)
+        self.progress = self._unannounced = progress
         self._restore = _restoring(model, state, callbacks)
         continue_log_files(state, callbacks)
         is_done = progress.stopped or progress.epoch >= self._epochs
@@ -145,7 +143,8 @@ class CheckpointManager:
             resumes = "; ".join([f"resuming after {progress}, from {path}", *changes])
             log_line(complete if is_done else resumes)
         epochs = progress.epoch - progress.first_epoch
-        data.resume(epochs, progress.batches, progress.data, reads=not is_done)
+        report = self._report_progress
+        data.resume(epochs, progress.batches, progress.data, reads=not is_done, report=report)
         return max(self._epochs, progress.epoch) if is_done else progress.epoch
 
     def _check_can_resume(self, path: str, progress: Progress, changes: list[str]) -> None:
@@ -183,7 +182,7 @@ class CheckpointManager:
 
     def epoch_has_begun(self) -> None:
         """After `on_epoch_begin`: undoes it in an epoch that callbacks have begun before."""
-        if self._progress.batches:
+        if self.progress.batches:
             self._restore()
         self._restore = lambda: None
 
@@ -205,7 +204,7 @@ class CheckpointManager:
 
     def max_steps(self) -> int | None:
         """Returns the number of steps up to the next checkpoint; None: any number."""
-        return None if self._every is None else self._every - self._progress.batches % self._every
+        return None if self._every is None else self._every - self.progress.batches % self._every
 
     def steps_done(self, execution: Execution, *, epoch_ends: bool, stopped: bool) -> None:
         """Saves after each `every` global batches, and at a signal.
@@ -217,33 +216,36 @@ class CheckpointManager:
             SystemExit: a task has received SIGTERM, and the epoch is not done.
         """
         if self._resumes_inside:
-            batches = self._progress.batches + execution.steps
-            self._progress = replace(self._progress, batches=batches)
+            batches = self.progress.batches + execution.steps
+            self.progress = replace(self.progress, batches=batches)
         if epoch_ends:  # it is saved after its callbacks
             return
-        due = self._every is not None and self._progress.batches % self._every == 0
+        due = self._every is not None and self.progress.batches % self._every == 0
         stop_requested = execution.stop_requested
         if (due or stop_requested) and self._resumes_inside and _is_finite(execution.logs):
-            self._save(replace(self._progress, stopped=stopped))
+            self._save(replace(self.progress, stopped=stopped))
         if stop_requested:
             raise preemption(PREEMPTED)
 
-    def epoch_is_done(self, epoch: int, logs: Logs, *, stopped: bool) -> Progress:
+    def epoch_ends(self, epoch: int) -> Progress:
+        """Returns the progress after an epoch, before `on_epoch_end`."""
+        self.progress = replace(self.progress, epoch=epoch + 1, batches=0)
+        return self.progress
+
+    def epoch_is_done(self, epoch: int, logs: Logs, *, stopped: bool) -> None:
         """Saves after an epoch, unless its loss is not finite.
 
         Args:
             stopped: a callback has stopped the training, maybe in the middle of the epoch.
         """
-        self._progress = replace(self._progress, epoch=epoch + 1, batches=0)
         if _is_finite(logs):
-            self._save(replace(self._progress, stopped=stopped))
+            self._save(replace(self.progress, stopped=stopped))
         elif self._reduction.is_chief:
             warn(
                 f"the loss of epoch {epoch + 1} is {logs['loss']}: no checkpoint is written, and"
                 f" the checkpoints in {self._folder.path} stay. To end such a training, pass the"
                 " callback keras.callbacks.TerminateOnNaN()."
             )
-        return self._progress
 
     def training_is_done(self) -> None:
         """Notes in the folder that the training has completed."""
@@ -294,7 +296,7 @@ class CheckpointManager:
     def _save(self, progress: Progress) -> None:
         """Begins to write a checkpoint; every task must call."""
         progress = at_step(replace(progress, data=self._data.state()), self._model)
-        self._progress = self._unannounced = progress
+        self.progress = self._unannounced = progress
 
         def begin(folder: CheckpointFolder) -> None:
             folder.begin(progress, arrays_of(self._model, callback_state(self._callbacks)))

@@ -11,6 +11,7 @@ import io
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import keras
 import tensorflow as tf
@@ -47,6 +48,8 @@ _OTHERS, _SEEDS = "others", "seed_generator"
 
 _SHOWN = 6  # variables that a message names
 
+_Result = TypeVar("_Result")
+
 
 def write_checkpoint(
     model: keras.Model, reduction: Reduction, progress: Progress, path: str
@@ -67,13 +70,17 @@ def write_checkpoint(
         run_on_chief(reduction, write, f"write the checkpoint {path}")
 
 
-def load_weights_on_chief(
-    model: keras.Model, reduction: Reduction, load: Callable[[], object], what: str
-) -> None:
-    """Loads weights on the chief, and sends the state to the others; every task must call."""
+def load_on_chief(
+    model: keras.Model, reduction: Reduction, load: Callable[[], _Result], what: str
+) -> _Result | None:
+    """Loads state on the chief, and sends it to the others; every task must call.
+
+    Returns:
+        On the chief the result of `load`, elsewhere None.
+    """
     with whole_slots(reduction, model, restores=True):
         try:
-            run_on_chief(reduction, load, what)
+            return run_on_chief(reduction, load, what)
         finally:  # after an error, a part may have been read
             broadcast_state(reduction, model)
 
@@ -86,11 +93,11 @@ def arrays_of(model: keras.Model, callbacks: CallbackState) -> Arrays:
 
 
 def at_step(progress: Progress, model: keras.Model) -> Progress:
-    """Returns the progress with the optimizer's step; a model without one leaves it unchanged."""
-    optimizer = getattr(model, "optimizer", None)  # there is none before compile
-    if optimizer is None:
-        return progress
-    return replace(progress, step=int(optimizer.iterations.numpy()))
+    """Returns the progress with the steps of the compiled optimizer, or else the most of any."""
+    optimizers = optimizers_of(model)
+    counting = [optimizers["optimizer"]] if "optimizer" in optimizers else optimizers.values()
+    steps = [int(optimizer.iterations.numpy()) for optimizer in counting]
+    return replace(progress, step=max(steps, default=progress.step))
 
 
 def restore_checkpoint(
@@ -103,11 +110,13 @@ def restore_checkpoint(
 
     Raises:
         TrainingError: on every task: the file is missing, is not a checkpoint, is incomplete or
-            damaged, or is of another model or optimizer; the model is unchanged then.
+            damaged, or is of another model or optimizer. The model is unchanged then, except if
+            the file disappears while it is read.
     """
 
     def read() -> bytes:
-        with open_checkpoint(path) as file:
+        report = functools.partial(reduction.peers.enters, "checkpoint")
+        with open_checkpoint(path, report) as file:
             variables = _variables_to_restore(file, model, path)
             for name, variable in variables.items():
                 rows = functools.partial(file.read_rows, file.arrays[name])
@@ -115,9 +124,7 @@ def restore_checkpoint(
             others = {n: file.read(a) for n, a in file.arrays.items() if group_of(n) == _OTHERS}
             return b"".join(encode_checkpoint(file.progress, others))
 
-    with whole_slots(reduction, model, restores=True):
-        sent = run_on_chief(reduction, read, f"read the checkpoint {path}") or b""
-        broadcast_state(reduction, model)
+    sent = load_on_chief(model, reduction, read, f"read the checkpoint {path}") or b""
     received = CheckpointFile(io.BytesIO(broadcast_bytes(reduction, sent)), path)
     arrays = received.arrays.items()
     callbacks = {name.partition("/")[2]: received.read(array) for name, array in arrays}

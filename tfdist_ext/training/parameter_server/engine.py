@@ -36,7 +36,14 @@ from tfdist_ext.training.parameter_server.calls import (
 )
 from tfdist_ext.training.parameter_server.scope import WorkerScope, step_on_worker
 from tfdist_ext.training.steps.row_updates import RowRules
-from tfdist_ext.training.steps.scope import Execution, Logs, StepOutputs, metrics_and_others
+from tfdist_ext.training.steps.scope import (
+    Execution,
+    Logs,
+    StepOutputs,
+    as_logs,
+    metrics_and_others,
+    zeros_of,
+)
 from tfdist_ext.training.variables import default_strategy_scope, optimizers_of
 from tfdist_ext.user_frames import warn
 
@@ -250,11 +257,8 @@ class ParameterServerProgram:
         """In a graph: `n` steps after the position of the shard, or fewer if the shard ends."""
         start = tf.constant(self._start)
         # Traced beforehand: a loop must know what comes out of it, and how steps count.
-        outputs = self._one.get_concrete_function(spec, first, start).structured_outputs[1]
-        nothing = {
-            name: tf.zeros([size or 0 for size in output.shape], output.dtype)
-            for name, output in outputs.items()
-        }
+        _, outputs = self._one.get_concrete_function(spec, first, start).structured_outputs
+        nothing = zeros_of(outputs)
 
         def step(answer: Answer) -> tuple[Answer]:
             shard, number, batch = iterator.get_next()
@@ -291,7 +295,7 @@ class ParameterServerProgram:
             values.append((self._counter, tf.cast(step, self._counter.dtype)))
         scope = WorkerScope(values, self._watched, self._counter)
         with step_on_worker(scope, self._model, self._row_rules):
-            outputs = self._outputs.others(self._step(batch), scope, [states], warns=True)
+            outputs = self._outputs.own_values(self._step(batch), scope, [states], warns=True)
         scope.write_watched()
         self._counted = scope.counted
         after = [tf.cast(scope.get_current_value(v), tf.float64) for v in self._metrics]
@@ -301,9 +305,7 @@ class ParameterServerProgram:
     def _logs(self, outputs: dict[str, np.ndarray]) -> Logs:
         values = zip(self._metrics, self._unpacked(self._totals), strict=True)
         with keras.StatelessScope(values):  # without reading them from servers
-            results = self._outputs.results(outputs)
-        logs = {name: value.numpy() for name, value in sorted(results.items())}
-        return {name: float(v) if v.ndim == 0 else v for name, v in logs.items()}
+            return as_logs(self._outputs.results(outputs))
 
 
 class ParameterServerPredictor:

@@ -42,11 +42,12 @@ from tfdist_ext.training._keras_private import (
 )
 from tfdist_ext.training.steps.row_updates import RowRules
 from tfdist_ext.training.steps.rows import (
+    SAME_ORDER,
     EqualTensors,
     Gradient,
     Key,
-    Lookups,
     Rows,
+    behind,
     rows_of,
     with_unknown_rows,
 )
@@ -55,6 +56,82 @@ from tfdist_ext.user_frames import filter_traceback
 
 _Values = TypeVar("_Values")
 _Result = TypeVar("_Result")
+
+# Which output of an operation has distinct numbers. Keras and TensorFlow look up sparse ids by it.
+_OF_DISTINCT = {
+    **dict.fromkeys(("Unique", "UniqueV2"), 0),
+    **{f"SparseSegment{combiner}GradV2": 1 for combiner in ("Mean", "Sum", "SqrtN")},
+}
+
+_INDICES = 1 << 32  # more than a table has rows
+
+
+class Lookups:
+    """A gradient as parts that are summed over replicas: one for each lookup of a table.
+
+    Optimizers with second moments square the slices of a gradient one by one. Slices of the batch's
+    rows stay apart, as on one device. A lookup by the same indices on all replicas, such as
+    positions, or by distinct ids, has one slice for each index on one device. The key of such a
+    slice is its place in the lookup and its index.
+
+    Attributes:
+        parts: the gradient itself, or slices of each lookup.
+        has_keys: for each part, whether its indices are keys. One device has one slice for a key.
+    """
+
+    def __init__(self, gradient: Gradient, equal: EqualTensors):
+        self.parts: list[Gradient] = [gradient]
+        self.has_keys = [False]
+        if not isinstance(gradient, tf.IndexedSlices):
+            return
+        lookups = _concatenated(gradient.indices)
+        kinds = [_kind_of(lookup, equal) for lookup in lookups]
+        if set(kinds) == {"rows"}:
+            return
+        sizes = tf.stack([tf.size(lookup) for lookup in lookups])
+        values = tf.split(gradient.values, sizes, num=len(lookups))
+        indices = tf.split(gradient.indices, sizes, num=len(lookups))
+        self.has_keys = [kind != "rows" for kind in kinds]
+        self.parts = []
+        for kind, value, index in zip(kinds, values, indices, strict=True):
+            keys, shape = index, gradient.dense_shape
+            if kind != "rows":
+                place = tf.range(tf.size(index, tf.int64)) if kind == "equal" else 0
+                keys, shape = place * _INDICES + tf.cast(index, tf.int64), None
+            self.parts.append(tf.IndexedSlices(value, keys, shape))
+        self._indices, self._shape = gradient.indices.dtype, gradient.dense_shape
+
+    def joined(self, sums: Sequence[Gradient]) -> Gradient:
+        """Returns the gradient, from the sums of its parts, with the slices of one device."""
+        if not any(self.has_keys):
+            return sums[0]
+        slices = [
+            self._merged(total) if has_keys else total
+            for total, has_keys in zip(sums, self.has_keys, strict=True)
+        ]
+        if any(not isinstance(part, tf.IndexedSlices) for part in slices):
+            return tf.add_n(list(map(tf.convert_to_tensor, slices)))  # by a StrategyTemplate
+        values = tf.concat([part.values for part in slices], 0)
+        return tf.IndexedSlices(values, tf.concat([x.indices for x in slices], 0), self._shape)
+
+    def _merged(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        keys, places = tf.unique(slices.indices)
+        values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(keys))
+        return tf.IndexedSlices(values, tf.cast(keys % _INDICES, self._indices), self._shape)
+
+
+def _concatenated(indices: tf.Tensor) -> list[tf.Tensor]:
+    made_by = behind(indices, SAME_ORDER).op
+    if made_by.type != "ConcatV2" or tf.get_static_value(made_by.inputs[-1]) != 0:
+        return [indices]
+    return [part for tensor in made_by.inputs[:-1] for part in _concatenated(tensor)]
+
+
+def _kind_of(indices: tf.Tensor, equal: EqualTensors) -> Literal["equal", "distinct", "rows"]:
+    if equal.has(indices):
+        return "equal"
+    source = behind(indices, SAME_ORDER)
+    return "distinct" if _OF_DISTINCT.get(source.op.type) == source.value_index else "rows"
 
 
 class ReplicaSums:
@@ -156,7 +233,7 @@ class ReplicaSums:
     def _sum_of_elements(
         self, values: Sequence[tf.Tensor], what: Sequence[Reduced]
     ) -> list[tf.Tensor]:
-        """Sums dense tensors of one dtype; each has one shape on all workers."""
+        """Sums dense tensors of one dtype, whose shapes are known when they are computed."""
         sizes = [tf.size(value) for value in values]
         flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
         (total,) = sum_up([padded_to_size(flat)], what[:1], self.keys_of_size)
@@ -240,7 +317,7 @@ class StepContext:
             by one.
         substitutes: what the step calls in place of functions of Keras and TensorFlow.
         called: the replacements that the step has called.
-        exact: maps the key of a tensor that covers all rows to the tensors before it.
+        inputs_of_exact: maps the key of a tensor that covers all rows to the tensors before it.
         statistics: maps the key of a tensor to whether it is a statistic of this part's rows.
         row_numbers: shuffled numbers of rows in the global batch.
     """
@@ -270,7 +347,7 @@ class StepContext:
         self.equal.add(self.global_rows)
         self.substitutes: Mapping[Any, Callable[..., Any]] = {}
         self.called: set[Any] = set()
-        self.exact: dict[Key, Sequence[tf.Tensor]] = {}
+        self.inputs_of_exact: dict[Key, Sequence[tf.Tensor]] = {}
         self.statistics: dict[Key, bool] = {}
         self.row_numbers: list[tf.Tensor] = []
         self._position: tuple[tf.Tensor, tf.Tensor] | None = None

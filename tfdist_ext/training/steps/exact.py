@@ -6,8 +6,9 @@ whole batch. docs/exactness.md states the rules; each function here is a part of
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import keras
@@ -46,8 +47,6 @@ from tfdist_ext.training.steps.context import (
     reduced_for,
     running_step,
 )
-from tfdist_ext.training.steps.mixing import mixed_rows
-from tfdist_ext.training.steps.parts import OptimizerParts, sums_of_parts
 from tfdist_ext.training.steps.random_numbers import (
     gather,
     random_operation,
@@ -55,7 +54,7 @@ from tfdist_ext.training.steps.random_numbers import (
     shuffle,
 )
 from tfdist_ext.training.steps.row_updates import RowUpdates
-from tfdist_ext.training.steps.rows import Gradient, symbolic_tensors, tensor_key
+from tfdist_ext.training.steps.rows import Gradient, mixed_rows, symbolic_tensors, tensor_key
 from tfdist_ext.training.steps.scope import (
     ReplicaScope,
     check_equal,
@@ -64,6 +63,7 @@ from tfdist_ext.training.steps.scope import (
     take,
     warn_of_sums,
 )
+from tfdist_ext.training.steps.sharded_optimizer import ShardedOptimizer, sums_of_parts
 from tfdist_ext.training.steps.step_timer import timestamp_after
 from tfdist_ext.training.variables import (
     LocalCopies,
@@ -75,7 +75,7 @@ from tfdist_ext.training.variables import (
     is_updated_once,
     local_copy,
     owner_copy,
-    parts_of,
+    sharded_optimizer_of,
     with_inner_optimizers,
 )
 from tfdist_ext.user_frames import warn
@@ -239,7 +239,7 @@ def optimizer_apply(
         options = {k: variables if isinstance(v, list | tuple) else v for k, v in named.items()}
         return original(optimizer, grads, *args, **options)
 
-    if (shared := parts_of(optimizer)) is not None:
+    if (shared := sharded_optimizer_of(optimizer)) is not None:
         return _apply_to_parts(context, shared, grads, variables, apply)
     grads = _summed(context, grads, variables)
     if context.on_tpu:
@@ -254,11 +254,29 @@ def optimizer_apply(
     number = replica_id()
     copies = LocalCopies(lambda variable: local_copy(variable, strategy, number), optimizers)
     drawing = substitutes({random_operation: refuse_to_draw} if context.replicas > 1 else {})
-    updates = RowUpdates(default_strategy(), optimizers, context.row_rules)
-    with running_step(None), drawing, default_strategy_scope(optimizers, updates), copies:
-        result = apply(grads)
+    with _updating(context, default_strategy(), optimizers, grads), drawing, copies:
+        return apply(grads)
+
+
+@contextlib.contextmanager
+def _updating(
+    context: StepContext,
+    inner: Any,
+    optimizers: Sequence[keras.optimizers.Optimizer],
+    grads: Sequence[Gradient | None],
+) -> Iterator[None]:
+    """Scope in which optimizers update variables, or rows of tables where a gradient has rows.
+
+    Args:
+        inner: updates a variable on its device: an object with `extended.update`.
+    """
+    rules = context.row_rules
+    has_rows = rules.lazy or any(isinstance(gradient, tf.IndexedSlices) for gradient in grads)
+    updates = RowUpdates(inner, optimizers, rules) if has_rows else inner
+    with running_step(None), default_strategy_scope(optimizers, updates):
+        yield
+    if isinstance(updates, RowUpdates):
         updates.check_decays()
-        return result
 
 
 def _summed(
@@ -284,7 +302,7 @@ def _summed(
 
 def _apply_to_parts(
     context: StepContext,
-    shared: OptimizerParts,
+    shared: ShardedOptimizer,
     grads: Sequence[Gradient | None],
     variables: Sequence[keras.Variable],
     apply: Callable[[Sequence[Gradient | None], Sequence[Any]], Any],
@@ -345,10 +363,8 @@ def _update_once(
         sums = [strategy.experimental_local_results(value)[0] for value in values]
         rest = iter(sums)
         copies = LocalCopies(lambda variable: owner_copy(variable, strategy), optimizers)
-        updates = RowUpdates(UpdatesInPlace(optimizer), optimizers, context.row_rules)
-        with running_step(None), default_strategy_scope(optimizers, updates), copies:
+        with _updating(context, UpdatesInPlace(optimizer), optimizers, sums), copies:
             apply([None if gradient is None else next(rest) for gradient in grads])
-            updates.check_decays()
         broadcast_from_owner([*touched, *copies.used], strategy)
         return timestamp_after(sums)
 
@@ -366,11 +382,15 @@ def update_mean(
     reduce_fn: Callable[..., tf.Tensor],
     dtype: str,
 ) -> Any:
-    """Counts a single number in Mean and Sum, the mean over a part, with the part's share."""
+    """Counts a single number in Mean and Sum, the mean over a part, with the part's share.
+
+    A weight that depends on the part is the number's share already, such as the rows of the part.
+    """
     share = context.batch_fraction(dtype)
-    if sample_weight is None and len(getattr(values, "shape", ())) == 0:
+    if len(getattr(values, "shape", ())) == 0 and context.equal.has(sample_weight):
         warn_of_mixed_rows(context, values)
-        sample_weight = share
+        weight = 1.0 if sample_weight is None else tf.cast(sample_weight, dtype)
+        sample_weight = weight * share
     elif context.rows_in(values) == "batch":  # equal on all replicas
         weights = tf.ones_like(values) if sample_weight is None else sample_weight
         sample_weight = tf.cast(weights, dtype) * share
@@ -396,7 +416,7 @@ def moments(
     if not layer.synchronized:
         of_part = original(layer, inputs, mask)
         for moment in symbolic_tensors(of_part):  # `distribute` warns of them
-            context.exact[tensor_key(moment)] = [inputs]
+            context.inputs_of_exact[tensor_key(moment)] = [inputs]
             context.statistics[tensor_key(moment)] = False
         return of_part
     counted = tf.ones_like(inputs)
@@ -431,7 +451,9 @@ def reduce_loss(
     loss = _reduced(context, original, values, sample_weight, *more, **named)
     if loss is not values:
         before = symbolic_tensors([values, sample_weight])
-        context.exact.update({tensor_key(tensor): before for tensor in symbolic_tensors(loss)})
+        context.inputs_of_exact.update(
+            {tensor_key(tensor): before for tensor in symbolic_tensors(loss)}
+        )
     return loss
 
 
@@ -613,7 +635,7 @@ def warn_of_mixed_rows(context: StepContext, targets: Structure) -> None:
         return
     targets = symbolic_tensors(targets)
     if replica_id() % context.local_replicas == 0 and (
-        mixed := mixed_rows(targets, context.equal, context.exact, context.statistics)
+        mixed := mixed_rows(targets, context.equal, context.inputs_of_exact, context.statistics)
     ):
         warn(
             f"The step {mixed}. Each of {context.replicas} replicas sees"

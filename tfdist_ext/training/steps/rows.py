@@ -1,20 +1,21 @@
-"""Which tensors of a step are the same on every replica, and which have rows of the batch.
+"""Which tensors of a step have rows of the batch, and which operations mix the rows.
 
 A tensor is the same on every replica if it does not follow from the replica's part of the batch
 (`EqualTensors`). That is reachability in the graph: what is computed from the part, from random
 numbers with a state, or by Python may differ. Sums over replicas are the same on all of them. If
 an equal tensor is not recognized, it is averaged over replicas, which changes nothing.
 
-It matters for the slices of a sparse gradient (`tf.IndexedSlices`), because optimizers with second
-moments square slices one by one. Slices of the batch's rows stay apart, as on one device. What all
-replicas look up by the same constant indices, such as positions, is one lookup on one device, so
-these slices are summed (`Lookups`).
+`rows_of` says how a tensor holds the rows of the part. A replica's step sees only these rows. What
+puts them in another order, compares them with each other, or divides by a statistic of them, gives
+other numbers than one device (`mixed_rows`). All of this goes by the types of operations, in the
+tables of this module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -102,7 +103,7 @@ def _inputs(tensor: tf.Tensor) -> Sequence[tf.Tensor] | None:
 
 
 def _is_other_size(tensor: tf.Tensor) -> bool:
-    """Whether a tensor holds sizes of a shape other than its number of rows."""
+    """Whether a tensor is a rank, or a size of another dimension than the first."""
     op = tensor.op
     if op.type not in ("StridedSlice", "Unpack") or op.inputs[0].op.type != "Shape":
         return op.type == "Rank"
@@ -388,81 +389,7 @@ def _rows_after_slice(op: tf.Operation, rows: Rows) -> Rows | None:
     return rows._replace(axis=rows.axis - dimension + axis)
 
 
-# Which output of an operation has distinct numbers. Keras and TensorFlow look up sparse ids by it.
-_OF_DISTINCT = {
-    **dict.fromkeys(("Unique", "UniqueV2"), 0),
-    **{f"SparseSegment{combiner}GradV2": 1 for combiner in ("Mean", "Sum", "SqrtN")},
-}
-
 SAME_ORDER = ("Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StopGradient")
-
-_INDICES = 1 << 32  # more than a table has rows
-
-
-class Lookups:
-    """A gradient as parts that are summed over replicas: one for each lookup of a table.
-
-    On one device, a lookup by the same indices on all replicas, or by distinct ids, has one slice
-    for each index. The key of such a slice is its place in the lookup and its index.
-
-    Attributes:
-        parts: the gradient itself, or slices of each lookup.
-        has_keys: for each part, whether its indices are keys. One device has one slice for a key.
-    """
-
-    def __init__(self, gradient: Gradient, equal: EqualTensors):
-        self.parts: list[Gradient] = [gradient]
-        self.has_keys = [False]
-        if not isinstance(gradient, tf.IndexedSlices):
-            return
-        lookups = _concatenated(gradient.indices)
-        kinds = [_kind_of(lookup, equal) for lookup in lookups]
-        if set(kinds) == {"rows"}:
-            return
-        sizes = tf.stack([tf.size(lookup) for lookup in lookups])
-        values = tf.split(gradient.values, sizes, num=len(lookups))
-        indices = tf.split(gradient.indices, sizes, num=len(lookups))
-        self.has_keys = [kind != "rows" for kind in kinds]
-        self.parts = []
-        for kind, value, index in zip(kinds, values, indices, strict=True):
-            keys, shape = index, gradient.dense_shape
-            if kind != "rows":
-                place = tf.range(tf.size(index, tf.int64)) if kind == "equal" else 0
-                keys, shape = place * _INDICES + tf.cast(index, tf.int64), None
-            self.parts.append(tf.IndexedSlices(value, keys, shape))
-        self._indices, self._shape = gradient.indices.dtype, gradient.dense_shape
-
-    def joined(self, sums: Sequence[Gradient]) -> Gradient:
-        """Returns the gradient, from the sums of its parts, with the slices of one device."""
-        if not any(self.has_keys):
-            return sums[0]
-        slices = [
-            self._merged(total) if has_keys else total
-            for total, has_keys in zip(sums, self.has_keys, strict=True)
-        ]
-        if any(not isinstance(part, tf.IndexedSlices) for part in slices):
-            return tf.add_n(list(map(tf.convert_to_tensor, slices)))  # by a StrategyTemplate
-        values = tf.concat([part.values for part in slices], 0)
-        return tf.IndexedSlices(values, tf.concat([x.indices for x in slices], 0), self._shape)
-
-    def _merged(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
-        keys, places = tf.unique(slices.indices)
-        values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(keys))
-        return tf.IndexedSlices(values, tf.cast(keys % _INDICES, self._indices), self._shape)
-
-
-def _concatenated(indices: tf.Tensor) -> list[tf.Tensor]:
-    made_by = behind(indices, SAME_ORDER).op
-    if made_by.type != "ConcatV2" or tf.get_static_value(made_by.inputs[-1]) != 0:
-        return [indices]
-    return [part for tensor in made_by.inputs[:-1] for part in _concatenated(tensor)]
-
-
-def _kind_of(indices: tf.Tensor, equal: EqualTensors) -> Literal["equal", "distinct", "rows"]:
-    if equal.has(indices):
-        return "equal"
-    source = behind(indices, SAME_ORDER)
-    return "distinct" if _OF_DISTINCT.get(source.op.type) == source.value_index else "rows"
 
 
 def behind(tensor: tf.Tensor, kinds: Collection[str]) -> tf.Tensor:
@@ -470,3 +397,180 @@ def behind(tensor: tf.Tensor, kinds: Collection[str]) -> tf.Tensor:
     while tensor.op.type in kinds:
         tensor = tensor.op.inputs[0]
     return tensor
+
+
+def _of_input(number: int) -> Callable[[tf.Operation], Collection[int]]:
+    """The dimensions that a constant input of an operation names."""
+
+    def axes(op: tf.Operation) -> Collection[int]:
+        value = tf.get_static_value(op.inputs[number])
+        return [] if value is None else np.reshape(value, [-1]).tolist()
+
+    return axes
+
+
+def _reversed(op: tf.Operation) -> Collection[int]:
+    strides = tf.get_static_value(op.inputs[3])
+    return [] if strides is None else np.flatnonzero(strides < 0).tolist()
+
+
+# Operations that put entries in another order -> the dimensions in which they do.
+_ORDERING: dict[str, Callable[[tf.Operation], Collection[int]]] = {
+    "Cumprod": _of_input(1),
+    "Cumsum": _of_input(1),
+    "CumulativeLogsumexp": _of_input(1),
+    "RandomShuffle": lambda op: [0],
+    "ReverseV2": _of_input(1),
+    "Roll": _of_input(2),
+    "StridedSlice": _reversed,
+    "TopKV2": lambda op: [-1],
+}
+
+# Operations by which losses compare rows with each other.
+_COMPARING = {
+    *("BatchMatMulV2", "Einsum", "Equal", "Greater", "GreaterEqual", "Less", "LessEqual"),
+    *("MatMul", "NotEqual", "SquaredDifference", "Sub"),
+}
+
+# Operations by which rows are set in relation to a statistic of all rows, such as their mean.
+_DIVIDING = {"DivNoNan", "RealDiv", "Xdivy"}
+_RELATING = _DIVIDING | {"Maximum", "Minimum", "Mul", "Pow", "SquaredDifference", "Sub"}
+
+# Operations that are not linear: of a mean over rows they are not the mean over replicas.
+_NOT_LINEAR = {"Maximum", "Minimum", "Pow", "SquaredDifference", *_DIVIDING} | {
+    *("Abs", "Exp", "Expm1", "Log", "Log1p", "Reciprocal", "Relu", "Rsqrt", "Sigmoid"),
+    *("Softplus", "Sqrt", "Square", "Tanh"),
+}
+
+_EXTREMES = {"Max", "Min", "Prod"}
+
+_SIZES = {"Rank", "Shape", "ShapeN", "Size"}
+
+
+def mixed_rows(
+    targets: Iterable[tf.Tensor],
+    equal: EqualTensors,
+    exact: Mapping[Key, Sequence[tf.Tensor]],
+    statistics: Mapping[Key, bool],
+) -> str | None:
+    """Returns what an operation before these tensors does to mix rows of the part, and its name.
+
+    Returns None if no operation mixes rows.
+
+    Args:
+        exact: by the key of a tensor that is computed over all rows, the tensors before it to go
+            on with.
+        statistics: by the key of a tensor, whether it is a statistic of the part's rows, as far as
+            that is known.
+    """
+    known = dict(statistics)
+
+    def inputs(tensor: tf.Tensor) -> Iterable[tf.Tensor]:
+        return itertools.filterfalse(equal.has, exact.get(tensor_key(tensor), tensor.op.inputs))
+
+    for tensor in tensors_before(itertools.filterfalse(equal.has, targets), inputs):
+        op = tensor.op
+        if tensor_key(tensor) in exact:
+            continue
+        if op.type in _ORDERING and _is_along_rows(op, _ORDERING[op.type], equal):
+            return f"puts rows of the batch in another order, in {op.name!r}"
+        if op.type in _COMPARING and _compares_rows(tensor, equal):
+            return f"compares rows of the batch with each other, in {op.name!r}"
+        if op.type == "Mean" and _is_along_rows(op, _of_input(1), equal, only_selected=True):
+            return f"takes the mean of selected rows, in {op.name!r}"
+        is_extreme = op.type in _EXTREMES and tensor.dtype.is_floating
+        if is_extreme and _is_along_rows(op, _of_input(1), equal):
+            return f"{_STATISTIC}, in {op.name!r}"
+        if op.type not in _RELATING | _NOT_LINEAR or not op.inputs[0].dtype.is_floating:
+            continue
+        # Numbers divided by others are linear in the former only.
+        factors = op.inputs[1:] if op.type in _DIVIDING else op.inputs
+        related = [_is_statistic(factor, equal, known) for factor in factors]
+        is_related = any(map(unknown_sizes, op.inputs)) or (op.type == "Mul" and all(related))
+        if any(related) and (is_related or op.type in _NOT_LINEAR):
+            return f"{_STATISTIC}, in {op.name!r}"
+    return None
+
+
+_STATISTIC = "relates values to a statistic of the batch"
+
+
+def _is_along_rows(
+    op: tf.Operation,
+    dimensions: Callable[[tf.Operation], Collection[int]],
+    equal: EqualTensors,
+    *,
+    only_selected: bool = False,
+) -> bool:
+    """Whether an operation works along the dimension of the rows, or of selected rows.
+
+    Args:
+        dimensions: returns those along which the operation works.
+    """
+    rows = rows_of(op.inputs[0], equal)
+    if rows is None or (only_selected and not rows.is_selection):
+        return False
+    rank = op.inputs[0].shape.rank or 1
+    return rows.axis in [axis % rank for axis in dimensions(op)]
+
+
+def _compares_rows(tensor: tf.Tensor, equal: EqualTensors) -> bool:
+    """Whether an operation makes two dimensions of rows from two tensors that have one each.
+
+    Neither of them is equal on all replicas, nor a range of numbers, as in a mask of lengths.
+    """
+    inputs = tensor.op.inputs
+    if unknown_sizes(tensor) != 2 or [unknown_sizes(source) for source in inputs] != [1, 1]:
+        return False
+    ranges = [behind(source, SAME_ORDER).op.type == "Range" for source in inputs]
+    return not any(ranges) and not any(map(equal.has, inputs))
+
+
+def _is_statistic(tensor: tf.Tensor, equal: EqualTensors, known: dict[Key, bool]) -> bool:
+    """Whether a tensor without rows is computed from the values of this part's rows.
+
+    Args:
+        known: earlier results, by key of a tensor.
+    """
+    if unknown_sizes(tensor) or tensor.shape.rank is None:
+        return False
+    waiting, seen = [tensor], dict[Key, None]()
+    result = False
+    while waiting and not result:
+        key = tensor_key(source := waiting.pop())
+        if known.get(key) is False or key in seen:
+            continue
+        seen[key] = None
+        if known.get(key) or unknown_sizes(source) or source.shape.rank is None:
+            result = True
+        elif source.op.type in _SIZES:
+            rows = rows_of(source.op.inputs[0], equal)
+            result = rows is not None and rows.is_selection
+        elif not equal.has(source):
+            waiting += source.op.inputs
+    known.update(dict.fromkeys([tensor_key(tensor)] if result else seen, result))
+    return result
+
+
+_LINEAR = {"AddN", "AddV2", "Cast", "Identity", "Mul", "Neg", "Reshape", "Sub"}
+
+
+def adds_rows(value: tf.Tensor, equal: EqualTensors) -> str | None:
+    """Returns what a value adds up over this part's rows: "a sum" or "a count"; None for neither.
+
+    A mean is neither of them, as all that is divided.
+    """
+    waiting = [value]
+    while waiting:
+        tensor = waiting.pop()
+        op = tensor.op
+        if unknown_sizes(tensor) or equal.has(tensor):
+            continue
+        if op.type == "Sum" and _is_along_rows(op, _of_input(1), equal):
+            return "a sum"
+        if op.type in ("Size", "StridedSlice") and (
+            op.type == "Size" or op.inputs[0].op.type == "Shape"
+        ):
+            return "a count"
+        waiting += op.inputs if op.type in _LINEAR else ()
+    return None

@@ -14,7 +14,7 @@ some strategies wrong. So `ReplicaScope` decides what a write does:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -46,9 +46,8 @@ from tfdist_ext.training.steps.context import (
     current_step,
     outside_of_inner_graphs,
 )
-from tfdist_ext.training.steps.mixing import adds_rows
 from tfdist_ext.training.steps.random_numbers import rows_at
-from tfdist_ext.training.steps.rows import follows_from, places_rows
+from tfdist_ext.training.steps.rows import adds_rows, follows_from, places_rows
 from tfdist_ext.training.variables import is_updated_once, local_copies, local_copy
 from tfdist_ext.user_frames import warn
 
@@ -278,11 +277,13 @@ class StepOutputs:
     the states of all replicas. Any other number is the mean over rows.
 
     Attributes:
-        exist: whether steps return more than metrics, as Keras's own do not.
+        has_own_values: whether steps return more than metrics, as Keras's own do not.
     """
 
     def __init__(self, model: keras.Model, kind: str):
-        self.exist = not uses_keras_step(model, kind) or overrides(model, "compute_metrics")
+        self.has_own_values = not uses_keras_step(model, kind) or overrides(
+            model, "compute_metrics"
+        )
         # Name of a log -> the metric whose result it is, and the index in the flat result.
         self._of_metrics: dict[str, tuple[keras.metrics.Metric, int]] = {}
         self._model = model
@@ -290,7 +291,7 @@ class StepOutputs:
         self._warned_of: set[str] = set()  # names of logs
         self._updated: set[int] = set()  # ids of variables that the step writes
 
-    def others(
+    def own_values(
         self, returned: Structure, scope: StepScope, before: Sequence[tf.Tensor], *, warns: bool
     ) -> dict[str, tf.Tensor]:
         """Returns what the step returned, by name, other than metrics' results.
@@ -299,12 +300,13 @@ class StepOutputs:
 
         Args:
             before: the states of the metrics before the step.
-            warns: a number that is computed from a metric gets a warning, in a compiled step.
+            warns: in a compiled step, a number that is computed from a metric gets a warning, and
+                one that cannot be averaged is an error.
 
         Raises:
-            TrainingError: an overridden step returned something else than a dict.
+            TrainingError: an overridden step returned something else than a dict of numbers.
         """
-        if not self.exist:
+        if not self.has_own_values:
             return {}
         if not isinstance(returned, dict):
             raise TrainingError(
@@ -327,7 +329,8 @@ class StepOutputs:
                     f" as {name!r}. Return one number, such as tf.reduce_mean(value), or the"
                     " result() of a metric."
                 )
-            is_equal = (dtype.is_integer or dtype.is_bool) and context and context.equal.has(value)
+            is_equal = dtype.is_integer or dtype.is_bool  # on a worker of parameter servers
+            is_equal = is_equal and (context is None or context.equal.has(value))
             if warns and not dtype.is_floating and not is_equal:
                 raise TrainingError(
                     f"The custom step of {type(self._model).__name__} returns {name!r} of"
@@ -346,9 +349,9 @@ class StepOutputs:
             warn(
                 f"{type(self._model).__name__}.{self._kind}_step returns"
                 f" {', '.join(map(repr, new))}, computed from a metric. Only a metric's result() is"
-                " computed over all examples. Any other number is the mean of the numbers that the"
-                " replicas compute from their rows. Return the result() of a metric that computes"
-                " this value from its own state."
+                " computed over all examples. Any other number is computed from the rows of a"
+                " replica or worker, and averaged over replicas. Return the result() of a metric"
+                " that computes this value from its own state."
             )
 
     def results(self, outputs: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
@@ -358,7 +361,7 @@ class StepOutputs:
             outputs: the other values that an overridden step returned, over all replicas. As in
                 Keras, a metric of the same name replaces an output if the step updates the metric.
         """
-        if not self.exist:
+        if not self.has_own_values:
             logs = _flat(self._model.get_metrics_result())
         else:
             logs = dict(outputs)
@@ -369,6 +372,17 @@ class StepOutputs:
             for name, (metric, index) in self._of_metrics.items():
                 logs[name] = keras.tree.flatten(metric.result())[index]
         return {name: tf.convert_to_tensor(value) for name, value in logs.items()}
+
+
+def as_logs(values: Mapping[str, tf.Tensor]) -> Logs:
+    """Returns numbers and arrays by name, sorted as in Keras."""
+    arrays = {name: value.numpy() for name, value in sorted(values.items())}
+    return {n: float(array) if array.ndim == 0 else array for n, array in arrays.items()}
+
+
+def zeros_of(specs: Mapping[str, tf.TypeSpec]) -> dict[str, tf.Tensor]:
+    """Returns zeros for the outputs of a step, from which a loop in the graph begins."""
+    return {n: tf.zeros([size or 0 for size in s.shape], s.dtype) for n, s in specs.items()}
 
 
 def _flat(outputs: dict[str, Any]) -> dict[str, Any]:

@@ -24,11 +24,15 @@ from tfdist_ext.strategies._tf_private import per_replica
 from tfdist_ext.training._keras_private import raw_value
 from tfdist_ext.training.agreement.equality import from_each_worker
 from tfdist_ext.training.steps.row_updates import RowRules
-from tfdist_ext.training.steps.scope import Execution
+from tfdist_ext.training.steps.scope import Execution, as_logs, zeros_of
 from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.synchronous.model_step import ModelStep, OneTrace, Seeds
 from tfdist_ext.training.synchronous.reduction import States, SynchronousReduction
-from tfdist_ext.training.variables import default_strategy_scope, parts_of, with_inner_optimizers
+from tfdist_ext.training.variables import (
+    default_strategy_scope,
+    sharded_optimizer_of,
+    with_inner_optimizers,
+)
 from tfdist_ext.user_frames import warn
 
 # What one step passes to the next: the metrics' states, and what an overridden step returned, by
@@ -96,11 +100,7 @@ class SynchronousProgram:
         logs, self._states, steps, report = finished
         self._totals = self._metric_values()
         chief_seconds, stop_requests = report.numpy().tolist()
-        logs = {  # by name, as Keras sorts them
-            name: float(value) if value.shape.rank == 0 else value.numpy()
-            for name, value in sorted(logs.items())
-        }
-        return Execution(logs, int(steps), chief_seconds, stop_requested=stop_requests > 0)
+        return Execution(as_logs(logs), int(steps), chief_seconds, stop_requested=stop_requests > 0)
 
     def _run(
         self,
@@ -195,15 +195,12 @@ class SynchronousProgram:
 
     def _empty_outputs(self, batches: BatchIterator, before: Carried) -> dict[str, tf.Tensor]:
         """Zeros of the structure that an overridden step returns, so that a loop can carry it."""
-        if not self._step.outputs.exist:
+        if not self._step.outputs.has_own_values:
             return {}
         trace = tf.function(  # never runs
             lambda batches: self._one_step(self._next_batch(batches), before)[1], autograph=False
         )
-        specs = trace.get_concrete_function(batches).structured_outputs
-        return {
-            name: tf.zeros([n or 0 for n in spec.shape], spec.dtype) for name, spec in specs.items()
-        }
+        return zeros_of(trace.get_concrete_function(batches).structured_outputs)
 
 
 def _sum(values: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -318,10 +315,10 @@ class SynchronousEngine:
         """End a training: averaged weights replace the last ones."""
         optimizer, strategy = model.optimizer, self._strategy
         with self.reduction.peers.barrier("averaged weights"), strategy.scope():
-            if (parts := parts_of(optimizer)) is None:
+            if (sharded := sharded_optimizer_of(optimizer)) is None:
                 optimizer.finalize_variable_values(model.trainable_weights)
             elif any(getattr(opt, "use_ema", False) for opt in with_inner_optimizers(optimizer)):
-                tf.function(lambda: strategy.run(parts.finalize), autograph=False)()
+                tf.function(lambda: strategy.run(sharded.finalize), autograph=False)()
 
     def make_program(
         self, model: keras.Model, kind: str, *, timed: bool = False

@@ -112,7 +112,8 @@ class ModelStep:
         self._jit_compile = compiles and model.jit_compile
         self._run_once = self._run_replica
         # A tf.function, so that `_empty_outputs` and the loop share one trace.
-        if compiles and reduction.replicas == 1 and (self._jit_compile or self.outputs.exist):
+        is_traced_alone = self._jit_compile or self.outputs.has_own_values
+        if compiles and reduction.replicas == 1 and is_traced_alone:
             self._run_once = tf.function(
                 self._run_replica, jit_compile=self._jit_compile or None, autograph=False
             )
@@ -275,7 +276,7 @@ class ModelStep:
             if self._kind == "predict":
                 outputs: Any = _own_rows(returned, context)
             else:
-                outputs = self.outputs.others(returned, scope, before, warns=self._replicas > 1)
+                outputs = self.outputs.own_values(returned, scope, before, warns=self._replicas > 1)
                 outputs = {name: context.weighted(value) for name, value in outputs.items()}
         self._check(scope, context)
         scope.forget_losses(self.model)

@@ -38,7 +38,7 @@ from tfdist_ext.training._keras_private import (
 )
 from tfdist_ext.training.steps.row_updates import RowRules, RowUpdates
 from tfdist_ext.training.variables import (
-    PARTS,
+    SHARDED,
     LocalCopies,
     PartOfVariable,
     ShardedSlot,
@@ -99,7 +99,7 @@ class _UpdatesOfParts(Updates):
         return contextlib.nullcontext()
 
 
-class OptimizerParts:
+class ShardedOptimizer:
     """An optimizer that is built for parts of its weights.
 
     Attributes:
@@ -200,7 +200,7 @@ class OptimizerParts:
 
 @replaces(COND)
 def cond(
-    shared: OptimizerParts, original: Original, pred: Any, *branches: Callable[[], object]
+    shared: ShardedOptimizer, original: Original, pred: Any, *branches: Callable[[], object]
 ) -> None:
     """Lets both branches of an optimizer's update write the parts of `shard_optimizer=True`."""
     before = [part.value for part in shared.parts]
@@ -226,7 +226,7 @@ def deferring_builds() -> Iterator[None]:
 
     def note(original: object, optimizer: keras.optimizers.Optimizer, variables: Any) -> None:
         if not optimizer.built:
-            vars(optimizer)[PARTS] = OptimizerParts(optimizer, variables)
+            vars(optimizer)[SHARDED] = ShardedOptimizer(optimizer, variables)
             optimizer.built = True
 
     with substitutes(dict.fromkeys(optimizer_builds(), note)):
