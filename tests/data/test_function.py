@@ -11,6 +11,8 @@ import tensorflow as tf
 
 import tfdist_ext as tfd
 from tfdist_ext.data import DataError, Remainder, Shard, ShardedDataset, from_dataset_fn
+from tfdist_ext.data.batches import Readers
+from tfdist_ext.data.reading import batches_of
 
 
 def of_shard(shard: Shard) -> tf.data.Dataset:
@@ -60,12 +62,29 @@ def test_a_state_does_not_call_the_function_again() -> None:
     assert calls == [0]
 
 
+def test_a_worker_calls_the_function_for_its_own_shard_only() -> None:
+    shards = []
+
+    def of_epoch(shard: Shard, epoch: int) -> tf.data.Dataset:
+        shards.append(shard)
+        return tf.data.Dataset.range(shard.index + 1).batch(shard.index + 1, drop_remainder=True)
+
+    def settings_of(worker: int) -> dict[str, Any]:
+        readers = Readers(2, Shard(worker, 2), lambda number: np.array([number, number]))
+        data = from_dataset_fn(of_epoch)
+        return batches_of(data, seed=lambda: 0, readers=readers).settings
+
+    assert settings_of(0) == settings_of(1)
+    assert set(shards) == {Shard(0, 2), Shard(1, 2)}
+
+
 def test_a_state_resumes_inside_an_epoch() -> None:
     def of_epoch(shard: Shard, epoch: int) -> tf.data.Dataset:
         return of_shard(shard)
 
     data = from_dataset_fn(of_epoch, global_batch_size=4)
     assert len(rows(data.dataset(Shard(0, 2)))) == 5
+    data.shards = 2
     data.advance(3)
     state = json.loads(json.dumps(data.state()))
     assert (state["epoch"], state["steps"], state["shards"]) == (0, 3, 2)
@@ -78,6 +97,14 @@ def test_a_state_resumes_inside_an_epoch() -> None:
     again.end_epoch()
     assert again.position == (1, 0)
     assert len(rows(again.dataset(Shard(0, 4)))) == 5  # any number at the start of an epoch
+
+
+def test_looking_at_another_shard_does_not_change_the_state() -> None:
+    data = from_dataset_fn(of_shard, global_batch_size=4)
+    for _ in data.batches():
+        data.dataset(Shard(0, 4))
+        assert data.state()["shards"] == 1
+    assert data.position == (1, 0)
 
 
 def test_without_an_epoch_a_broken_off_one_begins_again() -> None:
@@ -122,8 +149,9 @@ def test_other_things_than_batches_of_a_dataset_are_refused() -> None:
         from_dataset_fn(lambda shard: [1, 2]).dataset()
     with pytest.raises(DataError, match=r"has single examples.*or give global_batch_size"):
         from_dataset_fn(of_shard).dataset()
-    with pytest.raises(DataError, match=r"leaves no example for shard 0 of 3"):
-        from_dataset_fn(of_shard, global_batch_size=2).dataset(Shard(0, 3))
+    for index in range(3):  # on all tasks, also those with an example
+        with pytest.raises(DataError, match="=2 is less than the number of shards, 3"):
+            from_dataset_fn(of_shard, global_batch_size=2).dataset(Shard(index, 3))
     with pytest.raises(DataError, match="global_batch_size must be an integer of at least 1"):
         from_dataset_fn(of_shard, global_batch_size=0)
 

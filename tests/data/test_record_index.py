@@ -53,7 +53,7 @@ def test_a_record_of_this_test_is_tensorflows(write_records: Write, tmp_path: Pa
 
 @pytest.mark.parametrize("at_once", [12, 40])
 def test_scan_finds_all_offsets(monkeypatch: Any, at_once: int) -> None:
-    monkeypatch.setattr(files, "_MANY", at_once)
+    monkeypatch.setattr(files, "_BLOCK_BYTES", at_once)
     records = [record(b"x" * (n * 7 % 50)) for n in range(60)]
     expected = np.cumsum([0, *map(len, records)]).tolist()
     assert Counted(b"".join(records)).scan() == (expected, "")

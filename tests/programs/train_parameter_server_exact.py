@@ -4,6 +4,7 @@ Without a second worker nothing is asynchronous, so every number must be plain K
 the number of pieces that variables are partitioned into (0: whole), and a file for the saved model.
 """
 
+import functools
 import os
 import sys
 
@@ -15,6 +16,7 @@ import own_servers
 import tensorflow as tf
 
 import tfdist_ext as tfd
+from tfdist_ext.data.batches import Position
 from tfdist_ext.data.reading import batches_of
 from tfdist_ext.training.parameter_server.calls import traced_on_batches
 from tfdist_ext.training.steps import row_updates
@@ -237,7 +239,8 @@ def gathers(rows):
     model.fit(x[:, :2], y, batch_size=16, verbose=0)
     engine = model._tfdist_ext.engine
     data = batches_of(x[:, :2], y, batch_size=16, readers=engine.readers)
-    batches = data.iterator(lambda parts_of: engine.feed(parts_of, eagerly=False), 0)
+    feed = functools.partial(engine.feed, eagerly=False)
+    batches = data.iterators(feed, in_pieces=False, inspect=None).of_epoch(None, Position())
     program = model._tfdist_ext.loop("train").program
     function = traced_on_batches(program._on_batches, batches, program._specs, 1)
     graph = function.graph.as_graph_def()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -71,6 +72,45 @@ def test_told_to_stop_it_goes_on_in_the_same_epoch(expected: Any) -> None:
     ours.fit(data, epochs=2, verbose=0)
     assert data.position == (EPOCHS, 0)
     assert_same_weights(expected[0], ours)
+
+
+def test_an_epoch_at_the_end_of_a_pass_begins_the_next(expected: Any, tmp_path: Path) -> None:
+    """Only reading tells that the pass of the data has ended."""
+    options: dict[str, Any] = {"steps_per_epoch": 4, "checkpoint_dir": tmp_path, "verbose": 0}
+    tfd.distribute(build, mirrored(2)).fit(by_function(), epochs=1, **options)
+    data = by_function()
+    ours = tfd.distribute(build, mirrored(2))
+    ours.fit(data, epochs=2, **options)
+    assert data.position == (1, 4)
+    history = ours.fit(data, epochs=1, verbose=0).history
+    np.testing.assert_allclose(history["loss"], expected[1]["loss"][2:], rtol=1e-5)
+    assert_same_weights(expected[0], ours)
+
+
+@pytest.mark.filterwarnings("ignore:the data ended after")
+@pytest.mark.parametrize("length", ["known", "unknown"])
+@pytest.mark.parametrize("steps", [None, 3])
+def test_without_an_epoch_a_job_resumes_in_the_passes_that_it_reads_again(
+    length: str, steps: int | None, tmp_path: Path
+) -> None:
+    def shuffled(shard: Shard) -> tf.data.Dataset:
+        rows = tf.data.Dataset.from_tensor_slices((X[:ROWS], Y[:ROWS])).shuffle(ROWS, seed=8)
+        rows = rows.shard(shard.count, shard.index).batch(BATCH)
+        return rows if length == "known" else rows.filter(lambda *_: True)
+
+    def fit(folder: str, epochs: int) -> Any:
+        keras.utils.set_random_seed(3)  # TensorFlow's own shuffle goes by it
+        data = tfd.data.from_dataset_fn(shuffled)
+        ours = tfd.distribute(build, mirrored(2))
+        options = {"checkpoint_dir": tmp_path / folder, "steps_per_epoch": steps, "verbose": 0}
+        history = ours.fit(data, epochs=epochs, **options).history
+        return ours, history, data.position
+
+    whole, history, position = fit("whole", 3)
+    fit("parts", 2)
+    resumed, *of_resumed = fit("parts", 3)
+    assert of_resumed == [history, position]
+    assert_same_weights(whole, resumed)
 
 
 def test_evaluate_and_predict_read_one_epoch() -> None:

@@ -331,7 +331,8 @@ def numbers_of(batch: Any) -> int:
 def passes_over(source: Numbered, random_seed: int, passes: int = 3, **options: Any) -> Any:
     random.seed(random_seed)  # as on tasks that have drawn other numbers before
     arguments = {"shuffle": True, "seed": lambda: 7, "readers": Readers(), **options}
-    data = batches_of(source, **arguments).parts(0, 1, 1, 0)
+    batches: Any = batches_of(source, **arguments)
+    data = parts_of_dataset(batches.dataset)(0, 1, 1)
     return [[numbers_of(batch) for batch in data] for _ in range(passes)]
 
 

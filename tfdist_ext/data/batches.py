@@ -15,9 +15,10 @@ its own replicas. `reading.batches_of` chooses the class for the data of a call:
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
@@ -35,6 +36,16 @@ Parts: TypeAlias = tuple[Part, ...] | tf.distribute.DistributedValues
 
 # Returns what the steps iterate over, from the function that makes the parts of some replicas.
 Feed: TypeAlias = Callable[[PartsOf], Iterable[Parts]]
+
+# Called with the first batch of a dataset (None: no batch) before the first step gets it.
+Inspect: TypeAlias = Callable[[Structure], None] | None
+
+
+class Position(NamedTuple):
+    """A position in the data: the number of a pass, and of a global batch in it."""
+
+    in_pass: int = 0
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,6 @@ class Batches:
         data: the dataset if a training moves its position and saves it in checkpoints; else None.
         is_infinite: the iterator starts the next pass by itself, so that no step has to ask whether
             the data has ended. Under several workers each such question is a collective.
-        can_begin_anywhere: `parts` can begin with any global batch, and reads no batch before it.
         has_order: the batches of all tasks have one order, which `predict` needs.
         needs_row_count: the tasks have to sum the rows of their parts of each global batch.
         reads_own_shard: each of several workers reads its own rows of each global batch.
@@ -82,7 +92,6 @@ class Batches:
     examples: int | None = None
     arrays: Structure = None
     data: ShardedDataset | None = None
-    can_begin_anywhere = False
     has_order = True
     needs_row_count = False
     reads_own_shard = False
@@ -105,54 +114,32 @@ class Batches:
         self.batch_size = batch_size
         self.is_infinite = is_infinite
 
-    def parts(self, first: int, local: int, replicas: int, start: int) -> tf.data.Dataset:
-        """Returns the parts of some replicas, as a dataset of `tuple[Part, ...]`.
-
-        Args:
-            first: the first local replica.
-            local: number of replicas of this task.
-            replicas: number of replicas of all tasks.
-            start: the global batch to begin with, counted from the first pass.
-        """
-        raise NotImplementedError
-
     @property
     def known_length(self) -> bool:
         """Whether the data is known to have the steps of an epoch."""
         return self.steps is not None or self.is_infinite
 
     @property
-    def position(self) -> int:
-        """The global batch to begin with, counted from the first pass."""
-        return 0
-
-    @property
     def settings(self) -> dict[str, Any]:
         """What must be the same on all workers, by name."""
         return {"batch_size": self.batch_size, "batches in the data": self.steps}
 
-    def iterators(
-        self, feed: Feed, *, in_pieces: bool, inspect: Callable[[Structure], None] | None
-    ) -> Iterators:
-        """Returns what makes the iterators of epochs.
+    def iterators(self, feed: Feed, *, in_pieces: bool, inspect: Inspect) -> Iterators:
+        """Returns the factory of the epochs' iterators.
 
         Args:
             in_pieces: the caller gave a number of steps, so an epoch need not be a pass.
-            inspect: called with the first batch of a dataset; see `Epochs`.
+            inspect: for data that all tasks read.
         """
-        return Iterators(self, feed)
+        raise NotImplementedError
 
-    def iterator(self, feed: Feed, start: int) -> Any:
-        """Returns an iterator over this task's parts, beginning with a global batch."""
-        return iter(feed(functools.partial(self.parts, start=start)))
-
-    def advance(self, steps: int) -> None:
-        """Notes that global batches were used."""
-        if self.data is not None:
-            self.data.advance(steps)
-
-    def pass_ended(self) -> None:
-        """Notes that a pass is over."""
+    def skip(self, iterator: Any, steps: int | None, report: Callable[[], object]) -> int:
+        """Reads `steps` global batches, or to the end; returns how many all tasks have read."""
+        skipped = 0
+        for _ in itertools.islice(iterator, steps):
+            skipped += 1
+            report()
+        return skipped
 
     def on_epoch_begin(self) -> None:
         """Calls the data's own method, as Keras does."""
@@ -161,28 +148,55 @@ class Batches:
         """Calls the data's own method, as Keras does."""
 
 
+class PositionedBatches(Batches):
+    """Batches whose iterators can begin at a position."""
+
+    def span(self, start: Position) -> tuple[int, int]:
+        """The numbers [first, stop) of the batches to read, counted from the first pass."""
+        assert self.steps is not None
+        begin = start.in_pass * self.steps
+        return begin + start.step, 2**62 if self.is_infinite else begin + self.steps
+
+    def parts(self, first: int, local: int, replicas: int, start: Position) -> tf.data.Dataset:
+        """Returns the parts of some replicas, as a dataset of `tuple[Part, ...]`.
+
+        Args:
+            first: the first local replica.
+            local: number of replicas of this task.
+            replicas: number of replicas of all tasks.
+            start: where to begin.
+        """
+        raise NotImplementedError
+
+    def iterators(self, feed: Feed, *, in_pieces: bool, inspect: Inspect) -> Iterators:
+        def create(start: Position) -> Any:
+            return iter(feed(functools.partial(self.parts, start=start)))
+
+        return Iterators(create, continues=self.is_infinite)
+
+
 class Iterators:
     """One iterator for all epochs, until a pass ends that does not start the next by itself.
 
-    Attributes:
-        start: the global batch that the next iterator begins with.
+    Args:
+        create: returns an iterator that begins at a position.
+        continues: an iterator starts the next pass by itself.
     """
 
-    def __init__(self, batches: Batches, feed: Feed):
-        self._batches = batches
-        self._feed = feed
+    def __init__(self, create: Callable[[Position], Any], *, continues: bool):
+        self._create = create
+        self._continues = continues
         self._iterator: Any = None
-        self.start = batches.position
 
-    def of_epoch(self, steps: int | None) -> Any:
+    def of_epoch(self, steps: int | None, start: Position) -> Any:
         """Returns the iterator of an epoch of `steps` global batches; None: until the data ends."""
         if self._iterator is None:
-            self._iterator = self._batches.iterator(self._feed, self.start)
+            self._iterator = self._create(start)
         return self._iterator
 
     def pass_ended(self) -> None:
         """Prepares the next pass: all batches of a pass with a known length were used."""
-        if not self._batches.is_infinite:
+        if not self._continues:
             self.forget()
 
     def forget(self) -> None:

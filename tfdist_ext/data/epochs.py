@@ -18,27 +18,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
-import tensorflow as tf
 
-from tfdist_ext.data.batches import Batches, BatchIterator, Feed
-from tfdist_ext.data.pipelines import Structure
+from tfdist_ext.data.batches import (
+    Batches,
+    BatchIterator,
+    Feed,
+    Inspect,
+    Position,
+    PositionedBatches,
+)
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.user_frames import warn
 
 EMPTY = "The dataset is empty: it produced no batch. Check its filters and steps."
 
 
-@dataclass(frozen=True)
+@dataclass
 class Epoch:
     """One epoch: its iterator and its number of global batches.
 
     Attributes:
+        epochs: the epochs of the call.
         batches: the data.
         iterator: over the parts of this task's replicas.
         steps: global batches of the epoch; None: until the data ends.
-        completed: global batches of the same epoch that are in the metrics already.
+        completed: steps of this epoch that ran before the job resumed.
     """
 
+    epochs: Epochs
     batches: Batches
     iterator: BatchIterator
     steps: int | None
@@ -46,24 +53,21 @@ class Epoch:
 
 
 class Epochs:
-    """The epochs of one `fit`, `evaluate` or `predict`.
+    """The epochs of one `fit`, `evaluate` or `predict`, and the position in the data.
+
+    The position in a dataset that a training moves follows this position.
 
     Args:
         feed: returns what the steps iterate over.
         requested: steps of an epoch, if the caller gave a number.
-        inspect: called with the first batch of a dataset (None if there is no batch) before the
-            first step gets it. Nothing else is read for this.
+        inspect: for data that all tasks read. Nothing else is read for this.
 
     Raises:
         TrainingError: infinite data without a number of steps, or no data.
     """
 
     def __init__(
-        self,
-        batches: Batches,
-        feed: Feed,
-        requested: int | None,
-        inspect: Callable[[Structure], None] | None = None,
+        self, batches: Batches, feed: Feed, requested: int | None, inspect: Inspect = None
     ) -> None:
         # As in Keras, 0 means all steps of the data.
         requested = min(filter(None, [requested, keras.config.max_steps_per_epoch()]), default=None)
@@ -77,18 +81,23 @@ class Epochs:
         self._batches = batches
         self._requested = requested
         self._iterators = batches.iterators(feed, in_pieces=requested is not None, inspect=inspect)
-        self._begin_at(batches.position)
+        self._completed = 0  # steps of the next epoch that ran before the job resumed
+        self._longest = 0  # steps of the longest epoch so far
+        self._position = self._position_of_data()
 
-    def _begin_at(self, start: int, *, completed: int = 0) -> None:
-        """Begins the next epoch at a global batch, counted from the first pass.
+    def _position_of_data(self) -> Position:
+        data = self._batches.data
+        return Position() if data is None else Position(data.position[0], data.steps_done)
 
-        Args:
-            completed: global batches of the epoch that are done.
-        """
-        self._iterators.start = start
-        self._position = start % self._batches.steps if self._batches.steps else start  # in a pass
-        self._longest = self._position  # steps of the longest epoch so far
-        self._completed = completed
+    def _move_to(self, in_pass: int, step: int) -> None:
+        self._position = Position(in_pass, step)
+        if self._batches.data is not None:
+            self._batches.data.move_to(in_pass, step)
+
+    def advance(self, steps: int) -> None:
+        """Moves the position by a number of global batches that were used."""
+        in_pass, step = self._position.in_pass, self._position.step + steps
+        self._move_to(*((in_pass + 1, 0) if step == self._batches.steps else (in_pass, step)))
 
     @property
     def steps(self) -> int | None:
@@ -110,7 +119,7 @@ class Epochs:
         data = self._batches.data
         if data is not None:
             return data.resumes_inside_epochs
-        return self._batches.can_begin_anywhere and self._batches.steps is not None
+        return isinstance(self._batches, PositionedBatches)
 
     def state(self) -> dict[str, Any] | None:
         """Returns the state of the data, for a checkpoint; None of data without a state."""
@@ -134,20 +143,21 @@ class Epochs:
             reads: whether to read the epochs of data that can only be read from its start.
             report: called for each batch that is read.
         """
-        data = self._batches.data
-        if data is not None:
-            if state is not None:
-                data.restore(state)
-            else:
-                for _ in range(epochs):
-                    data.end_epoch()
-            self._begin_at(self._batches.position, completed=completed)
+        batches, data = self._batches, self._batches.data
+        self._completed = self._longest = completed
+        if data is not None and state is not None:
+            data.restore(state)
+        if data is not None and self.resumes_inside:
+            for _ in range(epochs if state is None else 0):
+                data.end_epoch()
+            self._position = self._position_of_data()
         elif reads and self.resumes_inside:
-            passed = 0
-            for _ in range(epochs):
-                passed += self._steps_at(passed, self._requested)
-            self._begin_at(passed + completed, completed=completed)
-        elif reads and self._batches.has_order:
+            assert batches.steps is not None
+            assert self.steps is not None
+            passes, rest = divmod(epochs, -(-batches.steps // self.steps))  # epochs in a pass
+            self._move_to(passes, rest * self.steps + completed)
+        elif reads and (batches.has_order or batches.reads_own_shard):
+            self._move_to(0, 0)
             self._read_past(epochs, report)
 
     def reset(self) -> None:
@@ -157,9 +167,8 @@ class Epochs:
     def rewind(self) -> None:
         """Begins the next epoch at the start of the data."""
         self.reset()
-        if self._position or self._batches.steps is None or not self._batches.is_infinite:
-            self._iterators.forget()
-        self._position = 0
+        self._iterators.forget()
+        self._move_to(0, 0)
 
     @contextlib.contextmanager
     def next(self) -> Iterator[Epoch]:
@@ -168,22 +177,29 @@ class Epochs:
         completed, self._completed = self._completed, 0
         steps = None if self._requested is None else max(self._requested - completed, 0)
         if batches.steps is not None:
-            requested, steps = steps, self._steps_at(self._position, steps)
-            self._position = (self._position + steps) % batches.steps
-            if requested is not None and steps < requested:
-                self._warn_of_end(steps)
+            left = batches.steps - self._position.step
+            if steps is not None and left < steps:
+                self._warn_of_end(left)
+            steps = left if steps is None else min(steps, left)
         batches.on_epoch_begin()
         try:
-            yield Epoch(batches, self._iterators.of_epoch(steps), steps, completed)
+            iterator = self._iterators.of_epoch(steps, self._position)
+            yield Epoch(self, batches, iterator, steps, completed)
         except BaseException:
             batches.on_epoch_end()  # stops workers that read ahead
             raise
 
-    def _steps_at(self, position: int, requested: int | None) -> int:
-        """The steps of an epoch that begins at a global batch, in passes of a known length."""
-        assert self._batches.steps is not None
-        left = self._batches.steps - position % self._batches.steps
-        return left if requested is None else min(requested, left)
+    def begin_next_pass(self, epoch: Epoch) -> bool:
+        """Begins the next pass if an epoch without a step is at the end of a ShardedDataset's pass.
+
+        If only reading tells the length of a pass, it may have ended with the epoch before.
+        """
+        if self._batches.data is None or epoch.completed or not self._position.step:
+            return False
+        self._iterators.forget()
+        self._move_to(self._position.in_pass + 1, 0)
+        epoch.iterator = self._iterators.of_epoch(epoch.steps, self._position)
+        return True
 
     def end_epoch(self, epoch: Epoch, steps: int, *, stopped: bool) -> None:
         """Ends an epoch.
@@ -213,11 +229,9 @@ class Epochs:
                     f"the generator has ended: this epoch had {steps} steps, an earlier one"
                     f" {longest}. Pass steps_per_epoch, and yield the batches of all epochs."
                 )
-            batches.pass_ended()
-        elif batches.steps is not None and self._position == 0:
-            batches.pass_ended()
-            if not stopped:
-                self._iterators.pass_ended()
+            self._move_to(self._position.in_pass + 1, 0)
+        elif batches.steps is not None and self._position.step == 0 and not stopped:
+            self._iterators.pass_ended()
 
     def _warn_of_end(self, steps: int) -> None:
         warn(
@@ -229,10 +243,8 @@ class Epochs:
         """Reads epochs as a training reads them: the order of examples may depend on it."""
         for _ in range(epochs):
             with self.next() as epoch:
-                steps = 0
-                with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
-                    while epoch.steps is None or steps < epoch.steps:
-                        next(epoch.iterator)
-                        steps += 1
-                        report()
+                steps = self._batches.skip(epoch.iterator, epoch.steps, report)
+                if not steps and self.begin_next_pass(epoch):
+                    steps = self._batches.skip(epoch.iterator, epoch.steps, report)
+                self.advance(steps)
             self.end_epoch(epoch, steps, stopped=False)

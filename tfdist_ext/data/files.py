@@ -39,7 +39,8 @@ Patterns: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 HEADER, TAIL = 12, 4  # bytes before and after a payload
 
 _HEADER = Struct("<QI")
-_MANY, _FAR = 1 << 20, 1 << 14  # bytes to read at once; longer records are read one by one
+_BLOCK_BYTES = 1 << 20  # read at once, to find the records in a block
+_SEEK_BYTES = 1 << 14  # of longer records only the header is read
 _LONGEST = 1 << 36  # bytes of a record; the first 8 bytes of a text are a larger number
 FILES_AT_ONCE = 16  # files; opening a remote file mostly waits
 
@@ -267,7 +268,7 @@ def scan(read_at: Callable[[int, int], bytes], size: int) -> tuple[np.ndarray, s
     at, damage = 0, ""
     while at < size and not damage:
         if at + HEADER > start + len(block):
-            start, block = at, read_at(at, HEADER if length > _FAR else _MANY)
+            start, block = at, read_at(at, HEADER if length > _SEEK_BYTES else _BLOCK_BYTES)
         if at + HEADER > start + len(block):
             damage = "the file ends inside the record"
             break

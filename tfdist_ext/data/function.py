@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.batches import Batches, Readers
+from tfdist_ext.data.batches import Position, PositionedBatches, Readers
 from tfdist_ext.data.pipelines import Part, of_any_rows, parts_of_dataset
 from tfdist_ext.data.sharded import (
     ShardedDataset,
@@ -70,16 +71,20 @@ class FunctionDataset(ShardedDataset):
         """Arguments and errors are those of `from_dataset_fn`."""
         self._function = function
         self.takes_epoch = _takes_epoch(function)
+        # Otherwise a shuffle without a seed may give other examples when the epoch is read again.
+        self.resumes_inside_epochs = self.takes_epoch
         self._batch = global_batch_size
         if global_batch_size is not None:
             self._batch = check_int(global_batch_size, "global_batch_size", 1, error=DataError)
-        self._shards: int | None = None  # number of shards in which batches are counted
-        self._shards_read: int | None = None  # by the last call of `dataset`
         self._kept: dict[Shard, tf.data.Dataset] = {}
+        # Of the first shard that was read: the function may be slow, and each `state` needs it.
+        self._spec: Any = None
 
-    @functools.cached_property  # the function may be slow, and each `state` needs the spec
+    @property
     def element_spec(self) -> Any:
-        return self.whole_epoch(next(iter(self._kept), Shard(0, 1)), self._epoch).element_spec
+        if self._spec is None:
+            self.rest_of_epoch(Shard(0, 1), self._epoch)
+        return self._spec
 
     @property
     def global_batch_size(self) -> int | None:
@@ -88,13 +93,8 @@ class FunctionDataset(ShardedDataset):
     @property
     def steps(self) -> int | None:
         """The batches in an epoch if one task reads all data; None if unknown."""
-        length = int(self.whole_epoch(Shard(0, 1), self._epoch).cardinality())
+        length = int(self.rest_of_epoch(Shard(0, 1), self._epoch).cardinality())
         return None if length < 0 else length  # unknown or infinite
-
-    @property
-    def resumes_inside_epochs(self) -> bool:
-        # Otherwise a shuffle without a seed may give other examples when the epoch is read again.
-        return self.takes_epoch
 
     def dataset(
         self,
@@ -109,37 +109,34 @@ class FunctionDataset(ShardedDataset):
             )
         shard = Shard(0, 1) if shard is None else Shard.of(shard)
         epoch = self._epoch if epoch is None else check_int(epoch, "epoch", error=DataError)
-        dataset = self.whole_epoch(shard, epoch)
-        if epoch != self._epoch:
-            return dataset
-        if self._done:
-            if self._shards not in (None, shard.count):
-                raise DataError(
-                    f"the position is after {self._done} batches of each of {self._shards} shards,"
-                    f" so {shard.count} shards cannot resume there. Resume with"
-                    f" {self._shards} tasks, or from the end of an epoch."
-                )
-            dataset = dataset.skip(self._done)
-        self._shards_read = shard.count
-        return dataset
+        return self.rest_of_epoch(shard, epoch, self._done if epoch == self._epoch else 0)
 
-    def whole_epoch(self, shard: Shard, epoch: int = 0) -> tf.data.Dataset:
-        """All batches of a shard, whatever the position.
+    def rest_of_epoch(self, shard: Shard, epoch: int, steps: int = 0) -> tf.data.Dataset:
+        """The batches of a shard after its first `steps` batches.
 
         If the function takes no epoch, one dataset serves all epochs: its `shuffle` gives another
         order each time the dataset is iterated.
         """
-        if self.takes_epoch:
-            return self.made(shard, epoch)
-        if shard not in self._kept:
-            self._kept[shard] = self.made(shard)
-        return self._kept[shard]
+        if not self.takes_epoch and shard not in self._kept:
+            self._kept[shard] = self.create_dataset(shard)
+        dataset = self._kept.get(shard) or self.create_dataset(shard, epoch)
+        if not steps:
+            return dataset
+        if self.shards not in (None, shard.count):
+            raise DataError(
+                f"the position is after {steps} batches of each of {self.shards} shards, so"
+                f" {shard.count} shards cannot resume there. Resume with {self.shards} tasks, or"
+                " from the end of an epoch."
+            )
+        return dataset.skip(steps)
 
-    def made(self, shard: Shard, epoch: int = 0, *, alone: bool = False) -> tf.data.Dataset:
-        """What the function returns, in batches, with sharding options set.
+    def create_dataset(
+        self, shard: Shard, epoch: int = 0, *, whole_batches: bool = False
+    ) -> tf.data.Dataset:
+        """Returns the result of the function in batches, with sharding options set.
 
         Args:
-            alone: each batch is a whole global batch, not a part of one.
+            whole_batches: each batch is a whole global batch, not the shard's part of one.
         """
         dataset = self._function(shard, **({"epoch": epoch} if self.takes_epoch else {}))
         if not isinstance(dataset, tf.data.Dataset):
@@ -147,12 +144,13 @@ class FunctionDataset(ShardedDataset):
                 f"the function returned {shown(dataset)} for {shard}, not a tf.data.Dataset."
             )
         if self._batch is not None:
-            low, high = bounds(self._batch, *((0, 1) if alone else (shard.index, shard.count)))
-            if high == low:
+            reader = Shard(0, 1) if whole_batches else shard
+            if self._batch < reader.count:  # on all tasks, also those whose part is not empty
                 raise DataError(
-                    f"global_batch_size={self._batch} leaves no example for {shard}. Use a larger"
-                    " batch or fewer tasks."
+                    f"global_batch_size={self._batch} is less than the number of shards,"
+                    f" {reader.count}. Use a larger batch or fewer tasks."
                 )
+            low, high = bounds(self._batch, reader.index, reader.count)
             dataset = dataset.batch(high - low, num_parallel_calls=tf.data.AUTOTUNE)
             dataset = dataset.prefetch(tf.data.AUTOTUNE)
         elif any(
@@ -164,6 +162,8 @@ class FunctionDataset(ShardedDataset):
                 f" {dataset.element_spec}. Call .batch(n) in the function, or give"
                 " global_batch_size."
             )
+        if self._spec is None:
+            self._spec = tf.nest.map_structure(of_any_rows, dataset.element_spec)
         return sharded_already(dataset, shard)
 
     def distributed(
@@ -182,7 +182,7 @@ class FunctionDataset(ShardedDataset):
         return {
             "epoch": self._epoch,
             "steps": self._done,
-            "shards": self._shards,
+            "shards": self.shards,
             "fingerprint": {"kind": "dataset function", "element": str(self.element_spec)},
         }
 
@@ -193,13 +193,14 @@ class FunctionDataset(ShardedDataset):
         shards = state["shards"]
         if shards is not None:
             shards = check_int(shards, "the position's shards", 1, error=DataError)
-        self._epoch, self._done, self._shards = epoch, steps, shards
+        self._epoch, self._done, self.shards = epoch, steps, shards
 
-    def advance(self, steps: int, shards: int | None = None) -> None:
-        """As `ShardedDataset.advance`; `shards` is the number of tasks, by default as last read."""
+    def advance(self, steps: int) -> None:
         steps = check_int(steps, "the number of steps done", error=DataError)
-        self._shards = shards or self._shards_read or self._shards
-        self._done += steps if self.resumes_inside_epochs else 0
+        self.move_to(self._epoch, self._done + steps)
+
+    def move_to(self, epoch: int, steps: int) -> None:
+        super().move_to(epoch, steps if self.resumes_inside_epochs else 0)
 
 
 def _takes_epoch(function: Callable[..., tf.data.Dataset]) -> bool:
@@ -220,7 +221,7 @@ def _takes_epoch(function: Callable[..., tf.data.Dataset]) -> bool:
     return takes_epoch
 
 
-class ShardBatches(Batches):
+class ShardBatches(PositionedBatches):
     """Global batches that consist of one batch of each task's own shard.
 
     Args:
@@ -228,11 +229,9 @@ class ShardBatches(Batches):
     """
 
     def __init__(self, data: FunctionDataset, readers: Readers, *, moves: bool):
-        # Several workers compare it. It is read before the shards, which may have other shapes.
-        self._state = data.state() if readers.shard.count > 1 else {}
-        self._shard = readers.shard
+        self._readers = readers
         self._function = data
-        dataset = data.whole_epoch(readers.shard, data.position[0] if moves else 0)
+        dataset = data.rest_of_epoch(readers.shard, data.position[0] if moves else 0)
         steps, is_infinite = _agreed_length(dataset, readers)
         if data.takes_epoch and moves:  # other epochs may have more batches, or fewer
             steps = None
@@ -247,27 +246,22 @@ class ShardBatches(Batches):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {**super().settings, **named_state(self._state)}
+        return {**super().settings, **named_state(self._function.state())}
 
-    @property
-    def position(self) -> int:
-        return 0 if self.data is None else self.data.steps_done
-
-    def parts(self, first: int, local: int, replicas: int, start: int) -> tf.data.Dataset:
-        """The parts from the data's own position: each iterator reads one epoch of the data."""
-        shard, data = self._shard, self._function
-        dataset = data.whole_epoch(shard) if self.data is None else data.dataset(shard)
+    def parts(self, first: int, local: int, replicas: int, start: Position) -> tf.data.Dataset:
+        shard = self._readers.shard
+        dataset = self._function.rest_of_epoch(shard, *start)
+        if self.data is not None:
+            self.data.shards = shard.count
         if shard.count == 1:
             return parts_of_dataset(dataset)(first, local, replicas)
         return then_nothing(dataset, local, shard.count)
 
-    def advance(self, steps: int) -> None:
-        if self.data is not None:
-            self._function.advance(steps, self._shard.count)
-
-    def pass_ended(self) -> None:
-        if self.data is not None:
-            self.data.end_epoch()
+    def skip(self, iterator: Any, steps: int | None, report: Callable[[], object]) -> int:
+        if self.needs_row_count:
+            iterator = itertools.takewhile(_has_data, iterator)
+        skipped = super().skip(iterator, steps, report)
+        return int(self._readers.from_each(np.array(skipped)).max())
 
 
 def _agreed_length(dataset: tf.data.Dataset, readers: Readers) -> tuple[int | None, bool]:
@@ -306,6 +300,12 @@ def then_nothing(dataset: tf.data.Dataset, local: int, readers: int) -> tf.data.
     one_row = tf.nest.map_structure(_one_row, dataset.element_spec)
     nothing = marked(tf.data.Dataset.from_tensors(one_row), 0)
     return marked(dataset, 1).concatenate(nothing.repeat())
+
+
+def _has_data(parts: Any) -> bool:
+    """Whether parts of `then_nothing`, for one replica or several, come before the end."""
+    _, flags, _ = parts[0] if isinstance(parts[0], tuple) else parts
+    return bool(tf.nest.flatten(flags, expand_composites=True)[0] > 0)
 
 
 def _one_row(spec: tf.TypeSpec) -> tf.Tensor:

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.data._keras_private import get_data_adapter, one_pass, specs_of_rows, take
-from tfdist_ext.data.batches import Batches, Feed, Iterators
+from tfdist_ext.data.batches import Batches, Feed, Inspect, Iterators, Position, PositionedBatches
 from tfdist_ext.data.ordered import Order, sorted_at_random
 from tfdist_ext.data.pipelines import (
     SHARED_TENSOR,
@@ -33,7 +33,7 @@ from tfdist_ext.data.shards import bounds
 from tfdist_ext.errors import TrainingError
 
 
-class ArrayBatches(Batches):
+class ArrayBatches(PositionedBatches):
     """Rows of arrays, pass after pass, in a new order in each pass if they are shuffled.
 
     Args:
@@ -41,45 +41,44 @@ class ArrayBatches(Batches):
         rows: number of rows.
         batch_size: rows of a global batch.
         shuffle: "batch" shuffles within each batch.
-        seed: of the orders, the same on every task; None: the order of the rows.
+        seed: of the orders, the same on every task; None: a single pass, in the order of the rows.
     """
-
-    can_begin_anywhere = True
 
     def __init__(
         self, arrays: Structure, rows: int, batch_size: int, shuffle: bool | str, seed: int | None
     ):
-        steps = -(-rows // batch_size)
-        super().__init__(
-            specs_of_rows(arrays), steps=steps, batch_size=batch_size, is_infinite=True
-        )
+        steps, spec = -(-rows // batch_size), specs_of_rows(arrays)
+        super().__init__(spec, steps=steps, batch_size=batch_size, is_infinite=seed is not None)
         self.arrays = arrays
         self.examples = rows
         self._seed = seed or 0
         self._shuffle = seed is not None and shuffle
-        self._functions: list[Any] = []  # a dataset needs the function that made it
 
-    def parts(self, first: int, local: int, replicas: int, start: int) -> tf.data.Dataset:
+    def parts(self, first: int, local: int, replicas: int, start: Position) -> tf.data.Dataset:
         sizes = self.examples, self.batch_size, self._shuffle
         with tf.device("CPU:0"):
-            numbers = tf.constant(start, tf.int64), tf.constant(self._seed, tf.int64)
+            span = self.span(start)
+            numbers = [tf.constant(number, tf.int64) for number in (*span, self._seed)]
             function = _dataset_of_arrays(*sizes, first, local, replicas)
             # Concrete: TensorFlow counts traces by other calls, and warns of many datasets.
-            specs = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int64)
-            self._functions.append(function.get_concrete_function(*specs, self.arrays))
-            return self._functions[-1](*numbers, self.arrays)
+            specs = [tf.TensorSpec([], tf.int64)] * len(numbers)
+            # A dataset needs the function that made it.
+            self._function = function.get_concrete_function(*specs, self.arrays)
+            return self._function(*numbers, self.arrays)
 
 
 @functools.lru_cache(maxsize=16)  # a fit on data like that of the last one traces nothing
 def _dataset_of_arrays(
     rows: int, batch: int, shuffle: bool | str, first: int, local: int, replicas: int
 ) -> tf.types.experimental.PolymorphicFunction:
-    """Returns a function from (first global batch, seed, arrays) to the local replicas' parts."""
+    """Returns a function from (start, stop, seed, arrays) to the parts of global batches."""
     steps = max(1, -(-rows // batch))
     # `Epochs` refuses arrays without rows or steps.
     order = Order(max(rows, 1), max(1, min(batch, rows)), 0 if shuffle is True else None)
 
-    def dataset(start: tf.Tensor, seed: tf.Tensor, arrays: Structure) -> tf.data.Dataset:
+    def dataset(
+        start: tf.Tensor, stop: tf.Tensor, seed: tf.Tensor, arrays: Structure
+    ) -> tf.data.Dataset:
         def parts(number: tf.Tensor) -> tuple[Part, ...]:
             step = number % steps
             size = tf.minimum(rows - step * batch, batch)
@@ -91,16 +90,14 @@ def _dataset_of_arrays(
                 permutation = sorted_at_random(size, tf.stack([seed, number]))
                 indices = step * batch + permutation[begin:end]
             else:
-                of_pass = tf.stack([seed, number // steps])
-                key = tf.random.stateless_uniform([3], of_pass, None, None, tf.uint32)
-                indices = order.rows(step, begin, end, key)
+                indices = order.rows(step, begin, end, tf.stack([seed, number // steps]))
             spans = tf.gather(indices, tf.ragged.range(low - begin, high - begin).flat_values)
             taken = [take(arrays, span) for span in tf.split(spans, high - low, num=local)]
             return tuple(zip(tf.unstack(counts, local), [size] * local, taken, strict=True))
 
         options = tf.data.Options()  # nothing to optimize, which takes longer than a short fit
         options.experimental_optimization.apply_default_optimizations = False
-        numbers = tf.data.Dataset.range(start, 2**62)
+        numbers = tf.data.Dataset.range(start, stop)
         as_it_is = tf.autograph.experimental.do_not_convert(parts)
         return in_parallel(numbers, as_it_is).with_options(options)
 
@@ -138,13 +135,7 @@ class DatasetBatches(Batches):
         # TensorFlow may know the batch size of one worker's dataset and not of another's.
         return {**super().settings, "batch_size": None}
 
-    def parts(self, first: int, local: int, replicas: int, start: int) -> tf.data.Dataset:
-        dataset = self.dataset.skip(start) if start else self.dataset
-        return parts_of_dataset(dataset)(first, local, replicas)
-
-    def iterators(
-        self, feed: Feed, *, in_pieces: bool, inspect: Callable[[Structure], None] | None
-    ) -> Iterators:
+    def iterators(self, feed: Feed, *, in_pieces: bool, inspect: Inspect) -> Iterators:
         return KerasIterators(self, feed, in_pieces=in_pieces, inspect=inspect)
 
 
@@ -197,24 +188,19 @@ class KerasIterators(Iterators):
         in_pieces, inspect: see `Batches.iterators`.
     """
 
-    def __init__(
-        self,
-        batches: DatasetBatches,
-        feed: Feed,
-        *,
-        in_pieces: bool,
-        inspect: Callable[[Structure], None] | None,
-    ):
-        super().__init__(batches, feed)
+    def __init__(self, batches: DatasetBatches, feed: Feed, *, in_pieces: bool, inspect: Inspect):
+        whole_pass = functools.cache(lambda: feed(parts_of_dataset(batches.dataset)))
+        super().__init__(lambda start: iter(whole_pass()), continues=False)
+        self._feed = feed
         self._dataset = batches.dataset
         self._in_pieces = in_pieces
         self._inspect = inspect
         self._source: tf.data.Iterator | None = None  # of the running pass
         self._inputs: dict[int | None, Any] = {}  # what reads on from the source, by its steps
 
-    def of_epoch(self, steps: int | None) -> Any:
+    def of_epoch(self, steps: int | None, start: Position) -> Any:
         if self._inspect is None and not self._in_pieces:
-            return iter(self._whole_pass)
+            return self._create(start)
         if self._source is None or not self._in_pieces:
             self.pass_ended()
         if self._inspect is not None:
@@ -223,10 +209,6 @@ class KerasIterators(Iterators):
         if steps not in self._inputs:
             self._inputs[steps] = self._feed(parts_of_dataset(rest_of(self._source, steps)))
         return iter(self._inputs[steps])  # iterating over the same input again reads on
-
-    @functools.cached_property
-    def _whole_pass(self) -> Any:
-        return self._feed(functools.partial(self._batches.parts, start=0))
 
     def pass_ended(self) -> None:
         self._source, self._inputs = without_prefetch(self._dataset), {}

@@ -11,16 +11,15 @@ whole seed and the epoch.
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.batches import Batches
+from tfdist_ext.data.batches import Position, PositionedBatches
 from tfdist_ext.data.pipelines import (
     Part,
     batch_size_of,
@@ -38,7 +37,7 @@ from tfdist_ext.data.sharded import (
     sharded_already,
 )
 from tfdist_ext.data.shards import Number, ReadBy, Remainder, Shard, bounds, check_field
-from tfdist_ext.data.sources import Arrays, Source
+from tfdist_ext.data.sources import Arrays, Fingerprint, Source
 from tfdist_ext.errors import DataError, TrainingError
 from tfdist_ext.messages import check_int, shown
 from tfdist_ext.user_frames import filter_traceback
@@ -96,20 +95,14 @@ class Order:
         start, stop = self._span(step)
         return stop - start
 
-    def key(self, epoch: int) -> np.ndarray:
-        """The key of an epoch's permutation: three words (uint32)."""
-        return _key(self.seed, check_int(epoch, "epoch", 0, 2**63 - 1, error=DataError))
-
-    def rows(
-        self, step: Number, low: Number, high: Number, key: np.ndarray | tf.Tensor | None
-    ) -> tf.Tensor:
+    def rows(self, step: Number, low: Number, high: Number, seed: tf.Tensor) -> tf.Tensor:
         """The examples at the places from low to before high of a step's global batch.
 
         Args:
             step: an integer tensor or a number; after the last step there are no examples.
             low: the first place.
             high: the place after the last one.
-            key: `key(epoch)`; without a seed it has no effect.
+            seed: of the epoch's permutation, int64 [2]; without `self.seed` it has no effect.
 
         Returns:
             int64 of shape [high - low], each in [0, n).
@@ -118,13 +111,11 @@ class Order:
         positions = tf.range(start + low, start + high, dtype=tf.int64)
         if self.seed is None:
             return positions
-        key = tf.convert_to_tensor(key, tf.uint32)
         if self.n <= _FEW_EXAMPLES:
-            words = tf.cast(key, tf.int64)
-            seed = tf.stack([words[0] + words[1] * 2**32, words[2]])
             return tf.gather(sorted_at_random(self.n, seed), positions)
         # The operation takes no empty vector: for a part without examples, it gets position 0.
         asked = tf.cond(tf.size(positions) > 0, lambda: positions, lambda: tf.zeros([1], tf.int64))
+        key = tf.random.stateless_uniform([3], seed, None, None, tf.uint32, alg="philox")
         return self._permuted(asked, key)[: high - low]
 
     def _permuted(self, positions: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
@@ -149,22 +140,10 @@ class Order:
         return tf.minimum(start, self.n), tf.minimum(start + self.global_batch_size, self.n)
 
 
-def key_in_graph(seed: tf.Tensor, epoch: tf.Tensor) -> tf.Tensor:
-    """`Order(seed=seed).key(epoch)` of tensors, in a tf.data pipeline of this process."""
-    key = tf.numpy_function(_key, [seed, epoch], tf.uint32, stateful=False)
-    return tf.ensure_shape(key, [3])
-
-
 def sorted_at_random(n: Number, seed: tf.Tensor) -> tf.Tensor:
     """A permutation of n (int64), all of it, from a seed of two integers (int64)."""
-    numbers = tf.random.stateless_uniform([n], seed, minval=None, maxval=None, dtype=tf.int64)
+    numbers = tf.random.stateless_uniform([n], seed, None, None, tf.int64, alg="philox")
     return tf.cast(tf.argsort(numbers, stable=True), tf.int64)
-
-
-def _key(seed: int | None, epoch: int) -> np.ndarray:
-    text = f"tfdist_ext order, seed {seed}, epoch {epoch}"
-    words = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=12).digest(), "<u4")
-    return words.astype(np.uint32)
 
 
 @filter_traceback
@@ -234,16 +213,17 @@ class OrderedDataset(ShardedDataset):
 
     @property
     def steps_done(self) -> int:
+        if self._done % self.global_batch_size:
+            raise TrainingError(
+                f"The position of the data is after {self._done} examples of an epoch, inside a"
+                f" global batch of {self.global_batch_size}. Resume with the global batch size of"
+                " the earlier training."
+            )
         return self._done // self.global_batch_size
 
     @property
     def global_batch_size(self) -> int:
         return self.order.global_batch_size
-
-    @property
-    def loses_examples(self) -> bool:
-        """Whether the source may skip examples, because they are damaged."""
-        return bool(getattr(self.source, "loses_examples", False))
 
     @property
     def examples(self) -> int:
@@ -286,8 +266,12 @@ class OrderedDataset(ShardedDataset):
             "seed": self.order.seed,
             "epoch": self._epoch,
             "examples": self._done,
-            "fingerprint": json.loads(json.dumps(self.source.fingerprint())),
+            "fingerprint": self._fingerprint,
         }
+
+    @functools.cached_property  # it may read all of the data
+    def _fingerprint(self) -> Fingerprint:
+        return dict(json.loads(json.dumps(self.source.fingerprint())))
 
     def restore(self, state: dict[str, Any]) -> None:
         current = self.state()
@@ -310,8 +294,10 @@ class OrderedDataset(ShardedDataset):
             self._done += steps * self.global_batch_size
             return
         epochs, rest = divmod(steps - left, self.steps)
-        self._epoch += 1 + epochs
-        self._done = rest * self.global_batch_size
+        self.move_to(self._epoch + 1 + epochs, rest)
+
+    def move_to(self, epoch: int, steps: int) -> None:
+        self._epoch, self._done = epoch, steps * self.global_batch_size
 
     def _take(self, rows: tf.Tensor) -> Any:
         """Returns the examples with these numbers; all sources but arrays may call Python."""
@@ -328,7 +314,8 @@ class OrderedDataset(ShardedDataset):
         """
         check_padded(remainder, self.element_spec)
         order = self.order.after(self._done) if epoch == self._epoch else self.order
-        key = tf.constant(order.key(epoch))
+        epoch = check_int(epoch, "epoch", 0, 2**63 - 1, error=DataError)
+        seed = tf.constant([order.seed or 0, epoch], tf.int64)
 
         def part(step: Number, index: Number) -> Any:
             size = order.size(step)
@@ -336,7 +323,7 @@ class OrderedDataset(ShardedDataset):
                 low, high = size // count * index, size // count * (index + 1)
             else:
                 low, high = bounds(size, index, count)
-            taken = self._take(order.rows(step, low, high, key))
+            taken = self._take(order.rows(step, low, high, seed))
             if remainder is not Remainder.PAD:
                 return taken
             return padded(taken, -(-self.global_batch_size // count))
@@ -347,7 +334,7 @@ class OrderedDataset(ShardedDataset):
         return steps, part
 
 
-class OrderedBatches(Batches):
+class OrderedBatches(PositionedBatches):
     """Global batches of examples in one order, epoch after epoch.
 
     Args:
@@ -357,8 +344,8 @@ class OrderedBatches(Batches):
 
     def __init__(self, data: OrderedDataset, *, moves: bool):
         size = data.global_batch_size
-        super().__init__(data.element_spec, steps=data.steps, batch_size=size, is_infinite=True)
-        self.needs_row_count = data.loses_examples
+        super().__init__(data.element_spec, steps=data.steps, batch_size=size, is_infinite=moves)
+        self.needs_row_count = bool(getattr(data.source, "loses_examples", False))
         self.data = data if moves else None
         self._dataset = data
         self._order = data.order if moves else Order(data.examples, size)
@@ -367,40 +354,21 @@ class OrderedBatches(Batches):
     def settings(self) -> dict[str, Any]:
         return {**super().settings, **named_state(self._dataset.state())}
 
-    @property
-    def position(self) -> int:
-        if self.data is None:
-            return 0
-        epoch, examples = self.data.position
-        if examples % self._order.global_batch_size:
-            raise TrainingError(
-                f"The position of the data is after {examples} examples of an epoch, inside a"
-                f" global batch of {self.batch_size}. Resume with the global batch size of the"
-                " earlier training."
-            )
-        return epoch * self._order.steps + self.data.steps_done
-
-    def parts(self, first: int, local: int, replicas: int, start: int) -> tf.data.Dataset:
+    def parts(self, first: int, local: int, replicas: int, start: Position) -> tf.data.Dataset:
         order, steps, take = self._order, self._order.steps, self._dataset._take
-        first_epoch, first_step = divmod(start, steps)
 
-        def steps_of(epoch: tf.Tensor) -> tf.data.Dataset:
-            key = tf.constant(order.key(0))  # without a seed it has no effect
-            if order.seed is not None:
-                key = key_in_graph(tf.constant(order.seed, tf.int64), epoch)
-            begin = tf.where(epoch == first_epoch, tf.constant(first_step, tf.int64), 0)
-            return tf.data.Dataset.range(begin, steps).map(lambda step: (key, step))
-
-        def parts(key: tf.Tensor, step: tf.Tensor) -> tuple[Part, ...]:
+        def parts(number: tf.Tensor) -> tuple[Part, ...]:
+            seed = tf.stack([tf.constant(order.seed or 0, tf.int64), number // steps])
+            step = number % steps
             size = order.size(step)
 
             def part(replica: int) -> Part:
                 low, high = bounds(size, replica, replicas)
-                taken = take(order.rows(step, low, tf.maximum(high, low + 1), key))
+                taken = take(order.rows(step, low, tf.maximum(high, low + 1), seed))
                 there = batch_size_of(taken)  # fewer if damaged records are skipped
                 rows_of_all = tf.ones_like(size) if self.needs_row_count else size
                 return tf.minimum(high - low, there), rows_of_all, one_at_least(taken, there)
 
             return tuple(part(first + i) for i in range(local))
 
-        return in_parallel(tf.data.Dataset.counter(first_epoch).flat_map(steps_of), parts)
+        return in_parallel(tf.data.Dataset.range(*self.span(start)), parts)

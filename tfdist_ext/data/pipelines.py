@@ -198,6 +198,8 @@ def named_parts(batch: Any) -> Iterator[tuple[str, Any]]:
 
 def of_any_rows(spec: tf.TypeSpec) -> tf.TypeSpec:
     """The spec of a batch with an unknown number of rows."""
+    if spec.shape.rank is None:
+        return spec
     shape = [None, *spec.shape[1:]]
     if isinstance(spec, tf.SparseTensorSpec):
         return tf.SparseTensorSpec(shape, spec.dtype)

@@ -62,13 +62,14 @@ def batches_of(
     # Keras does not shuffle: its random numbers differ between tasks.
     adapter = get_data_adapter(x, y, sample_weight, class_weight=class_weight, **sizes)
     shuffle = "batch" if shuffle == "batch" else bool(shuffle)
-    seed = seed if shuffle else None
     with tf.device("CPU:0"):
         arrays = array_parts(adapter)
     if arrays is not None:
-        return ArrayBatches(*arrays, shuffle, None if seed is None else seed())
+        number = None if seed is None else seed() if shuffle else 0
+        return ArrayBatches(*arrays, shuffle, number)
     if isinstance(x, tf.data.Dataset):
         return DatasetBatches(adapter.get_tf_dataset(), adapter.num_batches, readers.replicas)
+    seed = seed if shuffle else None
     return KerasBatches(x, adapter, readers.replicas, class_weight, seed)
 
 

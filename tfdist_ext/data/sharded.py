@@ -23,8 +23,15 @@ class ShardedDataset(abc.ABC):
     In `fit`, each task reads its own shard. The datasets of `from_arrays`, `from_tfrecords` and
     `from_source` have the same order of examples for any number of tasks. With `from_dataset_fn`,
     a function returns the examples of each task.
+
+    Attributes:
+        resumes_inside_epochs: whether training can resume inside an epoch.
+        shards: the number of shards whose batches are counted in the position of data from a
+            function; None if it is not known. A loop that calls `dataset` for a shard sets it.
     """
 
+    resumes_inside_epochs = True
+    shards: int | None = None
     _epoch = _done = 0
 
     @property
@@ -52,13 +59,13 @@ class ShardedDataset(abc.ABC):
 
     @property
     def steps_done(self) -> int:
-        """The number of global batches of the current epoch that are read."""
-        return self._done
+        """The number of global batches of the current epoch that are read.
 
-    @property
-    def resumes_inside_epochs(self) -> bool:
-        """Whether training can resume inside an epoch."""
-        return True
+        Raises:
+            TrainingError: the position is inside a global batch, after a training with another
+                global batch size.
+        """
+        return self._done
 
     @abc.abstractmethod
     def dataset(
@@ -117,6 +124,10 @@ class ShardedDataset(abc.ABC):
             DataError: `steps` is not an integer, or is negative.
         """
 
+    def move_to(self, epoch: int, steps: int) -> None:
+        """Sets the position to an epoch, and a number of its global batches that are read."""
+        self._epoch, self._done = epoch, steps
+
     def batches(
         self,
         strategy: tf.distribute.Strategy | None = None,
@@ -142,6 +153,7 @@ class ShardedDataset(abc.ABC):
                 if strategy is None
                 else self.distributed(strategy, remainder)
             ):
+                self.shards = 1  # also on several replicas, which split its batches
                 self.advance(1)
                 yield batch
         if self._epoch == epoch:  # the number of batches was not known before
@@ -159,7 +171,7 @@ class ShardedDataset(abc.ABC):
 
     def end_epoch(self) -> None:
         """Moves the position to the start of the next epoch."""
-        self._epoch, self._done = self._epoch + 1, 0
+        self.move_to(self._epoch + 1, 0)
 
     def __iter__(self) -> Iterator[Any]:
         return self.batches()

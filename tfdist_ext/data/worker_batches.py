@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.batches import Batches, Feed, Readers
+from tfdist_ext.data.batches import Batches, Feed, Inspect, Iterators, Readers
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.pipelines import (
     PY_FUNCTIONS,
@@ -57,8 +57,8 @@ class WorkerBatches(Batches):
         self.batch_spec = shards[0].element_spec
         super().__init__(self.batch_spec, is_infinite=endless)
 
-    def iterator(self, feed: Feed, start: int) -> WorkerIterators:
-        return WorkerIterators(self)
+    def iterators(self, feed: Feed, *, in_pieces: bool, inspect: Inspect) -> Iterators:
+        return Iterators(lambda start: WorkerIterators(self), continues=self.is_infinite)
 
     @functools.cached_property
     def on_workers(self) -> Iterable[Any]:
@@ -96,7 +96,7 @@ class WorkerBatches(Batches):
     def shards(self) -> list[tf.data.Dataset]:
         """The dataset of each shard."""
         shards = [Shard(number, self.workers) for number in range(self.workers)]
-        return [self._data.made(shard, alone=True) for shard in shards]
+        return [self._data.create_dataset(shard, whole_batches=True) for shard in shards]
 
 
 class WorkerIterators:
@@ -142,10 +142,8 @@ def why_not_remote(data: FunctionDataset, workers: int) -> str:
 
     A worker receives graphs and tensors. It cannot receive a dataset or a Python function.
     """
-    function = tf.function(
-        lambda: tf.data.experimental.to_variant(data.made(Shard(0, workers), alone=True)),
-        autograph=False,
-    )
+    create = functools.partial(data.create_dataset, Shard(0, workers), whole_batches=True)
+    function = tf.function(lambda: tf.data.experimental.to_variant(create()), autograph=False)
     try:
         traced = function.get_concrete_function()
     except (TypeError, ValueError) as error:  # what runs only in eager mode, such as adapt()

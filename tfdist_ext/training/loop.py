@@ -214,12 +214,14 @@ class Loop:
                 peers.enters("callbacks")
                 getattr(hooks, f"on_{self._kind}_batch_begin")(data.completed + done)
                 result = self._execute(data, n, tuner, f"{where}steps after step {done}")
+                if not done and not result.steps and data.epochs.begin_next_pass(data):
+                    result = self._execute(data, n, tuner, f"{where}steps of the next pass")
                 if result.steps == 0:
                     logs = result.logs if data.completed else logs
                     break
                 done += result.steps
                 logs = result.logs
-                data.batches.advance(result.steps)
+                data.epochs.advance(result.steps)
                 peers.enters("callbacks")
                 getattr(hooks, f"on_{self._kind}_batch_end")(data.completed + done - 1, logs)
                 stop = self._stopped or one_only
@@ -375,6 +377,7 @@ def predict(
             except StopIteration:
                 break
             done += 1
+            epochs.advance(1)
             if outputs is not None:
                 collected.append(outputs)
             peers.enters("callbacks")
