@@ -49,7 +49,7 @@ def test_arrays_are_read_ahead_to_the_end_of_the_pass() -> None:
 
 def test_a_worker_reads_again_what_all_workers_have_read() -> None:
     """A pass ends with the data of the other worker, which has 5 batches."""
-    of_other_worker = iter([tf.data.UNKNOWN_CARDINALITY, 4, 1])
+    of_other_worker = iter([tf.data.UNKNOWN_CARDINALITY, 1, 1, 1, 1, 1, 0])
     readers = Readers(2, Shard(0, 2), lambda own: np.array([own, next(of_other_worker)]))
     data = from_dataset_fn(lambda shard: shuffled().filter(lambda _: True))
     batches = batches_of(data, seed=lambda: 0, readers=readers)

@@ -59,6 +59,17 @@ def data():
     return x, numbers.normal(size=(50, 1)).astype("float32")
 
 
+@keras.saving.register_keras_serializable()
+class Scaled(keras.layers.Layer):
+    """Its one number has an owner: the slots of the other workers are empty."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+
+    def call(self, x):
+        return self.scale * x
+
+
 def build(optimizer, model_class=keras.Model, **settings):
     """A model with a table, a weight that a constraint looks at as a whole, and small weights."""
     layers = keras.layers
@@ -67,7 +78,7 @@ def build(optimizer, model_class=keras.Model, **settings):
     hidden = layers.Dense(17, activation="tanh", name="hidden")(layers.Concatenate()([x, words]))
     limit = keras.constraints.MaxNorm(0.9)
     limited = layers.Dense(8, kernel_constraint=limit, name="limited")(hidden)
-    model = model_class([x, ids], layers.Dense(1, name="last")(limited))
+    model = model_class([x, ids], layers.Dense(1, name="last")(Scaled(name="scaled")(limited)))
     model.compile(optimizer, "mse", **settings)
     return model
 

@@ -258,10 +258,13 @@ class ShardBatches(PositionedBatches):
         return then_nothing(dataset, local, shard.count)
 
     def skip(self, iterator: Any, steps: int | None, report: Callable[[], object]) -> int:
-        if self.needs_row_count:
-            iterator = itertools.takewhile(_has_data, iterator)
-        skipped = super().skip(iterator, steps, report)
-        return int(self._readers.from_each(np.array(skipped)).max())
+        if not self.needs_row_count:
+            return super().skip(iterator, steps, report)
+
+        def any_has_data(parts: Any) -> bool:  # all tasks read the same number of batches
+            return bool(self._readers.from_each(np.array(int(_has_data(parts)))).any())
+
+        return super().skip(itertools.takewhile(any_has_data, iterator), steps, report)
 
 
 def _agreed_length(dataset: tf.data.Dataset, readers: Readers) -> tuple[int | None, bool]:

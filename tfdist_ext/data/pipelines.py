@@ -198,7 +198,7 @@ def named_parts(batch: Any) -> Iterator[tuple[str, Any]]:
 
 def of_any_rows(spec: tf.TypeSpec) -> tf.TypeSpec:
     """The spec of a batch with an unknown number of rows."""
-    if spec.shape.rank is None:
+    if not getattr(getattr(spec, "shape", None), "rank", None):  # None, a scalar, or unknown
         return spec
     shape = [None, *spec.shape[1:]]
     if isinstance(spec, tf.SparseTensorSpec):

@@ -34,7 +34,6 @@ from tfdist_ext.training.agreement.equality import (
     SAME_DATA,
     SAME_MODEL,
     check_equal_across_workers,
-    check_equal_weights,
     describe_data,
     describe_model,
 )
@@ -66,6 +65,7 @@ from tfdist_ext.training.parameter_server.engine import (
 )
 from tfdist_ext.training.state import (
     broadcast_variables,
+    check_equal_weights,
     run_on_chief,
     sharded_bytes,
     snapshot,
@@ -79,7 +79,6 @@ from tfdist_ext.training.synchronous.engine import (
     SynchronousProgram,
 )
 from tfdist_ext.training.synchronous.model_step import OneTrace
-from tfdist_ext.training.variables import optimizers_of
 from tfdist_ext.user_frames import warn
 
 # They write files, or print: only the chief runs them.
@@ -268,6 +267,8 @@ class Distribution:
             class_weight=call.class_weight,
             seed=self.reduction.seed if saved is None else saved.seed,
         )
+        if self.reduction.multi_worker:
+            check_equal_weights(self.reduction, self.model)
         data.reset()
         validation = self._validation(call)
         params = {"epochs": call.epochs, "steps": data.steps, "add_history": True}
@@ -276,8 +277,6 @@ class Distribution:
         first = call.initial_epoch
         if saved is not None:
             first = saved.resume(data, first, hooks.callbacks)
-        if self.reduction.multi_worker:
-            check_equal_weights(self.reduction, self.model, optimizers_of(self.model).values())
         self.train(range(first, call.epochs), data, hooks, saved, validation)
         return self.model.history
 
@@ -314,6 +313,8 @@ class Distribution:
                     done = train(loop, epochs, data, hooks, saved, validation)
                     for epoch_logs, self.progress in done:
                         logs = epoch_logs
+                    if saved is not None:
+                        self.progress = saved.progress
                     if isinstance(self.model.optimizer, keras.optimizers.Optimizer) and epochs.stop:
                         self.engine.finalize(self.model)
                 end_training(self.reduction, logs, hooks, saved)

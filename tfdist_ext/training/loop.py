@@ -204,7 +204,7 @@ class Loop:
         done = 0
         with self._running(), data_errors_as_raised():
             with peers.barrier(f"{where}before its first step"):
-                by_batch, one_only = self._begin(data, hooks)
+                by_batch, one_only, may_stop = self._begin(data, hooks)
             tuner, requested = self._tuner, self.model.steps_per_execution
             is_fixed = requested > 1 or by_batch
             while data.steps is None or done < data.steps:
@@ -225,7 +225,7 @@ class Loop:
                 peers.enters("callbacks")
                 getattr(hooks, f"on_{self._kind}_batch_end")(data.completed + done - 1, logs)
                 stop = self._stopped or one_only
-                if by_batch:
+                if by_batch or may_stop:
                     with peers.barrier(f"{where}stop check after step {done}"):
                         stop = self.reduction.any_worker(stop)
                 peers.enters("checkpoint")
@@ -237,12 +237,12 @@ class Loop:
                     break
             return logs, done
 
-    def _begin(self, data: Epoch, hooks: keras.callbacks.CallbackList) -> tuple[bool, bool]:
+    def _begin(self, data: Epoch, hooks: keras.callbacks.CallbackList) -> tuple[bool, bool, bool]:
         """Prepares an epoch; every worker must call.
 
         Returns:
-            Whether callbacks run after each batch, and whether the epoch stops after one batch,
-            because a callback has stopped it before.
+            Whether callbacks run after each batch; whether the epoch stops after one batch, because
+            a callback has stopped it before; and whether one may stop it after an execution.
         """
         uses_batches = uses_batch_hooks(hooks.callbacks, self._kind)
         spec = getattr(data.iterator, "element_spec", None)
@@ -250,12 +250,14 @@ class Loop:
         data_kind = spec, batches.batch_size, batches.known_length, batches.needs_row_count
         # If a callback stops before the first batch, Keras still runs that batch.
         is_new = data_kind != self._tuned_for
-        flags = np.array([uses_batches, self._stopped, is_new], np.int32)
-        by_batch, one_only, is_new = (self.reduction.sum_over_workers(flags) > 0).tolist()
+        stops = any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in hooks.callbacks)
+        flags = np.array([uses_batches, self._stopped, stops, is_new], np.int32)
+        on_any = (self.reduction.sum_over_workers(flags) > 0).tolist()
+        by_batch, one_only, may_stop, is_new = on_any
         self.program.reset(resume=data.completed > 0)
         if is_new:  # on any worker: all workers choose the same numbers of steps
             self._tuner, self._tuned_for = StepsPerExecutionTuner(), data_kind
-        return by_batch, one_only
+        return by_batch, one_only, may_stop
 
     def _execute(self, data: Epoch, n: int, tuner: StepsPerExecutionTuner, where: str) -> Execution:
         self.made_for.check_variables()

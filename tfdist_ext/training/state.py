@@ -27,6 +27,7 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import pieces_of
 from tfdist_ext.training._keras_private import flat_layers, layers_of, raw_value, set_raw_value
+from tfdist_ext.training.agreement.equality import from_each_worker
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.training.variables import (
     ShardedSlot,
@@ -47,6 +48,12 @@ Variable: TypeAlias = keras.Variable | tf.Variable
 
 _NUMBERED = re.compile(r"(.*?)(?:_(\d+))?", re.S)
 _TEXT = 2000  # bytes of an error message that the other workers get
+
+_SAME_WEIGHTS = (
+    "All workers train one model together. Assign the same values on every worker, for example from"
+    " a generator with a seed, or load them with load_weights()."
+)
+_DRIFT = 1e-4  # of a sum: each worker rounds in its own way
 
 _Part = TypeVar("_Part")
 _Result = TypeVar("_Result")
@@ -295,6 +302,37 @@ def run_on_chief(reduction: Reduction, action: Callable[[], _Result], what: str)
         raise failure
     time.sleep(1)  # the chief's own error is shown first
     raise TrainingError(f"The chief could not {what}: {words.decode(errors='replace')}")
+
+
+def check_equal_weights(reduction: Reduction, model: keras.Model) -> None:
+    """Compares sums of weights, and numbers such as learning rates; every worker must call.
+
+    Raises:
+        TrainingError: on every worker, if the values of one differ from the first worker's.
+    """
+    shared = {id(slot.variable) for slot in _slots_of(model)}
+    slots = [v for optimizer in optimizers_of(model).values() for v in optimizer.variables]
+    numbers = [v for v in slots if not tuple(v.shape) and id(v) not in shared]
+    numeric = [v for v in (*model.weights, *numbers) if v.dtype != "string"]
+    if not numeric:
+        return
+    first, *others = from_each_worker(reduction, np.array(list(map(_sums, numeric))))
+    for worker, other in enumerate(others, 1):
+        with np.errstate(invalid="ignore"):  # infinite sums
+            differ = np.abs(first - other)[:, 0] > _DRIFT * np.maximum(first, other)[:, 1]
+        for number in np.flatnonzero(differ)[:1]:
+            tasks, path = reduction.task_names(), numeric[number].path
+            raise TrainingError(
+                f"{path} must be the same on all workers, but its sum is {first[number, 0]:.6g} on"
+                f" {tasks[0]} and {other[number, 0]:.6g} on {tasks[worker]}. {_SAME_WEIGHTS}"
+            )
+
+
+def _sums(variable: keras.Variable) -> tuple[float, float]:
+    """(the sum of the values, the sum of their sizes), which needs memory for a block of rows."""
+    values = (read_rows(variable, *block).astype(np.float64) for block in blocks(variable))
+    sums = np.array([[block.sum(), np.abs(block).sum()] for block in values]).reshape(-1, 2).sum(0)
+    return float(sums[0]), float(sums[1])
 
 
 def broadcast_variables(reduction: Reduction, variables: Iterable[Variable]) -> None:

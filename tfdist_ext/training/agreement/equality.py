@@ -19,7 +19,7 @@ import json
 import re
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -28,12 +28,7 @@ import tensorflow as tf
 
 from tfdist_ext.data.pipelines import Structure, named_parts
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training._keras_private import (
-    compile_arguments,
-    flat_layers,
-    is_graph_of_layers,
-    raw_value,
-)
+from tfdist_ext.training._keras_private import compile_arguments, flat_layers, is_graph_of_layers
 from tfdist_ext.training.agreement.task_status import Reduction
 from tfdist_ext.user_frames import warn
 
@@ -56,11 +51,6 @@ SAME_DATA = (
     " shuffle(), or the same keras.utils.set_random_seed() on every worker before the data is"
     " made); or let each worker read its own examples with tfd.data.from_dataset_fn()."
 )
-_SAME_WEIGHTS = (
-    "All workers train one model together. Assign the same values on every worker, for example from"
-    " a generator with a seed, or load them with load_weights()."
-)
-_DRIFT = 1e-4  # of a sum: each worker rounds in its own way
 SAME_MODEL = (
     "All workers train one model together. Build and compile the same model on every worker, from"
     " the same code and settings."
@@ -112,29 +102,6 @@ def check_equal_across_workers(
             f"{'; '.join(floats[:_MOST])}. {advice} This is a warning because only floating-point"
             " values differ: if only rounding or an augmentation differs, nothing is wrong."
         )
-
-
-def check_equal_weights(
-    reduction: Reduction, model: keras.Model, optimizers: Iterable[keras.optimizers.Optimizer]
-) -> None:
-    """Compares sums of weights, and numbers such as learning rates; every worker must call.
-
-    Raises:
-        TrainingError: on every worker, if the values of one differ from the first worker's.
-    """
-    numbers = [v for optimizer in optimizers for v in optimizer.variables if not tuple(v.shape)]
-    variables = [*model.weights, *numbers]
-    values = [tf.cast(raw_value(v), tf.float64) for v in variables if v.dtype != "string"]
-    sums = np.array([[tf.reduce_sum(x), tf.reduce_sum(tf.abs(x))] for x in values]).reshape(-1, 2)
-    first, *others = from_each_worker(reduction, sums)
-    for worker, other in enumerate(others, 1):
-        differ = np.abs(first - other)[:, 0] > _DRIFT * np.maximum(first, other)[:, 1]
-        for number in np.flatnonzero(differ)[:1]:
-            tasks, path = reduction.task_names(), variables[number].path
-            raise TrainingError(
-                f"{path} must be the same on all workers, but its sum is {first[number, 0]:.6g} on"
-                f" {tasks[0]} and {other[number, 0]:.6g} on {tasks[worker]}. {_SAME_WEIGHTS}"
-            )
 
 
 def from_each_worker(reduction: Reduction, value: np.ndarray) -> np.ndarray:

@@ -83,9 +83,10 @@ class TaskStatus:
     def enters(self, phase: str) -> None:
         """Begins a phase. To begin the same phase again counts as progress."""
         waited = self._ticked - self._since
-        # The first steps run, and their data is read, before the phase of compiling ends.
-        for kind in (self.phase, "steps") if self.phase == "compiling" else (self.phase,):
-            self._longest[kind] = max(self._longest.get(kind, 0.0), waited)
+        self._longest[self.phase] = max(self._longest.get(self.phase, 0.0), waited)
+        if self.phase == "compiling":  # the first steps run, and read their data, before it ends
+            most = _AT_LEAST["compiling"] * self.timeout / FACTOR
+            self._longest["steps"] = max(self._longest.get("steps", 0.0), min(waited, most))
         self._since = self._ticked  # before the phase: another thread compares it with a limit
         self.phase = phase
 

@@ -229,7 +229,8 @@ class CheckpointManager:
 
     def epoch_ends(self, epoch: int) -> Progress:
         """Returns the progress after an epoch, before `on_epoch_end`."""
-        self.progress = replace(self.progress, epoch=epoch + 1, batches=0)
+        data = self._data.state()
+        self.progress = replace(self.progress, epoch=epoch + 1, batches=0, data=data)
         return self.progress
 
     def epoch_is_done(self, epoch: int, logs: Logs, *, stopped: bool) -> None:

@@ -80,9 +80,12 @@ def load_on_chief(
     """
     with whole_slots(reduction, model, restores=True):
         try:
-            return run_on_chief(reduction, load, what)
-        finally:  # after an error, a part may have been read
+            result = run_on_chief(reduction, load, what)
+        except Exception:  # on every task; a part may have been read
             broadcast_state(reduction, model)
+            raise
+        broadcast_state(reduction, model)
+        return result
 
 
 def arrays_of(model: keras.Model, callbacks: CallbackState) -> Arrays:
