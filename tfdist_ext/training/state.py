@@ -328,11 +328,11 @@ def check_equal_weights(reduction: Reduction, model: keras.Model) -> None:
             )
 
 
-def _sums(variable: keras.Variable) -> tuple[float, float]:
-    """(the sum of the values, the sum of their sizes), which needs memory for a block of rows."""
-    values = (read_rows(variable, *block).astype(np.float64) for block in blocks(variable))
-    sums = np.array([[block.sum(), np.abs(block).sum()] for block in values]).reshape(-1, 2).sum(0)
-    return float(sums[0]), float(sums[1])
+def _sums(variable: keras.Variable) -> list[float]:
+    """The sum of the values and the sum of their sizes, which need memory for a block of rows."""
+    rows = (read_rows(variable, *block) for block in blocks(variable))
+    sums = [(part.sum(dtype=np.float64), np.abs(part).sum(dtype=np.float64)) for part in rows]
+    return np.array(sums).reshape(-1, 2).sum(0).tolist()
 
 
 def broadcast_variables(reduction: Reduction, variables: Iterable[Variable]) -> None:
