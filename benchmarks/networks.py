@@ -39,8 +39,8 @@ WAYS = ("fit", "narrow", "sharded", HAND, "tf_keras", "collectives", "alone")
 MODELS = {
     "MLP 64-256-10": (64, (64, 256, 256)),
     "4-layer transformer, d=128": (32, (8, 32, 32)),
-    "Dense 5000x5000": (64, (2, 4, 8)),
-    "ResNet50": (32, (2, 3, 4)),
+    "Dense 5000x5000": (64, (3, 8, 16)),
+    "ResNet50": (32, (2, 4, 8)),
     "26 tables of 1,000 x 16": (128, (32, 64, 64)),
 }
 TURN = re.compile(r"seconds ([\d.]+) sent ([\d.]+)")
