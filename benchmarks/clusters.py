@@ -55,7 +55,7 @@ def outputs_in_namespaces(command: list[str], *, workers: int) -> tuple[int, dic
 
 
 class SlowNetwork:
-    """Network namespaces for workers, whose links can be limited. Needs root."""
+    """Runs workers in network namespaces with a limited bandwidth. Needs root."""
 
     def __init__(self, workers: int):
         sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "environments"))

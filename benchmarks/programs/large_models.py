@@ -118,7 +118,7 @@ def data_of(rows):
 
 
 def training(way):
-    """(a function that trains so many steps, the model that `fit` trains or None)."""
+    """A function that trains a number of steps, and its model; None if `fit` does not train it."""
     strategy = strategies[way]
     if way == "collectives":
         return sums_of_gradients(strategy), None

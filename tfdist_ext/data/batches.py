@@ -129,7 +129,7 @@ class Batches:
 
         Args:
             in_pieces: the caller gave a number of steps, so an epoch need not be a pass.
-            inspect: for data that all tasks read.
+            inspect: called with the first batch of data that all tasks read.
         """
         raise NotImplementedError
 
@@ -149,7 +149,7 @@ class Batches:
 
 
 class PositionedBatches(Batches):
-    """Batches whose iterators can begin at a position."""
+    """Batches that can be read from any position."""
 
     def span(self, start: Position) -> tuple[int, int]:
         """The numbers [first, stop) of the batches to read, counted from the first pass."""

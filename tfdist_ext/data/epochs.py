@@ -60,7 +60,8 @@ class Epochs:
     Args:
         feed: returns what the steps iterate over.
         requested: steps of an epoch, if the caller gave a number.
-        inspect: for data that all tasks read. Nothing else is read for this.
+        inspect: called with the first batch of data that all tasks read. Nothing else is read for
+            this.
 
     Raises:
         TrainingError: infinite data without a number of steps, or no data.

@@ -145,7 +145,7 @@ class FunctionDataset(ShardedDataset):
             )
         if self._batch is not None:
             reader = Shard(0, 1) if whole_batches else shard
-            if self._batch < reader.count:  # on all tasks, also those whose part is not empty
+            if self._batch < reader.count:  # raised on all tasks, also where the part has rows
                 raise DataError(
                     f"global_batch_size={self._batch} is less than the number of shards,"
                     f" {reader.count}. Use a larger batch or fewer tasks."

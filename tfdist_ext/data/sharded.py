@@ -26,8 +26,8 @@ class ShardedDataset(abc.ABC):
 
     Attributes:
         resumes_inside_epochs: whether training can resume inside an epoch.
-        shards: the number of shards whose batches are counted in the position of data from a
-            function; None if it is not known. A loop that calls `dataset` for a shard sets it.
+        shards: with `from_dataset_fn`, the number of shards in which the position counts batches;
+            None if it is not known. A loop that calls `dataset` for a shard sets it.
     """
 
     resumes_inside_epochs = True

@@ -98,7 +98,7 @@ def servers_extended(base: Any) -> Any:
 
 
 def workers_strategy(first_key: int, **arguments: Any) -> tf.distribute.Strategy:
-    """A MultiWorkerMirroredStrategy whose collectives have group keys from this one on.
+    """Creates a MultiWorkerMirroredStrategy; the group keys of its collectives begin here.
 
     Private because TensorFlow gives the collectives of all strategies of a process the same keys.
     A step fails if its sum has another type or shape than the sum of an earlier strategy.

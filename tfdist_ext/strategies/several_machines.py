@@ -45,8 +45,8 @@ from tfdist_ext.strategies.reductions import set_bucket_bytes
 TPU_LOOKUP_SECONDS = 30.0  # for Google Cloud's metadata server and TPU API
 REACH_SECONDS = 10.0  # for a TPU to answer
 _STARTED_WITHIN = 10.0  # seconds for servers to start after the preflight
-# The group keys of the collectives of each strategy of a process, of which TensorFlow uses a few. A
-# strategy that the user has made has the first keys. All workers create strategies in one order.
+# Group keys of collectives that are reserved for each strategy of a process. A strategy that was
+# created elsewhere has the first ones. All workers create their strategies in the same order.
 _KEYS = 1000
 _next_key = _KEYS + 1  # of the next strategy
 
@@ -96,14 +96,14 @@ def multi_worker_mirrored(
         if endpoint is not None:
             endpoint.free_port()
         with _sigterm_kept(), connecting():
-            strategy = _with_new_keys(resolver_of(cluster), options)
+            strategy, last_key = _with_new_keys(resolver_of(cluster), options)
     owned = narrow = None
     if shard_optimizer and strategy.num_replicas_in_sync > 1:
         workers = _workers_of(strategy, described, "shard_optimizer=True")
-        owned = OwnedSums(_next_key - 2, *workers, strategy)
+        owned = OwnedSums(last_key - 1, *workers, strategy)
     if gradient_dtype and strategy.num_replicas_in_sync > 1:
         workers = _workers_of(strategy, described, f"gradient_dtype={gradient_dtype!r}")
-        narrow = NarrowSums(_next_key - 1, *workers, gradient_dtype)
+        narrow = NarrowSums(last_key, *workers, gradient_dtype)
     set_sums(strategy, owned=owned, narrow=narrow)
     on_cpus = all("CPU" in device for device in strategy.extended.worker_devices)
     usual = BYTES_PER_WORKER * strategy.num_replicas_in_sync if on_cpus else 0
@@ -112,13 +112,13 @@ def multi_worker_mirrored(
     return strategy
 
 
-def _with_new_keys(resolver: Any, options: Any) -> tf.distribute.Strategy:
-    """A strategy whose collectives have keys of their own."""
+def _with_new_keys(resolver: Any, options: Any) -> tuple[tf.distribute.Strategy, int]:
+    """Creates a strategy with group keys of its own; returns it and the last of its keys."""
     global _next_key
     strategy = workers_strategy(_next_key, cluster_resolver=resolver, communication_options=options)
     # After a failure the next call has the same keys, as on workers where no call has failed.
     _next_key += _KEYS
-    return strategy
+    return strategy, _next_key - 1
 
 
 def _workers_described(cluster: Cluster) -> ClusterDescription:

@@ -233,7 +233,7 @@ class ReplicaSums:
     def _sum_of_elements(
         self, values: Sequence[tf.Tensor], what: Sequence[Reduced]
     ) -> list[tf.Tensor]:
-        """Sums dense tensors of one dtype, whose shapes are known when they are computed."""
+        """Sums dense tensors of one dtype whose shapes are unknown until the step runs."""
         sizes = [tf.size(value) for value in values]
         flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
         (total,) = sum_up([padded_to_size(flat)], what[:1], self.keys_of_size)
