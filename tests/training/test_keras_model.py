@@ -92,7 +92,7 @@ def of_layers() -> keras.Model:
     return compiled(OfLayers(), "adam", metrics=["mae"])
 
 
-KINDS = [sequential, functional, registered, of_layers]
+KINDS = [sequential, registered, of_layers]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda build: build.__name__)
@@ -120,11 +120,13 @@ def test_class_and_attributes_are_those_of_the_user(pair: Any) -> None:
     assert set(dir(plain)) <= set(dir(model))
 
 
-def test_training_equals_one_device(pair: Any) -> None:
+def test_training_equals_one_device(pair: Any, tmp_path: Path) -> None:
     plain, model = pair
     before = getattr(model, "fits", 0)
-    assert_same_history(plain.fit(X, Y, **FIT).history, model.fit(X, Y, **FIT).history)
+    history = model.fit(X, Y, checkpoint_dir=tmp_path, **FIT).history
+    assert_same_history(plain.fit(X, Y, **FIT).history, history)
     assert_same_weights(plain, model)
+    assert tfd.training_is_done(tmp_path)
     assert getattr(model, "fits", 1) == before + 1
 
 
@@ -199,16 +201,14 @@ def test_it_is_a_layer_of_other_models() -> None:
         np.testing.assert_allclose(ours, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("fitted", [False, True])
-def test_a_model_that_is_not_distributed_does_not_train_one_that_is(fitted: bool) -> None:
+def test_a_model_that_is_not_distributed_does_not_train_one_that_is() -> None:
     """Not even by a step that was compiled before the inner model was distributed."""
     models = []
     for strategy in (None, mirrored()):
         keras.utils.set_random_seed(1)
         inner = stack(keras.layers.Dense(3, "tanh"))
         outer = compiled(stack(inner, keras.layers.Dense(1)))
-        if fitted:
-            outer.fit(X, Y, **FIT)
+        outer.fit(X, Y, **FIT)
         if strategy is not None:
             tfd.distribute(inner, strategy)
             with pytest.raises(tfd.TrainingError, match=r"inside of.*Distribute the outer model"):
@@ -273,15 +273,6 @@ def test_calls_inside_of_callbacks(by_batch: bool) -> None:
     for one, other in zip(expected, found, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
     assert_same_weights(plain, ours)
-
-
-def test_two_models_in_turn_share_nothing() -> None:
-    plain = [plain_fit(build, X, Y, batch_size=16)[0] for build in (sequential, functional)]
-    models = [tfd.distribute(copy.deepcopy(model), mirrored()) for model in plain]
-    for _ in range(2):
-        for ours, expected in zip(models, plain, strict=True):
-            assert_same_history(expected.fit(X, Y, **FIT).history, ours.fit(X, Y, **FIT).history)
-    assert_same_weights(plain[1], models[1])
 
 
 def test_two_models_in_threads() -> None:
@@ -365,18 +356,18 @@ def test_a_search_of_keras_tuner(tmp_path: Path) -> None:
 
         def build(hp: Any, strategy: Any = strategy) -> keras.Model:
             keras.utils.set_random_seed(1)
-            units = hp.Choice("units", [2, 3, 4])
+            units = hp.Choice("units", [2, 3])
             model = stack(keras.layers.Dense(units, "tanh"), keras.layers.Dense(1))
             compiled(model, keras.optimizers.Adam(0.01))
             return model if strategy is None else tfd.distribute(model, strategy)
 
         tuner = keras_tuner.GridSearch(
-            build, objective="val_loss", max_trials=3, directory=tmp_path / str(len(results))
+            build, objective="val_loss", max_trials=2, directory=tmp_path / str(len(results))
         )
-        tuner.search(X, Y, epochs=2, validation_data=(X[:25], Y[:25]), **FIT)
+        tuner.search(X, Y, epochs=1, validation_data=(X[:25], Y[:25]), **FIT)
         (best,) = tuner.get_best_models(1)
         assert isinstance(best, tfd.DistributedModel) == (strategy is not None)
-        trials = tuner.oracle.get_best_trials(3)
+        trials = tuner.oracle.get_best_trials(2)
         scores = [(trial.hyperparameters.get("units"), trial.score) for trial in trials]
         results.append((scores, best.predict(X, verbose=0)))
     (expected, predicted), (scores, ours) = results
@@ -432,35 +423,11 @@ def test_optimizers_know_variables_that_have_moved(make: Any) -> None:
 
     plain, ours = (plain_fit(build, X, Y, batch_size=16)[0] for _ in range(2))
     ours.run_eagerly = False
-    for strategy in (mirrored(2), mirrored(3), tf.distribute.get_strategy()):
+    for strategy in (mirrored(2), tf.distribute.get_strategy()):
         tfd.distribute(ours, strategy)
         plain.fit(X, Y, **FIT)
         ours.fit(X, Y, **FIT)
         assert_same_weights(plain, ours)
-
-
-class OwnMetrics(keras.Model):
-    """As a VAE of Keras's guides: the loss of compile() is not in `metrics`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-        self.tracker = keras.metrics.Mean(name="tracker")
-
-    @property
-    def metrics(self):
-        return [self.tracker]
-
-    def call(self, x):
-        return self.dense(x)
-
-
-def test_a_metrics_property_that_leaves_metrics_out() -> None:
-    given = tfd.distribute(compiled(OwnMetrics()), mirrored())
-    after = compiled(tfd.distribute(OwnMetrics, mirrored()))
-    for model in (given, after):
-        model.fit(X, Y, **FIT)
-        assert np.isfinite(model.evaluate(X, Y, verbose=0, return_dict=True)["tracker"])
 
 
 def test_graphs_from_before_read_what_is_trained() -> None:
@@ -494,7 +461,7 @@ def test_a_model_that_moves_during_its_training_is_an_error() -> None:
         tfd.distribute(keras.Sequential([*model.layers]), mirrored(3))
 
     idle = r"distribute\(\) was called while.*before or after fit\(\)\.\nHelp:"
-    for move, message in ((again, idle), (with_shared_layers, "moved")):
+    for move, message in ((again, idle), (with_shared_layers, "moved to another strategy")):
         model = tfd.distribute(sequential, mirrored())
         with pytest.raises(tfd.TrainingError, match=message):
             model.fit(X, Y, epochs=2, callbacks=[MovesAway(move)], **FIT)

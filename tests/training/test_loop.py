@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
-import numpy as np
-import pytest
-from training_cases import X, Y, classifier, mirrored, strategy_of
+from training_cases import X, Y, classifier, mirrored
 
 import tfdist_ext as tfd
-from tfdist_ext.training.loop import StepsPerExecutionTuner, uses_batch_hooks
+from tfdist_ext.training.loop import StepsPerExecutionTuner
 
 
 def test_aims_at_the_target() -> None:
@@ -32,14 +29,6 @@ def test_a_short_rest_of_an_epoch_does_not_slow_the_next() -> None:
     assert steps[6:] == [200, 3, 200, 200]
 
 
-def test_a_stop_at_nan_needs_no_executions_of_one_step() -> None:
-    stops = keras.callbacks.TerminateOnNaN()
-    assert not uses_batch_hooks([stops], "train")
-    model = tfd.distribute(classifier(), mirrored())
-    model.fit(X * np.nan, Y, batch_size=16, epochs=3, verbose=0, callbacks=[stops])
-    assert model.history.epoch == [0]
-
-
 def test_a_second_fit_begins_with_the_steps_that_the_first_one_learned() -> None:
     model = tfd.distribute(classifier(), mirrored())
     model.fit(X, Y, batch_size=1, shuffle=False, verbose=0)
@@ -55,18 +44,3 @@ def test_a_second_fit_begins_with_the_steps_that_the_first_one_learned() -> None
     assert steps[0] > 1
     model.fit(X, Y, batch_size=32, shuffle=False, verbose=0)
     assert steps[-2:] == [1, 1]  # other data is learned anew
-
-
-def test_variables_that_move_while_steps_run_are_refused() -> None:
-    """A callback distributes another model, which shares a layer, on another strategy."""
-    shared = keras.layers.Dense(4)
-    other = keras.Sequential([keras.Input((4,)), shared])
-    model = keras.Sequential([keras.Input((4,)), shared, keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    moves = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda *_: tfd.distribute(other, strategy_of("default"))
-    )
-    with pytest.raises(tfd.TrainingError, match="moved to another strategy while its steps ran"):
-        tfd.distribute(model, mirrored()).fit(
-            np.ones((8, 4)), np.ones((8, 1)), epochs=2, verbose=0, callbacks=[moves]
-        )

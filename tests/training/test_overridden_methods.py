@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -11,8 +10,6 @@ import pytest
 from training_cases import X, Y, assert_same_history, assert_same_weights, mirrored
 
 import tfdist_ext as tfd
-
-FIT = {"batch_size": 16, "verbose": 0, "shuffle": False}
 
 
 class Scaled(keras.Model):
@@ -107,40 +104,3 @@ def test_methods_of_the_model_do_as_on_one_device() -> None:
     assert int(model.optimizer.iterations.numpy()) == 3 * 4 + 1
 
 
-class AddsACallback(Scaled):
-    def fit(self, *args, **kwargs):
-        self.counter = Counter()
-        callbacks = [*(kwargs.pop("callbacks", None) or []), self.counter]
-        return super(Scaled, self).fit(*args, callbacks=callbacks, **kwargs)
-
-
-class Counter(keras.callbacks.Callback):
-    epochs = 0
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.epochs += 1
-
-
-def adds_a_callback() -> keras.Model:
-    model = AddsACallback()
-    model(X[:1])  # data of this kind does not tell its shapes
-    model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
-    return model
-
-
-def test_a_fit_that_passes_its_arguments_on_saves_checkpoints(tmp_path: Path) -> None:
-    def data() -> Any:
-        return tfd.data.from_arrays((X, Y), global_batch_size=16, seed=1)
-
-    keras.utils.set_random_seed(1)
-    whole = tfd.distribute(adds_a_callback, mirrored())
-    whole.fit(data(), epochs=3, verbose=0)
-    assert whole.keras_model.counter.epochs == 3
-    keras.utils.set_random_seed(1)
-    tfd.distribute(adds_a_callback, mirrored()).fit(
-        data(), epochs=1, verbose=0, checkpoint_dir=tmp_path
-    )
-    second = tfd.distribute(adds_a_callback, mirrored())
-    second.fit(data(), epochs=3, verbose=0, checkpoint_dir=tmp_path)
-    assert second.keras_model.counter.epochs == 2
-    assert_same_weights(whole, second)
