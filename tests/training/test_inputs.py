@@ -19,12 +19,12 @@ from training_cases import (
     assert_trains_as_keras,
     batches,
     classifier,
+    compiled,
     distributed_fit,
     mirrored,
     of_unknown_length,
     plain_fit,
     steps_taken,
-    strategy_of,
 )
 
 import tfdist_ext as tfd
@@ -79,7 +79,9 @@ def test_strings() -> None:
     np.testing.assert_allclose(copy.predict(words, verbose=0), expected, atol=1e-6)
 
 
-def test_ragged_and_sparse_batches() -> None:
+def test_ragged_batches() -> None:
+    """Sparse ones: steps/test_sparse_gradients.py."""
+
     class SumOfWeights(keras.Model):
         def __init__(self):
             super().__init__()
@@ -99,15 +101,6 @@ def test_ragged_and_sparse_batches() -> None:
     ragged = tf.ragged.constant([[1 + i % 8] * (i % 4 + 1) for i in range(64)])
     assert_trains_as_keras(of_ragged, tf.data.Dataset.from_tensor_slices((ragged, Y)).batch(16))
 
-    def of_sparse() -> keras.Model:
-        model = keras.Sequential([keras.Input((5,), sparse=True), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-        return model
-
-    sparse = tf.sparse.from_dense(np.where(X > 0, X, 0))
-    dataset = tf.data.Dataset.from_tensor_slices((sparse, Y)).batch(16)
-    assert_trains_as_keras(of_sparse, dataset)
-
 
 @KERAS_RAN_OUT
 @pytest.mark.filterwarnings(f"ignore:{OURS_RAN_OUT}")
@@ -115,7 +108,6 @@ def test_ragged_and_sparse_batches() -> None:
     ("data", "steps"),
     [
         pytest.param(lambda: (of_unknown_length(batches()),), None, id="unknown length"),
-        pytest.param(lambda: (batches().repeat(),), 3, id="infinite"),
         pytest.param(lambda: (X, Y, 16), 3, id="arrays, steps that do not divide the pass"),
     ],
 )
@@ -347,42 +339,12 @@ def test_every_task_has_the_same_new_order_in_each_pass(options: dict[str, Any])
     assert one != passes_over(Numbered(**options), 1, seed=lambda: 8)
 
 
-SHARED = X[:20]
-
-
-class AddsRows(keras.Model):
-    """Adds a row of a table, which is in the batch, to each example."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-
-    def call(self, inputs: Any) -> Any:
-        rows, table = inputs["rows"], inputs["table"]
-        return self.dense(rows + tf.gather(table, tf.cast(rows[:, 0] > 0, tf.int32)))
-
-
-def with_rows_added() -> keras.Model:
-    model = AddsRows()
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    return model
-
-
-def with_table(drop: bool = False) -> tf.data.Dataset:
-    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16, drop_remainder=drop)
-    return dataset.map(lambda x, y: ({"rows": x, "table": SHARED}, y))
-
-
 def test_a_tensor_without_a_row_for_each_example_is_named() -> None:
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16)
-    data = data.map(lambda x, y: ({"rows": x, "table": x}, y, tf.ones([3])))
+    data = batches().map(lambda x, y: (x, y, tf.ones([3])))
+    model = tfd.distribute(compiled(keras.Sequential([keras.layers.Dense(1)])), mirrored())
     found = re.escape("sample_weight has shape [3] in a batch of 16")
     with pytest.raises(tfd.DataError, match=found) as caught:
-        tfd.distribute(with_rows_added, mirrored()).fit(data, verbose=0)
+        model.fit(data, verbose=0)
     assert "over 2 replicas" in str(caught.value)
     assert "non-trainable weight" in str(caught.value)
     assert caught.value.__cause__ is None
-
-
-def test_one_replica_gets_what_keras_gets() -> None:
-    assert_trains_as_keras(with_rows_added, with_table(), strategy=strategy_of("one_device"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -22,7 +21,6 @@ from training_cases import (
     mirrored,
     plain_fit,
     steps_taken,
-    strategy_of,
     weights_of,
 )
 
@@ -131,15 +129,8 @@ def test_shuffle_takes_every_row_once_in_an_order_of_each_epoch_and_seed() -> No
     steps = [steps_of(one) for one in passes]
     assert steps_of(IN_ORDER) not in steps
     assert steps[0] != steps[1] != steps[2]
-    assert steps == [steps_of(one) for one in rows_seen(True)]  # under one seed
-
-
-def test_what_counts_as_true_shuffles() -> None:
-    passes = [rows_seen(value) for value in (1, np.True_, True)]
-    assert [list(map(steps_of, each)) for each in passes[1:]] == [
-        list(map(steps_of, passes[0]))
-    ] * 2
-    assert steps_of(IN_ORDER) not in map(steps_of, passes[0])
+    # Under one seed, and by another value that is true.
+    assert steps == [steps_of(one) for one in rows_seen(np.True_)]
 
 
 def test_steps_are_made_again_when_settings_change() -> None:
@@ -180,11 +171,10 @@ class Frozen(keras.Model):
         return self.last(self.first(x))
 
 
-@pytest.mark.parametrize("name", ["default", "mirrored"])
-def test_steps_are_made_again_when_only_a_layer_is_frozen(name: str) -> None:
+def test_steps_are_made_again_when_only_a_layer_is_frozen() -> None:
     model, data = Frozen(), (X, Y.reshape(-1, 1))
     model.compile(keras.optimizers.SGD(0.01), "mse")
-    ours = tfd.distribute(model, strategy_of(name))
+    ours = tfd.distribute(model, mirrored())
     ours.fit(*data, batch_size=16, verbose=0)
     model.first.trainable = False
     before = [variable.numpy() for variable in model.weights]
@@ -217,9 +207,6 @@ def test_shuffle_of_each_batch() -> None:
     """As Keras's: the batches are those of the data's order, the rows within them are not."""
     assert all(steps_of(one) == steps_of(IN_ORDER) for one in rows_seen("batch"))
     assert_trains_as_keras(CLASSIFIER, X[:61], Y[:61], batch_size=16, epochs=2, shuffle="batch")
-
-
-ROOT = Path(__file__).parents[2]
 
 
 def is_mine(variable: keras.Variable) -> bool:

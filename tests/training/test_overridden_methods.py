@@ -1,4 +1,4 @@
-"""Models whose class overrides `fit`, `evaluate`, ..., and what else Keras models have."""
+"""Models whose class overrides `fit`, `evaluate` and other methods."""
 
 from __future__ import annotations
 
@@ -102,5 +102,3 @@ def test_methods_of_the_model_do_as_on_one_device() -> None:
     assert_same_weights(plain, model)
     assert expected["val_twice"] == pytest.approx([2 * v for v in expected["val_loss"]])
     assert int(model.optimizer.iterations.numpy()) == 3 * 4 + 1
-
-
