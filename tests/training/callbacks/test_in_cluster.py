@@ -51,6 +51,7 @@ class OwnHistory(K.History):
         pytest.param(K.LambdaCallback(on_train_batch_end=print), {"train"}, id="lambda on batches"),
         pytest.param(K.TerminateOnNaN(), set(), id="looks for NaN"),
         pytest.param(K.History(), set(), id="history"),
+        pytest.param(K.ProgbarLogger(), set(), id="progress bar"),
         pytest.param(OwnHistory(), {"train"}, id="history of the user's"),
         pytest.param(K.ModelCheckpoint("x.keras"), set(), id="checkpoint of epochs"),
         pytest.param(OwnCheckpoint("x.keras"), set(), id="own checkpoint of epochs"),
