@@ -80,22 +80,6 @@ def test_the_last_three_stay_in_the_order_of_the_training(tmp_path: Path) -> Non
     assert not tfd.training_is_done(tmp_path / "nowhere")
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Job(tmp_path).train(until=3)
-
-    def refuse(path: str) -> None:
-        raise PermissionError(13, "Permission denied", path)
-
-    monkeypatch.setattr("tfdist_ext.training.checkpoints.folder.remove", refuse)
-    with pytest.warns(UserWarning, match=r"epoch-00001\S+ cannot be removed: Permission denied"):
-        job.train(until=4)
-    monkeypatch.undo()
-    job.train(until=5)
-    assert epochs_in(tmp_path) == [3, 4, 5]
-
-
 def test_an_older_job_names_the_newer_one_and_changes_nothing(tmp_path: Path) -> None:
     older = Job(tmp_path).train(until=3)
     newer = Job(tmp_path)

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,9 @@ from training_cases import (
 import tfdist_ext as tfd
 from tfdist_ext.training.checkpoints import format
 from tfdist_ext.training.checkpoints.folder import (
-    CheckpointFolder,
-    FolderTakenError,
     finished_checkpoints,
     training_is_done,
 )
-from tfdist_ext.training.checkpoints.format import Progress, encode_checkpoint
-
-WRITES = "tfdist_ext.training.checkpoints.folder.encode_checkpoint"
 
 
 def momentum() -> keras.optimizers.Optimizer:
@@ -184,45 +179,6 @@ def test_the_order_of_examples_goes_on(data: Any, arguments: Any, two: Any, tmp_
     assert_same_weights(*two)
 
 
-def test_longer_training_later_is_one_long_training(
-    two: Any, compiled: Any, tmp_path: Path
-) -> None:
-    model, longer = two
-    start = next(iter(compiled))
-    keras.utils.set_random_seed(3)
-    model.fit(X, Y, epochs=2, checkpoint_dir=tmp_path, **FIT)
-    assert training_is_done(tmp_path)
-    history = longer.fit(X, Y, epochs=5, checkpoint_dir=tmp_path, **FIT)
-    assert history.epoch == [0, 1, 2, 3, 4]
-    model.restore_checkpoint(start)
-    keras.utils.set_random_seed(3)
-    model.fit(X, Y, epochs=5, checkpoint_dir=tmp_path / "whole", **FIT)
-    assert_same_weights(model, longer)
-
-
-def test_a_job_that_is_killed_while_it_writes_goes_on(
-    two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, killed = tmp_path / "whole", tmp_path / "killed"
-    encode = encode_checkpoint
-
-    def encode_and_copy(progress: Progress, *rest: Any) -> Iterator[Any]:
-        for number, block in enumerate(encode(progress, *rest)):
-            if (progress.epoch, number) == (3, 4):  # in the middle of the file
-                copy_of_folder(folder, killed)
-            yield block
-
-    with monkeypatch.context() as patch:
-        patch.setattr(WRITES, encode_and_copy)
-        two[0].fit(X, Y, epochs=4, checkpoint_dir=folder, **FIT)
-    names = ["epoch-00001", "epoch-00002"]
-    assert [path.stem for path in finished_checkpoints(killed)] == names
-    assert len(list(killed.glob(".epoch-00003.*.unfinished"))) == 1
-    assert two[1].fit(X, Y, epochs=4, checkpoint_dir=killed, **FIT).epoch == [0, 1, 2, 3]
-    assert_same_weights(*two)
-    assert not list(killed.glob(".*"))
-
-
 def test_a_job_that_cannot_resume_does_not_stop_the_job_that_trains(
     two: Any, tmp_path: Path
 ) -> None:
@@ -237,21 +193,6 @@ def test_a_job_that_cannot_resume_does_not_stop_the_job_that_trains(
     options = {"checkpoint_dir": tmp_path, "callbacks": [callback], **FIT}
     two[0].fit(X, Y, epochs=4, **options)
     assert [path.stem for path in finished_checkpoints(tmp_path)][-1] == "epoch-00004"
-
-
-def test_a_job_stops_when_another_one_has_taken_the_folder(
-    two: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def take_folder(epoch: int, logs: Any) -> None:
-        if epoch == 2:
-            CheckpointFolder(str(tmp_path)).take()
-
-    other = keras.callbacks.LambdaCallback(on_epoch_begin=take_folder)
-    options = {"checkpoint_dir": tmp_path, "checkpoint_async": False, "callbacks": [other], **FIT}
-    with pytest.raises(FolderTakenError, match=f"Another job writes to {tmp_path}: host"):
-        two[0].fit(X, Y, epochs=4, **options)
-    assert "To resume" not in capsys.readouterr().err
-    assert [path.stem for path in finished_checkpoints(tmp_path)][-1] == "epoch-00002"
 
 
 class AddsOneAtTheEnd(keras.callbacks.Callback):
@@ -378,6 +319,7 @@ def test_a_job_that_resumes_says_what_has_changed(
     assert names[-1] == "epoch-00000-batch-00000001.safetensors"
     for changed, difference in (
         ({"rows": 63}, "number of examples was 64 and is 63"),
+        ({"batch_size": 20}, "batch_size was 16 and is 20"),
         ({"steps_per_epoch": 3}, "steps per epoch was 4 and is 3"),
         ({"shuffle": False}, "shuffle was True and is False"),
     ):

@@ -32,8 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 WRITES = "tfdist_ext.training.checkpoints.folder.encode_checkpoint"
 
 
-@pytest.mark.parametrize("compiled_before", [False, True])
-def test_statistics_of_normalization_are_restored(compiled_before: bool, tmp_path: Path) -> None:
+def test_statistics_of_normalization_are_restored(tmp_path: Path) -> None:
     """A call of the layer uses constants, which are made of its variables."""
 
     def build() -> keras.Model:
@@ -46,8 +45,7 @@ def test_statistics_of_normalization_are_restored(compiled_before: bool, tmp_pat
     adapted.layers[0].adapt(3 * X + 1)
     model, other = tfd.distribute(adapted, mirrored()), tfd.distribute(build, mirrored())
     model.save_checkpoint(tmp_path / "checkpoint")
-    if compiled_before:
-        other.predict(X, verbose=0)
+    other.predict(X, verbose=0)  # compiles the step
     other.restore_checkpoint(tmp_path / "checkpoint")
     np.testing.assert_array_equal(other.predict(X, verbose=0), model.predict(X, verbose=0))
     np.testing.assert_array_equal(other(X), model(X))
@@ -138,11 +136,10 @@ def test_a_model_that_is_not_compiled_takes_the_weights_alone(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (dense(4), r"model/dense#1/kernel was float32 \(4, 1\) and is missing"),
         (dense(5, 1), r"kernel was float32 \(5, 4\) and is float32 \(5, 5"),
         (dense(4, 1, optimizer="adam"), r"optimizer.Adam/\S+ was missing and is"),
     ],
-    ids=["fewer", "other shapes", "other optimizer"],
+    ids=["other shapes", "other optimizer"],
 )
 def test_another_model_is_refused_and_left_alone(build: Any, words: str, tmp_path: Path) -> None:
     tfd.distribute(dense(4, 1), strategy_of("default")).save_checkpoint(tmp_path / "saved")
