@@ -139,16 +139,9 @@ def test_trainable_variables_that_a_step_assigns(name: str, what: str) -> None:
     assert_copies_are_equal(ours)
 
 
-@pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.parametrize(
-    "build",
-    [lambda: compiled(Follows("in a cond")), between_dense(Average, in_cond)],
-    ids=["trainable", "average"],
-)
-def test_one_copy_of_a_variable_cannot_be_written_by_all_in_a_cond(build: Any) -> None:
-    central = strategy_of("central_storage", 3)
-    message = r"variable '.*(kernel|average).*' .* 3 replicas .* share one copy"
-    with pytest.raises(Exception, match=message):
+def test_one_copy_of_a_variable_cannot_be_written_by_all_in_a_cond() -> None:
+    build, central = between_dense(Average, in_cond), strategy_of("central_storage", 3)
+    with pytest.raises(Exception, match=r"variable '.*average.*' .* 3 replicas .* share one copy"):
         distributed_fit(build, X[:16], Y[:16], strategy=central)
 
 
@@ -204,22 +197,22 @@ class OwnVariables(keras.layers.Layer):
 
 
 @pytest.mark.parametrize(
-    ("name", "where", "write", "aggregation"),
+    ("where", "write", "aggregation"),
     [
-        ("mirrored", directly, one_entry, NONE),
-        ("mirrored", in_cond, assigned, FIRST),
-        ("mirrored", directly, subtracted, MEAN),
+        (directly, one_entry, NONE),
+        (in_cond, assigned, FIRST),
+        (directly, subtracted, MEAN),
     ],
 )
 def test_own_variables_of_a_layer_are_averaged_over_rows(
-    name: str, where: Any, write: Any, aggregation: Any
+    where: Any, write: Any, aggregation: Any
 ) -> None:
     """Whatever the parts are: 50 rows on three replicas, in batches of 16."""
     plain, ours = assert_trains_as_keras(
         between_dense(OwnVariables, where, write, aggregation),
         X[:50],
         Y[:50],
-        strategy=strategy_of(name, 3),
+        strategy=mirrored(3),
         **FIT,
     )
     theirs, mine = plain.layers[1], ours.keras_model.layers[1]
@@ -251,15 +244,6 @@ def test_own_variables_that_replicas_cannot_combine(
     build = between_dense(OwnVariables, *args)
     with pytest.raises(tfd.TrainingError, match=message):
         distributed_fit(build, X[:16], Y[:16], strategy=strategy_of(name))
-
-
-def test_an_own_integer_variable_cannot_count_the_rows_of_a_part() -> None:
-    def count_rows(layer: Any, mean: tf.Tensor) -> None:
-        layer.count.assign_add(tf.cast(tf.reduce_sum(mean), tf.int64))
-
-    build = between_dense(OwnVariables, directly, count_rows)
-    with pytest.raises(tfd.TrainingError, match=r"'Variable:0' must .*tfd.all_rows"):
-        distributed_fit(build, X[:16], Y[:16])
 
 
 class Counts(keras.layers.Layer):

@@ -160,7 +160,6 @@ class OneLog(keras.Sequential):
     [
         lambda metric, y, p: keras.ops.sqrt(metric.result()),
         lambda metric, y, p: tf.cond(y[0, 0] > 0, lambda: 2 * metric.result(), lambda: 0.0),
-        lambda metric, y, p: tf.reduce_mean(metric.result() * y),
     ],
 )
 def test_what_is_computed_from_a_metric_is_warned_of_by_name(log: Any) -> None:

@@ -92,7 +92,7 @@ def model_that_writes(write: Any) -> keras.Model:
 BY_CLASS = [scatter_of_a_tensor, slices, scatter_of_the_variable]
 
 
-@pytest.mark.parametrize("write", [concat, slice_update, in_loop, *BY_CLASS, one_class])
+@pytest.mark.parametrize("write", [concat, in_loop, *BY_CLASS, one_class])
 def test_rows_of_a_part_are_refused(write: Any) -> None:
     strategy = strategy_of("central_storage" if write is in_loop else "mirrored")
     model = tfd.distribute(lambda: model_that_writes(write), strategy)

@@ -57,13 +57,13 @@ class Lookups(keras.layers.Layer):
         return ops.mean(summed, axis=1)
 
 
-def with_adam(model: keras.Model, **settings: Any) -> keras.Model:
-    return compiled(model, keras.optimizers.Adam(0.05), **settings)
+def with_adam(model: keras.Model) -> keras.Model:
+    return compiled(model, keras.optimizers.Adam(0.05))
 
 
-def lookups(kind: Any = keras.Model, **settings: Any) -> keras.Model:
+def lookups(kind: Any = keras.Model) -> keras.Model:
     tokens = keras.Input((None,), dtype="int32")
-    return with_adam(kind(tokens, keras.layers.Dense(1)(Lookups()(tokens))), **settings)
+    return with_adam(kind(tokens, keras.layers.Dense(1)(Lookups()(tokens))))
 
 
 def assert_same_tables(build: Callable, strategy: Any, data: Any = None, **arguments: Any) -> None:
@@ -97,15 +97,8 @@ class Clipping(keras.Model):
         return {"norm": norm}
 
 
-def words(kind: Any = keras.Model, **settings: Any) -> keras.Model:
-    tokens = keras.Input((None,), dtype="int32")
-    summed = keras.ops.mean(keras.layers.Embedding(8, 3)(tokens), axis=1)
-    return with_adam(kind(tokens, keras.layers.Dense(1)(summed)), **settings)
-
-
-@pytest.mark.parametrize(("build", "eager"), [(lookups, False), (words, True)])
-def test_a_step_that_clips_slices_by_hand(build: Any, eager: bool) -> None:
-    assert_same_tables(lambda: build(Clipping, run_eagerly=eager), mirrored(2), **FIT)
+def test_a_step_that_clips_slices_by_hand() -> None:
+    assert_same_tables(lambda: lookups(Clipping), mirrored(2), **FIT)
 
 
 def test_token_types_of_batches_of_one_size() -> None:
@@ -142,7 +135,7 @@ def test_sparse_ids() -> None:
     assert_same_tables(build, strategy_of("central_storage", 3), (ids, Y), **FIT)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_workers_gather_slices(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On two replicas of one process, which have 2 and 3 slices: sums need no keys there."""
     monkeypatch.setattr(ReplicaSums, "keys_of_size", lambda *_: contextlib.nullcontext())
