@@ -88,8 +88,7 @@ def test_an_epoch_at_the_end_of_a_pass_begins_the_next(expected: Any, tmp_path: 
 
 
 @pytest.mark.filterwarnings("ignore:the data ended after")
-@pytest.mark.parametrize("length", ["known", "unknown"])
-@pytest.mark.parametrize("steps", [None, 3])
+@pytest.mark.parametrize(("length", "steps"), [("known", 3), ("unknown", None)])
 def test_without_an_epoch_a_job_resumes_in_the_passes_that_it_reads_again(
     length: str, steps: int | None, tmp_path: Path
 ) -> None:

@@ -11,7 +11,6 @@ from task_programs import results_of
 import tfdist_ext as tfd
 
 STRATEGIES = {
-    "2 workers": (2, {"gradient_dtype": "bfloat16"}),
     "3 workers": (3, {"gradient_dtype": "float16"}),
     "shared optimizer": (2, {"gradient_dtype": "bfloat16", "shard_optimizer": True}),
 }

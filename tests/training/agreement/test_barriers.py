@@ -32,7 +32,6 @@ def error_of(cluster: Tasks, name: str) -> str:
     [
         ("leaves", 1, 0, r"worker:1 left at \d\d:\d\d:\d\d: its script ended"),
         ("fails", 0, 1, r"worker:0 failed at \d\d:\d\d:\d\d: RuntimeError: no such file: data.tf"),
-        ("exits", 1, 1, r"worker:1 failed at \d\d:\d\d:\d\d: SystemExit: no such file: data.tf"),
         ("SIGKILL", 1, -signal.SIGKILL, r"worker:1 \(127.0.0.1:\d+\) is gone: nothing listens"),
     ],
 )

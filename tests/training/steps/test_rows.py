@@ -12,7 +12,6 @@ import pytest
 import tensorflow as tf
 
 from tfdist_ext.training.steps import rows
-from tfdist_ext.training.steps.context import Lookups
 from tfdist_ext.training.steps.rows import EqualTensors
 
 
@@ -64,17 +63,6 @@ def test_of_rows(name: str) -> None:
     assert not traced(lambda x: EqualTensors(x).has(OF_ROWS[name](x)))
 
 
-def test_a_batch_of_known_size_is_no_constant() -> None:
-    """Token types made by `zeros_like` have one entry for each row."""
-
-    def types(x: Any) -> bool:
-        x = rows.with_unknown_rows(x)
-        assert x.shape.as_list() == [None, 6]
-        return EqualTensors(x).has(keras.ops.zeros_like(x))
-
-    assert not traced(types, (4, 6))
-
-
 def test_sums_are_equal() -> None:
     def step(x: Any) -> None:
         equal = EqualTensors(x)
@@ -86,31 +74,6 @@ def test_sums_are_equal() -> None:
         assert not equal.has(total * x[0])
 
     traced(step)
-
-
-@tf.function(autograph=False)
-def parts_and_sum(x: Any) -> Any:
-    """Of a table that is looked up by positions, by a column, and by distinct numbers."""
-    distinct = tf.unique(tf.reshape(x, [-1]))[0]
-    indices = tf.concat([tf.concat([tf.range(3), x[:, 0]], 0), distinct], 0)
-    slices = tf.IndexedSlices(tf.ones([tf.size(indices), 2]), indices, tf.constant([9, 2]))
-    lookups = Lookups(slices, EqualTensors(x))
-    assert lookups.has_keys == [True, False, True]
-    of_two = [
-        tf.IndexedSlices(*(tf.concat([each, each], 0) for each in (part.values, part.indices)))
-        for part in lookups.parts
-    ]
-    return [part.indices for part in lookups.parts], lookups.joined(of_two)
-
-
-def test_the_lookups_of_one_table() -> None:
-    """On two replicas with the same rows; a row of the batch has a slice for each."""
-    (positions, rows, distinct), total = parts_and_sum(tf.constant([[5, 5], [6, 5]]))
-    assert positions.numpy().tolist() == [0, 2**32 + 1, 2 * 2**32 + 2]
-    assert rows.numpy().tolist() == [5, 6]
-    assert distinct.numpy().tolist() == [5, 6]
-    assert total.indices.numpy().tolist() == [0, 1, 2, 5, 6, 5, 6, 5, 6]
-    assert total.values[:, 0].numpy().tolist() == [2, 2, 2, 1, 1, 1, 1, 2, 2]
 
 
 @functools.cache
