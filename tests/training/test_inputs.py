@@ -258,28 +258,6 @@ def test_data_that_cannot_be_used_is_refused(data, message: str) -> None:
         tfd.distribute(classifier(), mirrored()).fit(data(), verbose=0)
 
 
-@pytest.fixture(scope="module")
-def untrained(four_cpus: None) -> tfd.DistributedModel:
-    return tfd.distribute(classifier(), mirrored(2))
-
-
-@pytest.mark.parametrize(
-    ("method", "arguments", "said"),
-    [
-        ("fit", {"epochs": -1}, "epochs must be a whole number from 0, got -1"),
-        ("evaluate", {"batch_size": "0"}, "batch_size must be a whole number from 1, got '0'"),
-        ("predict", {"steps": [3]}, r"steps must be a whole number from 0, got \[3\]"),
-    ],
-)
-def test_invalid_counts_are_named(
-    untrained: tfd.DistributedModel, method: str, arguments: dict, said: str
-) -> None:
-    data = (X,) if method == "predict" else (X, Y)
-    with pytest.raises(tfd.TrainingError, match=said):
-        getattr(untrained, method)(*data, verbose=0, **arguments)
-    assert not untrained.keras_model.optimizer.built  # nothing had started
-
-
 def test_data_without_input_is_named() -> None:
     model = tfd.distribute(classifier(), mirrored(2))
     with pytest.raises(tfd.TrainingError, match="There is no data: x is"):

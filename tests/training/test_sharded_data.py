@@ -127,7 +127,6 @@ def test_killed_in_an_epoch_and_gone_on_with_other_replicas(expected: Any, tmp_p
     ("data", "arguments", "message"),
     [
         (sharded, {"checkpoint_every": 2}, "needs checkpoint_dir"),
-        (sharded, {"checkpoint_every": 0}, "checkpoint_every must be .* got 0"),
         (
             lambda: (batch for batch in [(X[:4], Y[:4])]),
             {"checkpoint_every": 2, "steps_per_epoch": 1, "checkpoint_dir": "here"},

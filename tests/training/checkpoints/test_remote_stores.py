@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import tensorflow as tf
-from checkpoint_cases import FailsIn, adam, train
-from training_cases import assert_same_weights, mirrored
+from checkpoint_cases import FailsIn, train
+from training_cases import assert_same_weights
 
 import tfdist_ext as tfd
 
@@ -33,15 +33,6 @@ def test_a_training_goes_on_as_if_it_had_never_ended(tmp_path: Path, remote: str
     assert tfd.training_is_done(remote)
     names = sorted(tf.io.gfile.listdir(remote))
     assert [name.partition("-")[0] for name in names] == ["epoch"] * 3 + ["owner.json"]
-
-
-def test_one_file_is_saved_and_restored(remote: str) -> None:
-    model, other = (tfd.distribute(adam, mirrored(2)) for _ in range(2))
-    model.save_checkpoint(f"{remote}/one")
-    other.restore_checkpoint(f"{remote}/one")
-    assert_same_weights(other, model)
-    with pytest.raises(tfd.TrainingError, match=r"run/two cannot be read: "):
-        other.restore_checkpoint(f"{remote}/two")
 
 
 def test_a_store_that_tensorflow_does_not_know_is_an_error_at_the_start() -> None:

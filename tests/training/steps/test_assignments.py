@@ -286,22 +286,7 @@ def test_other_variables_cannot_count_the_rows_of_a_part() -> None:
     def build(kind: str) -> keras.Model:
         return compiled(stack(Counts("none", kind), keras.layers.Dense(1)))
 
-    class InCond(Counts):
-        def call(self, x: Any, training: bool = False) -> Any:
-            def count() -> tf.Tensor:
-                self.rows.assign_add(tf.shape(x, tf.int64)[0])
-                return tf.constant(1)
-
-            if training:
-                in_cond(count)
-            return x
-
-    def in_a_cond() -> keras.Model:
-        return compiled(stack(InCond(), keras.layers.Dense(1)))
-
     with pytest.raises(tfd.TrainingError, match="same on all 2 replicas"):
         distributed_fit(lambda: build("int64"), X[:16], Y[:16])
-    with pytest.raises(tfd.TrainingError, match="'a cond or a loop' writes rows"):
-        distributed_fit(in_a_cond, X[:16], Y[:16])
     with pytest.warns(UserWarning, match="averaged over 2 replicas.*aggregation=.sum."):
         distributed_fit(lambda: build("float32"), X[:16], Y[:16])

@@ -7,18 +7,15 @@ parts of 2.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from training_cases import RNG, compiled, mirrored, plain_fit, strategy_of, weights_of
 
 import tfdist_ext as tfd
-from tfdist_ext.training.steps.context import ReplicaSums
 
 LENGTH = 4
 TOKENS = RNG.integers(0, 7, (26, LENGTH))
@@ -133,24 +130,3 @@ def test_sparse_ids() -> None:
 
     ids = tf.sparse.from_dense(TOKENS.astype("int32"))
     assert_same_tables(build, strategy_of("central_storage", 3), (ids, Y), **FIT)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_workers_gather_slices(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On two replicas of one process, which have 2 and 3 slices: sums need no keys there."""
-    monkeypatch.setattr(ReplicaSums, "keys_of_size", lambda *_: contextlib.nullcontext())
-    strategy, far = mirrored(2), 2**32 - 6
-
-    def step() -> tuple[tf.Tensor, tf.Tensor]:
-        number = tf.distribute.get_replica_context().replica_id_in_sync_group
-        values = tf.fill([2 + number, 3], tf.cast(number + 1, dtype))
-        indices = tf.range(tf.cast(2 + number, tf.int64)) + far * tf.cast(number, tf.int64)
-        slices = tf.IndexedSlices(values, indices)
-        (total,) = ReplicaSums(2, between_workers=True).all_reduce([slices])
-        return total.values, total.indices
-
-    run = tf.function(lambda: strategy.run(step), autograph=False)
-    values, indices = (strategy.experimental_local_results(each)[0] for each in run())
-    assert indices.numpy().tolist() == [0, 1, far, far + 1, far + 2]
-    assert values.dtype == dtype
-    assert values[:, 0].numpy().tolist() == [1, 1, 2, 2, 2]
