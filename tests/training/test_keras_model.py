@@ -312,22 +312,6 @@ def test_a_search_of_keras_tuner(tmp_path: Path) -> None:
     np.testing.assert_allclose(ours, predicted, atol=1e-6)
 
 
-def test_scikit_learn_wrapper() -> None:
-    results = []
-    for strategy in (None, mirrored()):
-
-        def build(X: Any, y: Any, strategy: Any = strategy) -> keras.Model:  # noqa: N803
-            keras.utils.set_random_seed(1)
-            model = stack(keras.layers.Dense(2, "softmax"))
-            compiled(model, keras.optimizers.SGD(0.1), "categorical_crossentropy")
-            return model if strategy is None else tfd.distribute(model, strategy)
-
-        wrapper = keras.wrappers.SKLearnClassifier(build, fit_kwargs={"shuffle": False})
-        wrapper.fit(X, Y[:, 0].astype(int), verbose=0)
-        results.append(wrapper.model_.predict(X, verbose=0))
-    np.testing.assert_allclose(results[1], results[0], atol=1e-6)
-
-
 def test_plots_and_summaries(capsys: pytest.CaptureFixture[str]) -> None:
     model = tfd.distribute(functional, mirrored())
     model.summary()

@@ -208,18 +208,6 @@ def test_shuffle_of_each_batch() -> None:
     assert_trains_as_keras(CLASSIFIER, X[:61], Y[:61], batch_size=16, epochs=2, shuffle="batch")
 
 
-def is_mine(variable: keras.Variable) -> bool:
-    return mirrored().extended.variable_created_in_scope(variable.value)
-
-
-def test_what_makes_variables_makes_them_for_the_strategy() -> None:
-    model = tfd.distribute(lambda: keras.Sequential([keras.layers.Dense(1)]), mirrored())
-    model.build((None, 5))
-    model.compile_from_config({"optimizer": "adam", "loss": "mse"})
-    model.fit(X, Y, verbose=0)
-    assert all(map(is_mine, model.variables + model.optimizer.variables))
-
-
 def test_batches_by_hand() -> None:
     plain = classifier()()
     ours = tfd.distribute(classifier(), mirrored())

@@ -187,16 +187,9 @@ def test_damaged_records_are_left_out(damaged: str) -> None:
     assert_same_weights(plain, ours)
 
 
-def test_other_kinds_of_data_after_a_checkpoint(expected: Any, tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"checkpoint_dir": tmp_path / "middle", "verbose": 0}
-    broken = {**arguments, "epochs": 2, "checkpoint_every": 1, "callbacks": [KillAfter(2)]}
-    with pytest.raises(KilledError):
-        distributed(mirrored(2)).fit(sharded(), **broken)
-    words = r"middle of an epoch, at batch 1 .* batch_size was missing and is \d+, number of examp"
-    with pytest.raises(tfd.TrainingError, match=words):
-        distributed(mirrored(2)).fit(*DATA, epochs=2, **arguments)
-    # At the end of an epoch, other data may come: its epochs are counted on.
-    arguments["checkpoint_dir"] = tmp_path / "end"
+def test_other_kinds_of_data_after_a_checkpoint(tmp_path: Path) -> None:
+    """At the end of an epoch, other data may come: its epochs are counted on."""
+    arguments: dict[str, Any] = {"checkpoint_dir": tmp_path, "verbose": 0}
     distributed(mirrored(2)).fit(*DATA, epochs=2, **arguments)
     data = sharded()
     distributed(mirrored(2)).fit(data, epochs=3, **arguments)

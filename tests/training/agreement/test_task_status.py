@@ -89,6 +89,7 @@ class TestTaskStatus:
         assert seen == ["own", signal.SIG_DFL]
 
 
+@pytest.mark.long("data")
 @pytest.mark.parametrize(
     ("where", "says"),
     [

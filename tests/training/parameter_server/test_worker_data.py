@@ -6,14 +6,12 @@ import logging
 from types import SimpleNamespace
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfdist_ext as tfd
-from tfdist_ext.data import Shard
-from tfdist_ext.data.worker_batches import Answer, WorkerIterators, why_not_remote
+from tfdist_ext.data.worker_batches import Answer, WorkerIterators
 from tfdist_ext.training.agreement.task_status import TaskStatus
 from tfdist_ext.training.parameter_server.calls import CoordinatorReduction, shorten_error
 
@@ -71,27 +69,3 @@ def test_errors_of_the_coordinator_are_one_line(file: str, is_short: bool) -> No
     assert shown.startswith("Remote function on worker worker:0 failed with UnavailableError [0.1")
     assert len(shown) <= 500
     assert "\n" not in shown
-
-
-WORDS = ["a", "b", "c", "d"]
-
-
-def indices(shard: Shard, *, adapts: bool) -> tf.data.Dataset:
-    lookup = keras.layers.StringLookup(vocabulary=None if adapts else WORDS)
-    if adapts:
-        lookup.adapt(tf.constant(WORDS))
-    return tf.data.Dataset.from_tensor_slices(WORDS).shard(shard.count, shard.index).map(lookup)
-
-
-@pytest.mark.parametrize(
-    ("adapts", "why"), [(False, ""), (True, "its function cannot be traced (Operator")]
-)
-def test_a_function_that_adapts_a_layer_is_read_by_the_coordinator(adapts: bool, why: str) -> None:
-    data = tfd.data.from_dataset_fn(
-        lambda shard: indices(shard, adapts=adapts), global_batch_size=2
-    )
-    found = why_not_remote(data, 2)
-    assert found.startswith(why) if why else found == ""
-    # The coordinator calls the function as it is.
-    read = [batch.numpy() for batch in data.dataset(Shard(0, 1))]
-    assert sorted(np.concatenate(read).tolist()) == [1, 2, 3, 4]
