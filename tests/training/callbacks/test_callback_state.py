@@ -197,26 +197,6 @@ def test_a_job_that_gets_a_signal_goes_on_as_one(tmp_path: Path) -> None:
     assert callbacks[2].begun == used[2].begun == len(resumed.epoch) == 3
 
 
-def test_signal_in_the_last_validation_is_obeyed_after_it(tmp_path: Path) -> None:
-    def train(*callbacks: Any) -> tuple[tfd.DistributedModel, Any]:
-        keras.utils.set_random_seed(7)
-        model = tfd.distribute(build, mirrored(2))
-        history = model.fit(
-            X[:60], Y[:60], batch_size=15, verbose=0, callbacks=[*callbacks],
-            validation_data=(X[:50], Y[:50]), validation_batch_size=10, checkpoint_dir=tmp_path,
-        )  # fmt: skip
-        return model, history
-
-    ends = keras.callbacks.Callback()
-    ends.on_test_batch_end = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises(SystemExit):
-        train(ends)
-    model, history = train()
-    assert int(model.optimizer.iterations.numpy()) == 4
-    expected = model.evaluate(X[:50], Y[:50], batch_size=10, verbose=0)
-    np.testing.assert_allclose(history.history["val_loss"], [expected], rtol=1e-6)
-
-
 def test_files_of_every_second_batch_are_those_of_one_job(tmp_path: Path) -> None:
     def train(*callbacks: Any) -> None:
         path = tmp_path / "of-{epoch}-{batch}.keras"

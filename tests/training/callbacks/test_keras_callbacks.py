@@ -134,7 +134,6 @@ class StopOn(keras.callbacks.Callback):
     ("hook", "steps"),
     [
         ("on_train_batch_end", 2),
-        ("on_epoch_end", 8),
         ("on_test_end", 8),
     ],
 )

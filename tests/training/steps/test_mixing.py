@@ -11,7 +11,7 @@ import tensorflow as tf
 from training_cases import X, Y, compiled, distributed_fit, mirrored, stack
 
 import tfdist_ext as tfd
-from tfdist_ext.training.steps.rows import EqualTensors, adds_rows, mixed_rows
+from tfdist_ext.training.steps.rows import EqualTensors, mixed_rows
 
 ops = keras.ops
 
@@ -82,22 +82,6 @@ def test_operations_that_mix_rows(name: str) -> None:
     found = found_in(function, lambda value, equal: mixed_rows([value], equal, {}, {}))
     assert (found is None) == (expected is None)
     assert expected is None or found.startswith(expected)
-
-
-ADDING: dict[str, tuple[Callable[[Any], Any], str | None]] = {
-    "sum": (lambda x: 1.0 + tf.reduce_sum(x), "a sum"),
-    "sum of columns": (lambda x: 0.9 * tf.ones([4]) + 0.1 * tf.reduce_sum(x, 0), "a sum"),
-    "count": (lambda x: 1.0 + tf.cast(tf.shape(x)[0], x.dtype), "a count"),
-    "mean": (lambda x: 0.9 + 0.1 * tf.reduce_mean(x), None),
-    "mean by hand": (lambda x: tf.reduce_sum(x) / tf.cast(tf.shape(x)[0], x.dtype), None),
-    "number": (lambda x: tf.ones([]) + 1.0, None),
-}
-
-
-@pytest.mark.parametrize("name", ADDING)
-def test_values_that_add_up_rows(name: str) -> None:
-    function, expected = ADDING[name]
-    assert found_in(function, adds_rows) == expected
 
 
 def backwards() -> keras.Model:
