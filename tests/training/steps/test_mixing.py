@@ -16,18 +16,6 @@ from tfdist_ext.training.steps.rows import EqualTensors, mixed_rows
 ops = keras.ops
 
 
-def found_in(function: Callable[[Any], Any], look: Callable[[Any, EqualTensors], Any]) -> Any:
-    """What `look` finds before the result of a function of a batch of (rows, 4) numbers."""
-    found = []
-
-    def step(x: Any) -> None:
-        found.append(look(function(x), EqualTensors(x)))
-
-    traced = tf.function(step, autograph=False)
-    traced.get_concrete_function(tf.TensorSpec([None, 4], tf.float32))
-    return found[0]
-
-
 ORDER, PAIRS = "puts rows of the batch in another order", "compares rows of the batch"
 STATISTIC, SELECTED = "relates values to a statistic", "takes the mean of selected rows"
 MIXING: dict[str, tuple[Callable[[Any], Any], str | None]] = {
@@ -78,8 +66,16 @@ MIXING: dict[str, tuple[Callable[[Any], Any], str | None]] = {
 
 @pytest.mark.parametrize("name", MIXING)
 def test_operations_that_mix_rows(name: str) -> None:
+    """Of a batch of (rows, 4) numbers."""
     function, expected = MIXING[name]
-    found = found_in(function, lambda value, equal: mixed_rows([value], equal, {}, {}))
+    found: Any = None
+
+    def step(x: Any) -> None:
+        nonlocal found
+        found = mixed_rows([function(x)], EqualTensors(x), {}, {})
+
+    traced = tf.function(step, autograph=False)
+    traced.get_concrete_function(tf.TensorSpec([None, 4], tf.float32))
     assert (found is None) == (expected is None)
     assert expected is None or found.startswith(expected)
 

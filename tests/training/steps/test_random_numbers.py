@@ -141,28 +141,6 @@ def test_the_rows_of_the_global_batch_as_a_number(draw: Any, as_dataset: bool) -
         model.fit(**data, verbose=0)
 
 
-def test_a_shape_in_which_the_rows_cannot_be_found() -> None:
-    class Halves(keras.layers.Layer):
-        def call(self, x: Any) -> Any:
-            halves = keras.ops.reshape(x, (2, -1, 5))
-            return keras.ops.reshape(keras.random.dropout(halves, 0.5, seed=1), (-1, 5))
-
-    model = tfd.distribute(lambda: drawing(Halves), mirrored())
-    with pytest.raises(tfd.TrainingError, match=r"shape \(2, None, 5\), in which the rows"):
-        model.predict(X[:16], verbose=0)
-
-
-@pytest.mark.filterwarnings("ignore:The step relates values")
-def test_a_shuffle_of_several_entries_of_each_row() -> None:
-    class Shuffles(keras.layers.Layer):
-        def call(self, x: Any) -> Any:
-            return x * keras.random.shuffle(keras.ops.reshape(x, (-1,)))[0]
-
-    model = tfd.distribute(lambda: drawing(Shuffles), mirrored(), one_trace=False)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="axis 0 of x must hold the rows"):
-        model.predict(X[:16], verbose=0)
-
-
 class WithPositions(keras.layers.Layer):
     """One noise for all rows, of sequences as long as they come."""
 
