@@ -71,6 +71,18 @@ def compiled(
     return model
 
 
+class Net(keras.Model):
+    """A subclass with two layers, and without a config."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = keras.layers.Dense(4, activation="tanh")
+        self.last = keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.hidden(x))
+
+
 def small_model() -> keras.Model:
     """With the same weights each time, and its optimizer built."""
     keras.utils.set_random_seed(1)

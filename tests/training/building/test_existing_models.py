@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from training_cases import (
+    Net,
     X,
     Y,
     assert_same_history,
@@ -44,18 +45,6 @@ class Scaling(keras.layers.Layer):
         return x @ self.kernel
 
 
-class WithoutConfig(keras.Model):
-    """Nothing to configure, so nothing to tell."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = keras.layers.Dense(4, activation="tanh")
-        self.second = keras.layers.Dense(1)
-
-    def call(self, x):
-        return self.second(self.first(x))
-
-
 class OwnSGD(keras.optimizers.SGD):
     pass
 
@@ -76,8 +65,8 @@ def functional_with_lambdas() -> keras.Model:
 
 
 def partly_frozen() -> keras.Model:
-    model = WithoutConfig()
-    model.first.trainable = False
+    model = Net()
+    model.hidden.trainable = False
     rate = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)
     return compiled(model, OwnSGD(rate, momentum=0.9))
 
@@ -115,14 +104,14 @@ def test_frozen_after_training_and_thawed_later() -> None:
     """The optimizer keeps what it was built for, and a tape watches a thawed weight again."""
     results = []
     for strategy in (None, mirrored()):
-        model, _ = plain_fit(lambda: compiled(WithoutConfig()), X, Y, batch_size=16)
-        model.first.trainable = False
+        model, _ = plain_fit(lambda: compiled(Net()), X, Y, batch_size=16)
+        model.hidden.trainable = False
         if strategy is not None:
             tfd.distribute(model, strategy)
             model.run_eagerly = False
         histories = []
         for trainable in (False, True):
-            model.first.trainable = trainable
+            model.hidden.trainable = trainable
             if strategy is None:
                 # Keras's step, once traced, would train on what is frozen now.
                 model.make_train_function(force=True)

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from event_files import scalars
 from training_cases import (
+    Net,
     X,
     Y,
     assert_trains_as_keras,
@@ -28,16 +29,6 @@ FIT = {"batch_size": 16, "epochs": 2}
 
 def replicas() -> int:
     return tf.distribute.get_strategy().num_replicas_in_sync
-
-
-class Net(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.hidden = keras.layers.Dense(4, activation="tanh")
-        self.last = keras.layers.Dense(1)
-
-    def call(self, x):
-        return self.last(self.hidden(x))
 
 
 class OwnSteps(Net):

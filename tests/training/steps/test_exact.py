@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 from training_cases import (
     RNG,
+    Net,
     X,
     Y,
     assert_same_history,
@@ -188,16 +189,6 @@ def test_synchronized_batch_normalization() -> None:
         return compiled(of_words(normal))
 
     same(build, WORDS, NEXT)
-
-
-class Net(keras.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = keras.layers.Dense(4, activation="tanh")
-        self.last = keras.layers.Dense(1)
-
-    def call(self, x: Any) -> Any:
-        return self.last(self.hidden(x))
 
 
 def test_a_step_with_a_metric_of_single_numbers() -> None:
