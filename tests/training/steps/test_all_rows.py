@@ -1,6 +1,7 @@
 """`tfd.all_rows`: losses over the rows of the global batch train as on one device.
 
-Queues of all rows: test_row_writes.py.
+Queues of all rows: test_row_writes.py. A step with one loss for each row of the global batch:
+synchronous/test_exact_workers.py.
 """
 
 from __future__ import annotations
@@ -27,52 +28,12 @@ from training_cases import (
 import tfdist_ext as tfd
 
 VIEWS = np.stack([X[:41], X[:41] + 0.3 * X[::-1][:41]], axis=1)  # (rows, 2 views, 5)
-LABELS = np.arange(41) % 4
 WIDTH = 3
 
 
 def similarity(one: Any, other: Any) -> Any:
     one, other = ops.normalize(one, axis=1), ops.normalize(other, axis=1)
     return ops.matmul(one, ops.transpose(other)) / 0.5
-
-
-class SimCLR(keras.Model):
-    """As in Keras's examples: one loss for each row of the global batch, and an accuracy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = stack(keras.layers.Dense(6, "tanh"), keras.layers.Dense(WIDTH))
-        self.tracker = keras.metrics.Mean(name="contrast")
-        self.accuracy = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
-
-    def call(self, views: Any) -> Any:
-        return self.network(views[:, 0])
-
-    def train_step(self, data: Any) -> Any:
-        views, _ = data
-        with tf.GradientTape() as tape:
-            one, other = self.network(views[:, 0]), self.network(views[:, 1])
-            loss = self.contrast(one, other)
-        weights = self.network.trainable_variables
-        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
-        self.tracker.update_state(loss)
-        return {metric.name: metric.result() for metric in (self.tracker, self.accuracy)}
-
-    def contrast(self, one: Any, other: Any) -> Any:
-        logits = similarity(*tfd.all_rows((one, other)))
-        labels = ops.arange(ops.shape(logits)[0])
-        self.accuracy.update_state(labels, logits)
-        self.accuracy.update_state(labels, ops.transpose(logits))
-        both = [
-            keras.losses.sparse_categorical_crossentropy(labels, each, from_logits=True)
-            for each in (logits, ops.transpose(logits))
-        ]
-        return (both[0] + both[1]) / 2
-
-
-def sim_clr() -> keras.Model:
-    # A large epsilon: with the usual one Adam takes the same step on twice the gradient.
-    return compiled(SimCLR(), keras.optimizers.Adam(0.05, epsilon=0.1), None)
 
 
 class InLayer(keras.layers.Layer):
@@ -96,21 +57,13 @@ def with_layer() -> keras.Model:
     return compiled(stack(*layers), keras.optimizers.Adam(0.02), gathered_loss)
 
 
-def assert_trains_as_one_device(build: Any, *data: Any, batch: int) -> None:
-    plain, expected = plain_fit(build, *data, eager=False, batch_size=batch, epochs=3)
-    ours, history = distributed_fit(build, *data, batch_size=batch, epochs=3)
-    assert_same_weights(plain, ours, 1e-5)
-    assert_same_history(expected, history)
-
-
-def test_trains_as_one_device() -> None:
-    """Batches of 12, 12, 12 and 5 rows."""
-    assert_trains_as_one_device(sim_clr, VIEWS, LABELS, batch=12)
-
-
 def test_in_a_layer_and_a_loss_function() -> None:
     """Batches of 8, 8, 8 and 1 rows: in the last one a single replica has a row."""
-    assert_trains_as_one_device(with_layer, X[:25], X[:25, :1], batch=8)
+    data, fit = (X[:25], X[:25, :1]), {"batch_size": 8, "epochs": 3}
+    plain, expected = plain_fit(with_layer, *data, eager=False, **fit)
+    ours, history = distributed_fit(with_layer, *data, **fit)
+    assert_same_weights(plain, ours, 1e-5)
+    assert_same_history(expected, history)
 
 
 class Gathers(keras.layers.Layer):
