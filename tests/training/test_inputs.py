@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 from training_cases import (
     CLASSIFIER,
+    Reshuffled,
     X,
     Y,
     assert_same_history,
@@ -170,31 +171,6 @@ def test_steps_do_not_get_the_memory_of_the_users_arrays() -> None:
 def test_a_generator_that_has_ended() -> None:
     with pytest.warns(UserWarning, match=r"this epoch had \d steps, an earlier one 4"):
         distributed_fit(CLASSIFIER, (batch for batch in list(batches())), epochs=2)
-
-
-class Reshuffled(keras.utils.PyDataset):
-    """Four batches of rows in an order that the end of each epoch changes."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.calls: list[str] = []
-        self._random = np.random.default_rng(3)
-        self._order = np.arange(64)
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int):
-        self.calls.append(str(index))
-        rows = self._order[index * 16 : index * 16 + 16]
-        return X[rows], Y[rows]
-
-    def on_epoch_begin(self) -> None:
-        self.calls.append("begin")
-
-    def on_epoch_end(self) -> None:
-        self.calls.append("end")
-        self._random.shuffle(self._order)
 
 
 @pytest.mark.long("two")

@@ -118,6 +118,31 @@ def batches(rows: int = 64, batch: int = 16) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X[:rows], Y[:rows])).batch(batch)
 
 
+class Reshuffled(keras.utils.PyDataset):
+    """Four batches of rows in an order that the end of each epoch changes."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.calls: list[str] = []
+        self._random = np.random.default_rng(3)
+        self._order = np.arange(64)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        self.calls.append(str(index))
+        rows = self._order[index * 16 : index * 16 + 16]
+        return X[rows], Y[rows]
+
+    def on_epoch_begin(self) -> None:
+        self.calls.append("begin")
+
+    def on_epoch_end(self) -> None:
+        self.calls.append("end")
+        self._random.shuffle(self._order)
+
+
 def of_unknown_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.filter(lambda *_: True)
 

@@ -18,6 +18,7 @@ from checkpoint_cases import FIT, FailsIn, assert_same_state, dense
 from training_cases import (
     KillAfter,
     KilledError,
+    Reshuffled,
     X,
     Y,
     assert_same_weights,
@@ -140,25 +141,6 @@ def test_all_of_an_optimizers_state_is_restored(build: Any, tmp_path: Path) -> N
     assert_same_state(whole, resumed, tolerance=1e-6)
 
 
-class Shuffles(keras.utils.PyDataset):
-    """Batches in an order that the end of each epoch changes."""
-
-    def __init__(self):
-        super().__init__()
-        self.order = list(range(4))
-        self.random = random.Random(5)
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, i):
-        rows = slice(16 * self.order[i], 16 * self.order[i] + 16)
-        return X[rows], Y[rows]
-
-    def on_epoch_end(self):
-        self.random.shuffle(self.order)
-
-
 def shuffled() -> tf.data.Dataset:
     data = tf.data.Dataset.from_tensor_slices((X, Y))
     return data.shuffle(64, seed=8, reshuffle_each_iteration=True).batch(16)
@@ -170,7 +152,7 @@ def shuffled() -> tf.data.Dataset:
     [
         pytest.param(lambda: (X, Y), {"steps_per_epoch": 3}, id="epochs inside of passes"),
         pytest.param(lambda: (of_unknown_length(shuffled()),), {}, id="unknown length"),
-        pytest.param(lambda: (Shuffles(),), {"shuffle": True}, id="PyDataset"),
+        pytest.param(lambda: (Reshuffled(),), {"shuffle": True}, id="PyDataset"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:the data ended after")

@@ -98,29 +98,6 @@ def test_an_import_and_a_fit_leave_all_of_keras_and_tensorflow_as_they_were() ->
     assert changed == added == "[]"
 
 
-class Stops(keras.Sequential):
-    """A step that raises; outside of it, everything is to be as before."""
-
-    error: BaseException = ValueError("in the step")
-
-    def train_step(self, data: Any) -> Any:
-        assert in_place() != AT_FIRST
-        raise self.error
-
-
-def test_an_exception_in_a_step() -> None:
-    error = KeyboardInterrupt()
-
-    def build() -> keras.Model:
-        model = compiled(Stops([keras.Input((5,)), keras.layers.Dense(1)]))
-        model.error = error
-        return model
-
-    model = tfd.distribute(build, mirrored())
-    with pytest.raises(type(error)):
-        model.fit(X, Y, **FIT)
-
-
 def test_fits_in_two_threads_do_not_see_each_other() -> None:
     """One trains while the other is in the middle of a step of its own, or of Keras's own fit."""
     inside, done = threading.Event(), threading.Event()
