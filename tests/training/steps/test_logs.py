@@ -39,22 +39,6 @@ class MeanOfEach(keras.metrics.Metric):
         return {"labels": self.total / self.rows, "predicted": self.predictions.result()}
 
 
-class F1(keras.metrics.Metric):
-    """A number that is computed from two metrics: what a warning advises."""
-
-    def __init__(self, **settings: Any):
-        super().__init__(**settings)
-        self.precision, self.recall = keras.metrics.Precision(), keras.metrics.Recall()
-
-    def update_state(self, y: Any, predicted: Any, sample_weight: Any = None) -> None:
-        self.precision.update_state(y, predicted)
-        self.recall.update_state(y, predicted)
-
-    def result(self) -> Any:
-        precision, recall = self.precision.result(), self.recall.result()
-        return 2 * precision * recall / (precision + recall + 1e-7)
-
-
 class OwnLogs(keras.Model):
     """Returns values of its metrics under other names."""
 
@@ -66,7 +50,6 @@ class OwnLogs(keras.Model):
         self.in_dict = {"acc": keras.metrics.BinaryAccuracy(), "auc": keras.metrics.AUC(name="x")}
         self.means = MeanOfEach(name="means")
         self.of_batch = keras.metrics.Mean(name="of_batch")
-        self.f1 = F1(name="f1")
 
     def build(self, shape: Any) -> None:
         self.dense.build(shape)
@@ -91,7 +74,7 @@ class OwnLogs(keras.Model):
     def logs(self, y: Any, predicted: Any, loss: Any) -> dict[str, Any]:
         self.loss_tracker.update_state(loss, sample_weight=tf.shape(y)[0])
         called = self.in_dict["acc"](y, predicted)
-        for metric in (*self.in_list, self.in_dict["auc"], self.means, self.f1):
+        for metric in (*self.in_list, self.in_dict["auc"], self.means):
             metric.update_state(y, predicted)
         self.of_batch.reset_state()
         self.of_batch.update_state(y)
@@ -101,7 +84,6 @@ class OwnLogs(keras.Model):
             "loss": self.loss_tracker.result(),
             "acc": self.in_dict["acc"].result(),
             "called": called,
-            "f1": self.f1.result(),
             "precision": recall,  # under the name of another metric
             "of the batch": of_batch,
             "own": tf.reduce_mean(predicted),
