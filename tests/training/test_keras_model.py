@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -80,12 +79,6 @@ def registered() -> keras.Model:
 def sequential() -> keras.Model:
     layers = keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)
     return compiled(stack(*layers), "adam", metrics=["mae"])
-
-
-def functional() -> keras.Model:
-    x = keras.Input((5,))
-    y = keras.layers.Dense(1)(keras.layers.Dense(4, "tanh")(x))
-    return compiled(keras.Model(x, y), "adam", metrics=["mae"])
 
 
 def of_layers() -> keras.Model:
@@ -265,16 +258,6 @@ def test_calls_inside_of_callbacks() -> None:
     assert_same_weights(plain, ours)
 
 
-def test_two_models_in_threads() -> None:
-    plain = [plain_fit(build, X, Y, batch_size=16)[0] for build in (sequential, functional)]
-    models = [tfd.distribute(copy.deepcopy(model), mirrored()) for model in plain]
-    with ThreadPoolExecutor(2) as threads:
-        fits = [threads.submit(model.fit, X, Y, epochs=3, **FIT) for model in models]
-        histories = [fit.result(timeout=100).history for fit in fits]
-    for expected, history in zip(plain, histories, strict=True):
-        assert_same_history(expected.fit(X, Y, epochs=3, **FIT).history, history)
-
-
 def test_refused_and_what_to_call_instead() -> None:
     model = tfd.distribute(classifier(), mirrored())
     for kind in ("train", "test", "predict"):
@@ -310,14 +293,6 @@ def test_a_search_of_keras_tuner(tmp_path: Path) -> None:
     assert [units for units, _ in scores] == [units for units, _ in expected]
     np.testing.assert_allclose([s for _, s in scores], [s for _, s in expected], rtol=1e-5)
     np.testing.assert_allclose(ours, predicted, atol=1e-6)
-
-
-def test_plots_and_summaries(capsys: pytest.CaptureFixture[str]) -> None:
-    model = tfd.distribute(functional, mirrored())
-    model.summary()
-    assert "Total params" in capsys.readouterr().out
-    dot = keras.utils.model_to_dot(model).to_string()
-    assert dot.count("Dense") == 2
 
 
 def adam_without_decay_of_biases(model: keras.Model) -> keras.optimizers.Optimizer:

@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-import types
-
 import keras
 import numpy as np
 import pytest
 from training_cases import strategy_of
 
-from tfdist_ext.errors import PeerError
 from tfdist_ext.training import state
-from tfdist_ext.training.state import assign_whole, whole_slots, whole_value
-from tfdist_ext.training.variables import SHARDED, ShardedSlot
+from tfdist_ext.training.state import assign_whole, whole_value
 
 DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "uint32", "int64", "bool"]
-
-
-def test_a_failure_while_slots_are_gathered_leaves_parts() -> None:
-    """Of two slots, each of one worker's half of 4 numbers."""
-
-    class LosesAPeer:
-        worker, is_chief, calls = 0, True, 0
-
-        def sum_over_workers(self, value: np.ndarray) -> np.ndarray:
-            self.calls += 1
-            if self.calls == 2:
-                raise PeerError("worker 1 is gone")
-            return value
-
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.Adam(), "mse")
-    halves = [keras.Variable([1.0, 2.0]) for _ in range(2)]
-    slots = [ShardedSlot(half, (4,), [(0, 0, 2), (1, 2, 4)]) for half in halves]
-    vars(model.optimizer)[SHARDED] = types.SimpleNamespace(slots=slots)
-    with pytest.raises(PeerError), whole_slots(LosesAPeer(), model):  # type: ignore[arg-type]
-        pass
-    assert [half.shape for half in halves] == [(2,), (2,)]
-    assert [half.numpy().tolist() for half in halves] == [[1.0, 2.0]] * 2
 
 
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -125,18 +124,6 @@ def test_a_job_that_is_paused_while_it_writes_destroys_nothing(tmp_path: Path) -
     with pytest.raises(FolderTakenError):
         older.folder.write(*content_of(2, report=paused))
     assert [content(tmp_path)] == before
-
-
-def test_a_folder_that_was_emptied_is_filled_again(tmp_path: Path) -> None:
-    job = Job(tmp_path / "D").train(until=3)
-    shutil.rmtree(tmp_path / "D")
-    job.save(4)
-    assert epochs_in(tmp_path / "D") == [4]
-    shutil.rmtree(tmp_path / "D")
-    Job(tmp_path / "D").train(until=1)
-    with pytest.raises(FolderTakenError):
-        job.save(5)
-    assert epochs_in(tmp_path / "D") == [1]
 
 
 def test_a_lost_or_damaged_owner_file_costs_nothing(tmp_path: Path) -> None:

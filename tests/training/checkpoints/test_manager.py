@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import random
 import sys
 from collections.abc import Callable
@@ -29,7 +28,6 @@ from training_cases import (
 )
 
 import tfdist_ext as tfd
-from tfdist_ext.training.checkpoints import format
 from tfdist_ext.training.checkpoints.folder import (
     finished_checkpoints,
     training_is_done,
@@ -234,9 +232,7 @@ def test_an_epoch_whose_loss_is_nan_is_not_saved(two: Any, tmp_path: Path) -> No
     assert np.isfinite(history.history["loss"]).all()
 
 
-def test_a_wrong_model_or_folder_is_refused_before_the_training(
-    two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_model_or_folder_is_refused_before_the_training(two: Any, tmp_path: Path) -> None:
     model, other = two
     file = tmp_path / "file"
     file.write_text("what somebody keeps")
@@ -251,14 +247,8 @@ def test_a_wrong_model_or_folder_is_refused_before_the_training(
     refused(None, "does not support the callback BackupAndRestore", callbacks=[backup])
     refused("", "checkpoint_dir is empty")
     refused(file, r"file/owner\.json cannot be written: .* is not a directory")
-    refused(file / "below", "below/.* cannot be written: .* is not a directory")
     refused(Path("/proc/checkpoints"), "cannot be written: .*No such file or directory")
 
-    def denied(*_: Any, **__: Any) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(format, "open_file", denied)  # root is denied nothing
-    refused(tmp_path / "denied", "owner.json cannot be written: Permission denied")
     assert steps_taken(other) == 0
     assert file.read_text() == "what somebody keeps"
 
