@@ -57,12 +57,6 @@ def batch_norm_model() -> keras.Model:
     return model(Dense(8), keras.layers.BatchNormalization())
 
 
-def masked_mean(y: tf.Tensor, predicted: tf.Tensor) -> tf.Tensor:
-    losses = keras.losses.sparse_categorical_crossentropy(y, predicted, from_logits=True)
-    mask = tf.cast(tf.reshape(y, [-1]) > 0, losses.dtype)
-    return tf.reduce_sum(losses * mask) / tf.reduce_sum(mask)
-
-
 class CountsRows(keras.layers.Layer):
     """Counts rows in a variable that Keras does not know."""
 
@@ -73,11 +67,6 @@ class CountsRows(keras.layers.Layer):
     def call(self, x: tf.Tensor) -> tf.Tensor:
         self.seen.assign_add(tf.cast(tf.shape(x)[0], self.seen.dtype))
         return x
-
-
-class DropoutOfNumpy(keras.layers.Layer):
-    def call(self, x: tf.Tensor) -> tf.Tensor:
-        return x * np.random.binomial(1, 0.5, 5).astype("float32")
 
 
 class DrawsByNumpy(keras.optimizers.SGD):
@@ -121,12 +110,10 @@ def test_a_model_that_is_equal() -> None:
 
 # case -> builder, data, where a difference is
 CASES: dict[str, tuple[Callable[[], keras.Model], Any, str]] = {
-    "masked mean": (lambda: model(loss=masked_mean), (X, Y), "weight"),
     "variable of your own": (lambda: model(CountsRows()), (X, Y), "variable counts_rows/seen"),
     "BatchNormalization": (batch_norm_model, (X, Y), "weight"),
     "unseeded shuffle": (equal_model, shuffled, "data first batch"),
     "metric": (lambda: model(metrics=[MeanOfRatios()]), (X, Y), "log share"),
-    "np.random": (lambda: model(DropoutOfNumpy()), (X, Y), "weight"),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ from warm_programs import run_program
 
 from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.launcher.exit_codes import RESTART, STALL_TIMEOUT
-from tfdist_ext.training.agreement.task_status import TaskStatus, watch_timeout
+from tfdist_ext.training.agreement.task_status import TaskStatus
 
 
 def fail_after_sigterm(error: type[Exception]) -> None:
@@ -45,16 +44,6 @@ class TestTaskStatus:
         status.enters("steps")
         assert not status.tick(249.0)
         assert "longest before: 50.0 s, limit: 250 s" in status.tick(1.0)
-
-    @pytest.mark.parametrize(
-        ("text", "watched"),
-        [("5", True), ("0", False), ("-1", False), ("inf", False), ("nan", False), ("?", True)],
-    )
-    def test_the_timeout_of_the_environment(
-        self, monkeypatch: pytest.MonkeyPatch, text: str, watched: bool
-    ) -> None:
-        monkeypatch.setenv(STALL_TIMEOUT, text)
-        assert (watch_timeout() < math.inf) == watched
 
     def test_a_signal_ends_the_scope_with_143_and_the_handler_is_restored(self) -> None:
         status = TaskStatus()
