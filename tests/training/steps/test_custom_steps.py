@@ -110,37 +110,6 @@ def test_summaries_of_a_step_have_the_tags_of_the_user(tmp_path: Path) -> None:
     assert not found
 
 
-class UsesOne(Net):
-    """Has a second optimizer, which a later phase of the training would use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.second: Any = None
-        self.uses_second = False
-
-    def train_step(self, data: Any) -> Any:
-        optimizer = self.second if self.uses_second else self.optimizer
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(*data, self(data[0]))
-        optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
-        return {"own": loss}
-
-
-def test_an_optimizer_that_a_step_does_not_use_needs_no_variables() -> None:
-    def build() -> keras.Model:
-        model = compiled(UsesOne())
-        model(X[:1])
-        model.second = keras.optimizers.Adam(0.1)
-        return model
-
-    _, ours = assert_trains_as_keras(build, X[:32], Y[:32], **FIT)
-    assert np.isfinite(ours.evaluate(X, Y, verbose=0))
-    ours.keras_model.uses_second = True
-    ours.compile("sgd", "mse")
-    ours.fit(X, Y, verbose=0)
-    assert int(ours.keras_model.second.iterations) == 2
-
-
 @pytest.mark.filterwarnings("ignore:The step relates values")
 @pytest.mark.parametrize(
     "fixed",
