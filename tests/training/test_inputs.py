@@ -234,14 +234,6 @@ def test_data_that_cannot_be_used_is_refused(data, message: str) -> None:
         tfd.distribute(classifier(), mirrored()).fit(data(), verbose=0)
 
 
-def test_data_without_input_is_named() -> None:
-    model = tfd.distribute(classifier(), mirrored(2))
-    with pytest.raises(tfd.TrainingError, match="There is no data: x is"):
-        model.fit(None, verbose=0)
-    with pytest.raises(tfd.TrainingError, match="first element of each batch is None"):
-        model.fit((batch for batch in [(None, Y)] * 3), verbose=0)
-
-
 def test_the_distributed_iterator_feeds_the_same_parts() -> None:
     plain, _ = plain_fit(classifier("adam"), X, Y, batch_size=16, epochs=2)
     keras.utils.set_random_seed(1)

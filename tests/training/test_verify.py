@@ -244,7 +244,6 @@ def test_the_command_on_two_workers(tmp_path: Path) -> None:
     assert "EQUAL: the model trains as it does on one device." in ended.stdout
 
 
-@pytest.mark.long
 def test_the_commands_hide_what_tensorflow_prints_when_it_starts(tmp_path: Path) -> None:
     shout = "import os, sys\nos.write(2, b'a line of the script\\n')\n"
     (tmp_path / "train.py").write_text(shout + SCRIPT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,13 @@ SECONDS = (
 )
 
 
-def train(cluster: Tasks, workers: int) -> list[int]:
-    names = [f"worker:{n}" for n in range(workers)]
+def two_workers(folder: Path, event: str, victim: int = 1) -> AbstractContextManager[Tasks]:
+    words = ("worker_leaves.py", event, str(victim), str(folder))
+    return tasks(*words, folder=folder, workers=2, ps=0)
+
+
+def train(cluster: Tasks) -> list[int]:
+    names = ["worker:0", "worker:1"]
     cluster.start(*names)
     return [cluster.status(name, 120.0) for name in names]
 
@@ -39,10 +45,8 @@ def test_error_names_the_worker_that_is_gone_and_the_last_checkpoint(
     tmp_path: Path, event: str, victim: int, status: int, says: str
 ) -> None:
     other = 1 - victim
-    with tasks(
-        "worker_leaves.py", event, str(victim), str(tmp_path), folder=tmp_path, workers=2, ps=0
-    ) as cluster:
-        statuses = train(cluster, 2)
+    with two_workers(tmp_path, event, victim) as cluster:
+        statuses = train(cluster)
         error = error_of(cluster, f"worker:{other}")
         assert re.match(says, error), error
         # The victim may be ahead of the other worker, which then waits in an earlier collective.
@@ -57,10 +61,7 @@ def test_error_names_the_worker_that_is_gone_and_the_last_checkpoint(
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_frozen_worker_is_named(tmp_path: Path, victim: int) -> None:
     """Worker 0 keeps the store, so the other one has to notice by itself."""
-    with tasks(
-        "worker_leaves.py", "SIGSTOP", str(victim), str(tmp_path),
-        folder=tmp_path, workers=2, ps=0,
-    ) as cluster:  # fmt: skip
+    with two_workers(tmp_path, "SIGSTOP", victim) as cluster:
         cluster.start("worker:0", "worker:1")
         cluster.wait_for(f"worker:{victim}", "NOW", 90.0)
         other = f"worker:{1 - victim}"
@@ -70,10 +71,8 @@ def test_a_frozen_worker_is_named(tmp_path: Path, victim: int) -> None:
 
 
 def test_different_calls_are_named_on_both_workers(tmp_path: Path) -> None:
-    with tasks(
-        "worker_leaves.py", "evaluates", "1", str(tmp_path), folder=tmp_path, workers=2, ps=0
-    ) as cluster:
-        assert train(cluster, 2) == [1, 1]
+    with two_workers(tmp_path, "evaluates") as cluster:
+        assert train(cluster) == [1, 1]
         # The chief names its last checkpoint, and the others the folder.
         where = r" (?:The last checkpoint is|Checkpoints go to) "
         errors = [re.split(where, error_of(cluster, f"worker:{n}"))[0] for n in range(2)]
@@ -84,10 +83,7 @@ def test_different_calls_are_named_on_both_workers(tmp_path: Path) -> None:
 
 
 def test_ended_training_thread_of_a_live_process_is_named(tmp_path: Path) -> None:
-    with tasks(
-        "worker_leaves.py", "leaves its thread", "1", str(tmp_path),
-        folder=tmp_path, workers=2, ps=0,
-    ) as cluster:  # fmt: skip
+    with two_workers(tmp_path, "leaves its thread") as cluster:
         cluster.start("worker:0", "worker:1")
         error = cluster.wait_for("worker:0", r"PeerError: (worker:1 left at .*)", 90.0)[1]
         # SIGTERM is as it was before TensorFlow, which would take note of it and continue.
@@ -100,10 +96,8 @@ def test_ended_training_thread_of_a_live_process_is_named(tmp_path: Path) -> Non
 @pytest.mark.long
 def test_slow_worker_is_reported_and_different_calls_are_refused(tmp_path: Path) -> None:
     """The one is slow for longer than anything above takes; its own handler gets the SIGTERM."""
-    with tasks(
-        "worker_leaves.py", "slow", "1", str(tmp_path), folder=tmp_path, workers=2, ps=0
-    ) as cluster:
-        assert train(cluster, 2) == [0, 0]
+    with two_workers(tmp_path, "slow") as cluster:
+        assert train(cluster) == [0, 0]
         results = [json.loads(cluster.wait_for(f"worker:{n}", "RESULT (.*)")[1]) for n in (0, 1)]
         assert re.search(
             r"worker:0: waiting in fit \(epoch 3, before its first step\) for 10 s for worker:1,"

@@ -260,14 +260,6 @@ def test_a_callback_that_was_not_there_starts_from_nothing() -> None:
     assert (callbacks[0].wait, callbacks[1].state, callbacks[2].state) == (0, 1, "new")
 
 
-def test_a_history_that_cannot_be_stored_is_left_out() -> None:
-    history, resumed = keras.callbacks.History(), keras.callbacks.History()
-    history.epoch, history.history = [0], {"loss": [1.0], "when": [object()]}
-    with pytest.warns(UserWarning, match="does not hold 'history' of History. .* got <object"):
-        restored([history], [resumed])
-    assert (resumed.epoch, resumed.history) == ([0], {})
-
-
 def test_a_state_may_hold_numbers_texts_and_arrays() -> None:
     states = [
         {"n": 3, "x": 0.1 + 0.2, "none": None, "yes": True, "inf": float("inf"), "text": "ä"},

@@ -11,14 +11,12 @@ from typing import Any
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from training_cases import (
     X,
     Y,
     assert_trains_as_keras,
     compiled,
-    distributed_fit,
     mirrored,
 )
 
@@ -127,26 +125,14 @@ NAMES = [name for name in vars(Gradients) if name.startswith(("beside", "inside"
 OF_ROWS = {"of_rows_by_jacobian", "of_rows_by_vectorized_map"}  # means of a part's rows
 
 
-def build(kind: type[Gradients] = Gradients) -> keras.Model:
-    model = kind()
+def build() -> keras.Model:
+    model = Gradients()
     model.build((None, 5))
     return compiled(model, 0.5)
 
 
 def test_gradients_are_those_of_one_device() -> None:
     assert_trains_as_keras(build, X[:ROWS], Y[:ROWS], strategy=mirrored(3), **FIT)
-
-
-class Clips(Gradients):
-    def train_step(self, data: Any) -> Any:
-        gradients, norm = tf.clip_by_global_norm(self.of_rows_by_jacobian(*data), 0.1)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return {"norm": norm}
-
-
-def test_a_mean_of_rows_that_is_clipped_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match="relates values to a statistic"):
-        distributed_fit(lambda: build(Clips), X[:16], Y[:16])
 
 
 class Complex(keras.Model):
