@@ -157,7 +157,7 @@ def test_tensorflow_saves_and_converts_it(pair: Any, tmp_path: Path) -> None:
     tf.train.Checkpoint(model=other).restore(path).expect_partial()
     np.testing.assert_allclose(other.predict(X, verbose=0), predicted, atol=1e-6)
     if not isinstance(plain, keras.Sequential):
-        return
+        return  # TensorFlow does not know the inputs of a subclass; all else is the same
     tf.saved_model.save(model, str(tmp_path / "saved"))
     loaded = tf.saved_model.load(str(tmp_path / "saved"))
     served = loaded.signatures["serving_default"](tf.constant(X))

@@ -136,7 +136,7 @@ def test_copies_that_differ_are_infinitely_different() -> None:
 def test_a_count_of_rows_is_an_error_that_says_what_to_do() -> None:
     result = verify(lambda: model(CountsRows("int64")))
     assert not result.equal
-    assert "must be the same on all 4 replicas" in result.error
+    assert "must be the same on all" in result.error
     assert "tfd.all_rows" in str(result)
 
 
