@@ -254,12 +254,6 @@ def test_callbacks_of_one_class_are_told_apart_by_what_they_watch() -> None:
     assert [callback.best for callback in callbacks] == [None, 54.0, 1.0]
 
 
-def test_a_callback_that_was_not_there_starts_from_nothing() -> None:
-    callbacks = [keras.callbacks.EarlyStopping(), Knows(None), Knows("new")]
-    restored([Knows(1)], callbacks)
-    assert (callbacks[0].wait, callbacks[1].state, callbacks[2].state) == (0, 1, "new")
-
-
 def test_a_state_may_hold_numbers_texts_and_arrays() -> None:
     states = [
         {"n": 3, "x": 0.1 + 0.2, "none": None, "yes": True, "inf": float("inf"), "text": "ä"},

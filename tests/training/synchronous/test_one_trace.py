@@ -127,9 +127,7 @@ def test_layers_of_all_kinds(between: Any) -> None:
 @pytest.mark.parametrize(
     ("devices", "one_trace", "why"),
     [
-        (["CPU:0", "CPU:1"], "auto", None),
         (["CPU:0", "CPU:1"], True, None),
-        (["CPU:0", "CPU:1"], False, "one_trace=False"),
         (["GPU:0", "GPU:1"], "auto", f"{ONLY_CPUS} GPU"),
         (["GPU:0", "CPU:0"], "auto", f"{ONLY_CPUS} CPU, GPU"),
         (["GPU:0", "GPU:1"], True, None),
