@@ -169,22 +169,6 @@ def test_other_things_than_a_model_and_a_strategy_are_refused() -> None:
         tfd.distribute(classifier(), "mirrored")
 
 
-def test_a_builder_may_use_layers_from_outside_of_the_strategy() -> None:
-    outside = keras.layers.Dense(4)
-    outside.build((None, 5))
-
-    def around_it() -> keras.Model:
-        return compiled(keras.Sequential([keras.Input((5,)), outside, keras.layers.Dense(1)]))
-
-    before = outside.get_weights()[0]
-    model = tfd.distribute(around_it, mirrored())
-    np.testing.assert_array_equal(weights_of(model)[0], before)
-    model.fit(X, Y, **FIT)
-    assert steps_taken(model) == 4
-    np.testing.assert_array_equal(outside.get_weights()[0], weights_of(model)[0])
-    assert abs(weights_of(model)[0] - before).max() > 0.001
-
-
 def test_lora_and_single_frozen_weights_come_along() -> None:
     results = []
     for strategy in (None, mirrored()):

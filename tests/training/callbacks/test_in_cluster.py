@@ -33,11 +33,6 @@ class EachTest(keras.callbacks.Callback):
 K = keras.callbacks
 
 
-class OwnCheckpoint(K.ModelCheckpoint):
-    def on_epoch_end(self, epoch, logs=None):
-        super().on_epoch_end(epoch, logs)
-
-
 class OwnHistory(K.History):
     def on_train_batch_end(self, batch, logs=None):
         pass
@@ -54,7 +49,6 @@ class OwnHistory(K.History):
         pytest.param(K.ProgbarLogger(), set(), id="progress bar"),
         pytest.param(OwnHistory(), {"train"}, id="history of the user's"),
         pytest.param(K.ModelCheckpoint("x.keras"), set(), id="checkpoint of epochs"),
-        pytest.param(OwnCheckpoint("x.keras"), set(), id="own checkpoint of epochs"),
         pytest.param(K.ModelCheckpoint("x.keras", save_freq=5), {"train"}, id="of batches"),
         pytest.param(K.TensorBoard("x"), set(), id="board of epochs"),
         pytest.param(K.TensorBoard("x", update_freq="batch"), {"train", "test"}, id="of batches"),

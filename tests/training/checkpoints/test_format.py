@@ -1,4 +1,4 @@
-"""The file of a checkpoint: safetensors with checksums; a changed byte is detected."""
+"""The file of a checkpoint, and the values in it: a changed byte is detected."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from tfdist_ext.training.checkpoints.format import (
     open_checkpoint,
 )
 from tfdist_ext.training.state import assign_whole, state_of, whole_value
+
+DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "uint32", "int64", "bool"]
 
 
 def variables_of(model: tfd.DistributedModel) -> list[Any]:
@@ -121,6 +123,24 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     refused(".", r" cannot be read: Is a directory\.")
     refused("text", "is not a complete checkpoint", b"weights of something else")
     refused("zeros", "is not a complete checkpoint", bytes(4))
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+def test_whole_values_of_every_dtype(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "BLOCK_BYTES", 24)
+    strategy = strategy_of(name)
+    for dtype in DTYPES:
+        for shape in ((10, 3), (7,), (), (0, 3)):
+            with strategy.scope():
+                variable = keras.Variable(np.zeros(shape), dtype=dtype, trainable=False)
+            value = np.arange(np.prod(shape)).reshape(shape).astype(whole_value(variable).dtype)
+            assign_whole(variable, value)
+            np.testing.assert_array_equal(whole_value(variable), value)
+            for copy in strategy.experimental_local_results(variable.value):
+                np.testing.assert_array_equal(copy.read_value().numpy(), value)
+            copied = whole_value(variable)
+            assign_whole(variable, np.zeros(shape))
+            np.testing.assert_array_equal(copied, value)
 
 
 def test_big_variables_are_read_and_written_in_blocks(

@@ -174,37 +174,6 @@ def test_layers_train_as_on_one_device(build: Any) -> None:
     assert_trains_as_keras(build, x, Y[:41], **FIT)
 
 
-class TwoBatches(keras.layers.Layer):
-    """Rows of the batch and others after them, and several words of each row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = keras.layers.Dropout(0.5, seed=1)
-
-    def call(self, x: Any) -> Any:
-        ops, draw, rows = keras.ops, keras.random, keras.ops.shape(x)[0]
-        both = ops.concatenate([x, draw.normal((rows, 5), seed=2)], axis=0)
-        noisy = self.drop(both, training=True) + draw.uniform(ops.shape(both), seed=3)
-        words = ops.reshape(ops.repeat(x, 3, axis=1), (-1, 5))
-        words = self.drop(words, training=True) + draw.uniform((ops.shape(words)[0], 1), seed=4)
-        words = ops.reshape(words, (-1, 15))
-        mixed = ops.take(x, draw.shuffle(ops.arange(rows), seed=5), axis=0)
-        return {"first": noisy[:rows], "second": noisy[rows:], "words": words, "mixed": mixed}
-
-
-def test_where_sizes_are_numbers() -> None:
-    """In batches of one size."""
-    data = tf.data.Dataset.from_tensor_slices(X[:48]).batch(12, drop_remainder=True)
-    drawn = []
-    for distribute in (False, True):
-        model = drawing(TwoBatches)
-        ours: Any = tfd.distribute(model, mirrored(3)) if distribute else model
-        drawn.append(ours.predict(data, verbose=0))
-    one_device, ours = drawn
-    assert len(np.unique(ours["second"][:12], axis=0)) == 12
-    assert_same(ours, one_device)
-
-
 class WithState(keras.layers.Layer):
     def call(self, x: Any) -> Any:
         shape = keras.ops.shape(x)
