@@ -18,7 +18,7 @@ import tfdist_ext as tfd
 from tfdist_ext import ClusterConfig, Task
 from tfdist_ext.launcher.resources import reserve_ports
 from tfdist_ext.strategies import several_machines
-from tfdist_ext.strategies.reductions import bucket_bytes_of
+from tfdist_ext.strategies.owned_sums import sums_of
 from tfdist_ext.testing import run_tasks
 
 # Reports the missing peer after half a second instead of ten.
@@ -74,7 +74,7 @@ def test_two_real_workers_sum_over_both(tfdist_cluster: Any) -> None:
     strategy = tfd.create_strategy(cluster_resolver=resolver, communication_options=options)
     assert strategy.cluster_resolver is resolver
     assert strategy.extended._communication_options is options
-    assert bucket_bytes_of(strategy) == 1 << 20
+    assert sums_of(strategy).bucket_bytes == 1 << 20
 
 
 @pytest.mark.tfdist_cluster(worker=2)

@@ -79,7 +79,7 @@ MIXING: dict[str, tuple[Callable[[Any], Any], str | None]] = {
 @pytest.mark.parametrize("name", MIXING)
 def test_operations_that_mix_rows(name: str) -> None:
     function, expected = MIXING[name]
-    found = found_in(function, lambda value, equal: mixed_rows([value], equal, {}, {}))
+    found = found_in(function, lambda value, equal: mixed_rows([value], equal, {}, {}, set()))
     assert (found is None) == (expected is None)
     assert expected is None or found.startswith(expected)
 
