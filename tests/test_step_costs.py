@@ -97,13 +97,10 @@ def never() -> keras.Model:
         ({"latency": -1}, "latency must be a time of at least 0"),
         ({"straggling": float("nan")}, "straggling must be"),
         ({"workers": []}, "workers must be numbers such as"),
-        ({"workers": "1,2"}, "a number of workers must be an integer of at least 1"),
         ({"workers": [0]}, "a number of workers must be an integer of at least 1"),
         ({"batch_size": 0}, "batch_size must be an integer of at least 1"),
-        ({"step_seconds": -0.35}, "step_seconds must be a time of at least 0"),
         ({"step_seconds": 0}, "the time of a step above 0"),
         ({"data": None}, "needs data to time steps"),
-        ({"builder": keras.Sequential()}, "it needs a function"),
         ({"builder": 3}, "it needs a function"),
     ],
 )
