@@ -59,7 +59,6 @@ def test_success_ends_every_task_with_0_and_the_evaluator_has_evaluated(tmp_path
     ("failure", "status", "text"),
     [
         ("raise", 1, "no space left on device"),
-        ("exit", 1, "no space left on device"),
         ("preempt", PREEMPTED, "training stopped by a signal. The last checkpoint is"),
     ],
 )

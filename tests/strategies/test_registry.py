@@ -118,16 +118,3 @@ def test_wrong_registrations_are_refused(name: Any, factory: Any, message: str) 
         tfd.register_strategy(name, factory, "my own")
     assert message in str(error.value)
     assert tfd.available_strategies() == before
-
-
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [
-        ("mirored", "no strategy 'mirored'. Did you mean \"mirrored\"?"),
-        (["mirrored"], "Use one of: auto, default, one_device, mirrored, multi_worker_mirrored"),
-    ],
-)
-def test_an_unknown_name_is_refused_with_the_known_ones(name: Any, advice: str) -> None:
-    with pytest.raises(tfd.StrategyError) as error:
-        tfd.create_strategy(name)
-    assert advice in str(error.value)
