@@ -78,10 +78,8 @@ def test_owners_are_balanced_and_nothing_is_cut_on_one_machine() -> None:
         ({"tasks": 0}, "number of parameter servers must be an integer from 1"),
         ({}, "a plan needs either a number of parameter servers .* or devices="),
         ({"tasks": 2, "devices": ["CPU:0"]}, "got tasks=2, devices="),
-        ({"devices": []}, "a list of different names"),
         ({"devices": ["cpu:0", "/device:CPU:0"]}, "a list of different names"),
         ({"tasks": 2, "budget": "much"}, "budget must be a size, got 'much'"),
-        ({"tasks": 2, "budget": ["1GB"]}, "budget must be a size, got"),
     ],
 )
 def test_wrong_arguments_of_a_plan_are_refused(arguments: dict[str, Any], named: str) -> None:
