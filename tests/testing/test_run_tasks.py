@@ -38,9 +38,9 @@ def test_each_run_has_new_processes() -> None:
     first = run_tasks(task_bodies.summed, TWO, 60)
     assert list(first) == ["worker:0", "worker:1"]
     assert [value for value, _ in first.values()] == [3.0, 3.0]
-    second = run_tasks(task_bodies.summed, {"worker": 3}, 60, args=(1.0,))
-    assert [value for value, _ in second.values()] == [9.0, 9.0, 9.0]
-    assert len({pid for _, pid in [*first.values(), *second.values()]}) == 5
+    second = run_tasks(task_bodies.summed, TWO, 60, args=(1.0,))
+    assert [value for value, _ in second.values()] == [5.0, 5.0]
+    assert len({pid for _, pid in [*first.values(), *second.values()]}) == 4
 
 
 def test_failure_names_the_task_with_its_traceback(tmp_path: Path) -> None:
