@@ -29,11 +29,11 @@ def test_explain_lists_the_choice_and_what_was_passed_over() -> None:
 
 
 def test_an_explanation_has_attributes_that_cannot_be_set() -> None:
-    explanation = tfd.explain(tfd.create_strategy(devices=2))
+    explanation = tfd.explain(tfd.create_strategy(devices=["CPU:3", "/device:CPU:1"]))
     assert explanation.strategy == "mirrored"
     assert explanation.reason == "devices= asks for 2 on this machine, no cluster"
     assert explanation.replicas == 2
-    assert explanation.devices == ("CPU:0", "CPU:1")
+    assert explanation.devices == ("CPU:3", "CPU:1")  # in the order that was given
     assert "multi_worker_mirrored, parameter_server: no cluster" in explanation.considered
     with pytest.raises(AttributeError):
         explanation.replicas = 3  # type: ignore[misc]

@@ -21,7 +21,12 @@ TWO_WORKERS = {"worker": ["127.0.0.1:21", "127.0.0.1:22"]}
 MADE = [
     ("default", {}, type(tf.distribute.get_strategy()), 1),
     ("one_device", {"devices": "CPU:1"}, tf.distribute.OneDeviceStrategy, 1),
-    ("mirrored", {"devices": 3}, tf.distribute.MirroredStrategy, 3),
+    (
+        "mirrored",
+        {"devices": ["/cpu:3", "device:Cpu:1", "/job:localhost/replica:0/task:0/device:CPU:2"]},
+        tf.distribute.MirroredStrategy,
+        3,
+    ),
     (
         "central_storage",
         {"devices": ["CPU:1", "CPU:2"], "parameter_device": "CPU:3"},
@@ -75,6 +80,16 @@ def test_mirrored_reduces_with_the_given_operations() -> None:
             ["'mirrored' has no option owned_from=3", "It is an option of placed."],
         ),
         ("one_device", {"devices": 2}, ["one_device takes one device, not CPU:0, CPU:1"]),
+        ("mirrored", {"devices": 5}, ["do not exist: CPU:4. Dev", "pass logical_cpus=5 to create"]),
+        ("mirrored", {"devices": 0}, ["must be an integer from 1 to 10000, got 0"]),
+        ("mirrored", {"devices": {"CPU:0"}}, ["names or a number of devices, got {'CPU:0'}"]),
+        ("mirrored", {"devices": ["CPU:0", "/cpu:0"]}, ["of mirrored name CPU:0 twice: ['CPU:0'"]),
+        (
+            "mirrored",
+            {"devices": "/job:worker/replica:0/task:1/device:CPU:0"},
+            ["is not the name of a device of this process"],
+        ),
+        ("mirrored", {"logical_cpus": 2}, ["logical_cpus=2 is not possible: TensorFlow has"]),
         (
             "auto",
             {"cluster": _cluster(TWO_WORKERS, ("worker", 0)), "logical_cpus": 4},
