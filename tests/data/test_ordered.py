@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,20 +38,16 @@ def parse(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.ensure_shape(x, [3]), row
 
 
-def data_of(kind: str, files: str, folder: Path, **options: Any) -> Any:
+def data_of(kind: str, files: str, **options: Any) -> Any:
     settings = {"global_batch_size": 10, "seed": 3, **options}
     if kind == "records":
         return from_tfrecords(files, parse, **settings)
-    if kind == "mapped":
-        np.save(folder / "x.npy", X)
-        return from_arrays((np.load(folder / "x.npy", mmap_mode="r"), Y), **settings)
     return from_arrays((X, Y), **settings)
 
 
-@pytest.mark.long("mapped")
-@pytest.mark.parametrize("kind", ["arrays", "mapped", "records"])
-def test_parts_of_shards_are_the_global_batches(kind: str, files: str, tmp_path: Path) -> None:
-    data = data_of(kind, files, tmp_path)
+@pytest.mark.parametrize("kind", ["arrays", "records"])
+def test_parts_of_shards_are_the_global_batches(kind: str, files: str) -> None:
+    data = data_of(kind, files)
     assert (data.examples, len(data), data.steps) == (ROWS, 6, 6)
     first = next(iter(data.dataset()))[1].numpy().tolist()
     assert first[:6] == FIRST  # of all sources: the order is one of numbers
@@ -85,7 +80,7 @@ def test_a_state_goes_on_with_other_shards_and_batches() -> None:
     assert again.position == (2, 0)
 
 
-def test_a_state_of_other_data_or_another_order_is_refused(files: str, tmp_path: Path) -> None:
+def test_a_state_of_other_data_or_another_order_is_refused(files: str) -> None:
     data = from_arrays((X, Y), global_batch_size=10, seed=1)
     state = data.state()
     with pytest.raises(DataError, match="0: shape"):
@@ -97,7 +92,7 @@ def test_a_state_of_other_data_or_another_order_is_refused(files: str, tmp_path:
         with pytest.raises(DataError, match=f"state must have|{next(iter(change))} (must be|is)"):
             data.restore({**state, **change})
     with pytest.raises(DataError, match="changed"):
-        data_of("records", files, tmp_path, seed=1).restore(state)
+        data_of("records", files, seed=1).restore(state)
 
 
 def test_data_is_fingerprinted_once() -> None:

@@ -31,14 +31,9 @@ RULES = {
 }
 
 
-@pytest.mark.long("Lamb")
 @pytest.mark.parametrize(
     ("optimizer", "rules", "replicas"),
-    [
-        ("AdamW, clipped, EMA", "sharded", 3),
-        ("loss scaling", "mixed", 2),
-        ("Lamb, accumulating, EMA", "sharded", 4),
-    ],
+    [("AdamW, clipped, EMA", "sharded", 3), ("loss scaling", "mixed", 2)],
 )
 def test_trained_as_on_one_device(optimizer: str, rules: str, replicas: int) -> None:
     """Other rules: tests/exactness."""

@@ -14,10 +14,8 @@ from check_results import check_names, known_fault
 from conformance_matrix import (
     MATRIX,
     PAGE,
-    CentralStorage,
     Frugal,
     Mirrored,
-    OneDevice,
     Placed,
     Template,
 )
@@ -47,16 +45,6 @@ def test_pytest_is_not_needed() -> None:
 
 @pytest.mark.long("trains_like_one_device")  # tests/exactness compares trainings
 class TestMirrored(Mirrored):
-    pass
-
-
-@pytest.mark.long
-class TestCentralStorage(CentralStorage):
-    pass
-
-
-@pytest.mark.long
-class TestOneDevice(OneDevice):
     pass
 
 
