@@ -72,14 +72,6 @@ def test_only_jobs_without_code_of_the_repository_may_publish() -> None:
             assert job["timeout-minutes"] <= 90, f"{workflow.name}: {name}"
 
 
-def test_a_failure_with_pre_releases_fails_their_weekly_job() -> None:
-    text = (ROOT / ".github" / "workflows" / "pre_releases.yml").read_text(encoding="utf-8")
-    assert list(yaml.safe_load(text)[True]) == ["schedule", "workflow_dispatch"]  # `on`
-    assert "continue-on-error" not in text
-    (command,) = runs_of(ROOT / ".github" / "workflows" / "pre_releases.yml")
-    assert command == "scripts/test_versions pre-releases"
-
-
 def test_the_version_stands_in_one_place() -> None:
     """And as the title of the changelog's newest part."""
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

