@@ -56,13 +56,6 @@ def test_all_kinds_of_data(given: Any) -> None:
     assert (plan.step.rows, plan.step.table_ids) == (ROWS, 3 * ROWS)
 
 
-def test_without_data_a_table_counts_as_a_whole() -> None:
-    plan = tfd.plan_workers(build, step_seconds=0.35, latency="1ms", straggling=0.1)
-    assert (plan.step.rows, plan.step.table_ids) == (32, 0)
-    assert plan.step.dense_bytes == DENSE + TABLE
-    assert (plan.network.latency, plan.network.straggling) == (1e-3, 0.1)
-
-
 def test_scaled_losses_and_own_steps() -> None:
     def scaled() -> keras.Model:
         model = build()

@@ -1,4 +1,4 @@
-"""The kit passes for TensorFlow's strategies, for the template and for the page's strategy.
+"""The kit passes for a strategy of TensorFlow, for the template and for the page's strategy.
 
 Variables in pieces: `tests/strategies/test_placed_in_pieces.py`.
 `scripts/figures/conformance` runs all checks on all of them.
