@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import is_alive
+from processes import check_dead
 
 from tfdist_ext import __version__, cli
 from tfdist_ext.cluster import ClusterConfig
@@ -87,10 +87,7 @@ def test_killed_launcher_leaves_no_process(tfdist, mark):
     os.killpg(launcher.pid, signal.SIGKILL)
     launcher.wait(timeout=5)
     assert mark.wait_for(0, seconds=8) == []
-    deadline = time.monotonic() + 5
-    while is_alive(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    check_dead([pid])
 
 
 def test_run_reports_ids_and_an_ignored_tf_config_and_deletes_its_logs(tfdist, tmp_path):

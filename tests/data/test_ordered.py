@@ -10,10 +10,9 @@ import tensorflow as tf
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tfdist_ext.data import DataError, Shard, from_arrays, from_source, from_tfrecords
+from tfdist_ext.data import DataError, Shard, from_arrays, from_tfrecords
 from tfdist_ext.data.batches import Position
 from tfdist_ext.data.ordered import Order, OrderedBatches
-from tfdist_ext.data.sources import Arrays
 
 ROWS = 53
 X = np.arange(ROWS * 3, dtype="float32").reshape(ROWS, 3)
@@ -93,20 +92,6 @@ def test_a_state_of_other_data_or_another_order_is_refused(files: str) -> None:
             data.restore({**state, **change})
     with pytest.raises(DataError, match="changed"):
         data_of("records", files, seed=1).restore(state)
-
-
-def test_data_is_fingerprinted_once() -> None:
-    fingerprints = []
-
-    class Counted(Arrays):
-        def fingerprint(self) -> dict[str, Any]:
-            fingerprints.append(super().fingerprint())
-            return fingerprints[-1]
-
-    data = from_source(Counted(X), global_batch_size=10)
-    data.restore(data.state())
-    assert data.state()["fingerprint"] == fingerprints[0]
-    assert len(fingerprints) == 1
 
 
 def test_parts_for_replicas_go_through_epochs() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import task_bodies
-from processes import is_alive
+from processes import check_dead
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.testing import TaskError, run_tasks
@@ -23,10 +23,7 @@ TWO = {"worker": 2}
 def wait_until_dead(folder: Path, files: int) -> None:
     pids = [int(file.read_text()) for file in folder.glob("*.pid")]
     assert len(pids) == files
-    deadline = time.monotonic() + 10
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < deadline, "processes are left"
-        time.sleep(0.05)
+    check_dead(pids)
 
 
 def test_local_function_runs_in_tasks() -> None:
