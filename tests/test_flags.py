@@ -26,13 +26,12 @@ def given(monkeypatch: pytest.MonkeyPatch) -> flags.FlagValues:
     ("arguments", "settings"),
     [
         ([], {}),
-        (["--devices=2"], {"devices": 2}),
         (["--devices=CPU:0"], {"devices": ["CPU:0"]}),
         (
             ["--logical_cpus=3", "--communication=ring"],
             {"logical_cpus": 3, "communication": "ring"},
         ),
-        (["--wait=2.5"], {"wait": 2.5}),
+        (["--devices=2", "--wait=2.5"], {"devices": 2, "wait": 2.5}),
         (["--bucket_bytes=16MB"], {"bucket_bytes": "16MB"}),
     ],
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from processes import check_dead
 
-from tfdist_ext import __version__, cli
+from tfdist_ext import cli
 from tfdist_ext.cluster import ClusterConfig
 
 pytestmark = pytest.mark.timeout(25)
@@ -168,10 +168,3 @@ def test_command_line_error_is_one_line_and_a_link(capsys, words, said):
     assert line.startswith("tfdist: error: ")
     assert said in line
     assert re.fullmatch(r'Help: /.*/docs/error_messages\.md, section ".*"', link)
-
-
-def test_help_and_version(capsys):
-    assert run_main(capsys, "--version") == (0, f"tfdist {__version__}\n", "")
-    status, out, err = run_main(capsys, "run", "--help")
-    assert (status, err) == (0, "")
-    assert "tfdist run --workers 2 -- python train.py" in out

@@ -26,21 +26,6 @@ def all_ranges(n: int, count: int, remainder: Remainder) -> list[ShardRange]:
     return [shard_range(n, Shard(i, count), remainder) for i in range(count)]
 
 
-@pytest.mark.parametrize(
-    ("n", "count", "remainder", "ranges"),
-    [
-        pytest.param(7, 2, KEEP, [(0, 3, 0), (3, 7, 0)], id="one row more for the last"),
-        pytest.param(7, 2, DROP, [(0, 3, 0), (3, 6, 0)], id="the last row is left out"),
-        pytest.param(7, 2, PAD, [(0, 3, 1), (3, 7, 0)], id="the short shard is filled up"),
-        pytest.param(2, 3, PAD, [(0, 0, 1), (0, 1, 0), (1, 2, 0)], id="a shard of padding only"),
-    ],
-)
-def test_shard_range_of_each_remainder(
-    n: int, count: int, remainder: Remainder, ranges: list[tuple[int, int, int]]
-) -> None:
-    assert all_ranges(n, count, remainder) == ranges
-
-
 @given(st.integers(0, 10**15), st.integers(1, 300))
 def test_ranges_of_any_number_of_rows_are_even_and_complete(n: int, count: int) -> None:
     keep, drop, pad = (all_ranges(n, count, remainder) for remainder in (KEEP, DROP, PAD))
