@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
     Attributes:
         way: the method, as in networks.py.
-        seconds: the time of a step.
+        turns: the seconds of a step, in each round.
         sent: the megabytes that a worker sends in a step.
     """
 
@@ -46,8 +46,12 @@ class Row(NamedTuple):
     rate: str
     model: str
     way: str
-    seconds: float
+    turns: Sequence[float]
     sent: float
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.turns)
 
 
 def prediction_table(

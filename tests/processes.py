@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -28,6 +30,14 @@ def pids_with(name: str, value: str) -> list[int]:
 def is_alive(pid: int) -> bool:
     """Whether it has not ended; a zombie has ended."""
     return _stat(pid)[:1] not in ([], ["Z"])
+
+
+def check_dead(pids: Iterable[int], seconds: float = 10.0) -> None:
+    """Fail unless these processes end within some seconds."""
+    left, deadline = list(pids), time.monotonic() + seconds
+    while left := [pid for pid in left if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"processes are left: {left}"
+        time.sleep(0.05)
 
 
 def parent_of(pid: int) -> int:

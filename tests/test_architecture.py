@@ -1,4 +1,4 @@
-"""docs/architecture.md shows the code as it is: its rooms, and the modules that a fit passes."""
+"""Pages that scripts write show the code as it is: its rooms and modules, and all options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pages import check_of
 
 
 @pytest.mark.timeout(240)
-def test_the_page_is_up_to_date_and_a_fit_passes_few_modules(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("script", ["architecture.py", "command_line.py"])
+def test_the_page_of_the_script_is_up_to_date(
+    script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert check_of("architecture.py") == 0, capsys.readouterr().out[-2000:]
+    """That of architecture.py also checks that a fit passes few modules."""
+    assert check_of(script) == 0, capsys.readouterr().out[-2000:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,10 +16,6 @@ from tfdist_ext.launcher.plan import local_plan
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
-
-
-def test_configs_are_listed() -> None:
-    assert len(CONFIGS) >= 5
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +46,8 @@ def test_config_trains(config: Path, outputs: Path, tmp_path: Path) -> None:
         assert run.returncode == 0, run.stderr[-3000:]
     assert settings["strategy"]["name"] in text
     assert "test accuracy" in text
+    result = json.loads((output / "result.json").read_text())
+    assert result["test_accuracy"] >= settings["training"]["minimum_accuracy"]
 
 
 def test_plain_keras_loads_models_of_configs(outputs: Path) -> None:
@@ -68,11 +67,3 @@ def _with_parameter_servers(command: list[str], folder: Path, env: dict[str, str
         statuses, logs = run_together(plan, folder, env, timeout=200, linger=30)
     assert set(statuses.values()) == {0}, "\n".join(log[-2000:] for log in logs.values())
     return list(logs.values())
-
-
-def test_accuracy_below_the_minimum_fails(tmp_path: Path) -> None:
-    command = [sys.executable, "docs/examples/digits.py", "--epochs=1", f"--output={tmp_path}"]
-    command.append("--config=configs/digits_one_device.toml")
-    run = run_program(command, tmp_path, cwd=ROOT, timeout=100)
-    assert run.returncode != 0
-    assert "is below 0.95" in run.stderr

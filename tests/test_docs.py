@@ -31,7 +31,6 @@ from warm_programs import Program, run_program, run_together
 import tfdist_ext as tfd
 from tfdist_ext import cli, testing
 from tfdist_ext.launcher.plan import local_plan
-from tfdist_ext.launcher.resources import reserve_ports
 
 PYTHON, SHOWN = {"python", "diff"}, {"console", "text", "toml", "json", "yaml"}
 FILES = {*PYTHON, "toml"}
@@ -176,36 +175,18 @@ def test_the_commands_of_the_page_run(page: str, tmp_path: Path) -> None:
                 run += 1
 
 
-def test_the_lines_for_two_machines_are_one_training(tmp_path: Path) -> None:
-    """On this machine, at two ports in the place of two hosts."""
-    blocks = blocks_of("README.md")
-    (script,) = [block for block in blocks if block.file == "train.py"]
-    (tmp_path / "train.py").write_text(script.program, encoding="utf-8")
+def test_the_lines_for_two_machines_are_one_cluster() -> None:
+    """A cluster trains the script of the page by the command `tfdist run` above these lines."""
     session = r"^([AB])\$ export ([^$]*)\n\1\$ python train\.py$"
-    exports = re.findall(session, "".join(block.text for block in blocks), re.M)
+    text = "".join(block.text for block in blocks_of("README.md"))
+    exports = re.findall(session, text, re.M)
     assert [machine for machine, _ in exports] == ["A", "B"]
-    lines = [setting for _, setting in exports]
-    programs = []
-    with reserve_ports(2) as ports:
-        for number, line in enumerate(lines):
-            for host, port in zip(("10.0.0.4:2222", "10.0.0.5:2222"), ports, strict=True):
-                line = line.replace(host, f"127.0.0.1:{port}")
-            (setting,) = shlex.split(line)
-            folder = tmp_path / "AB"[number]
-            folder.mkdir()
-            env = {**os.environ, "TF_CONFIG": setting.removeprefix("TF_CONFIG=")}
-            command = [sys.executable, str(tmp_path / "train.py")]
-            programs.append(Program(command, output=folder / "log", env=env, cwd=folder))
-        try:
-            assert [program.wait(100) for program in programs] == [0, 0]
-        finally:
-            for program in programs:
-                program.kill()
-    for folder, index in (("A", 0), ("B", 1)):
-        log = (tmp_path / folder / "log").read_text(encoding="utf-8")
-        assert re.search(f"^task .*worker:{index}.* in a cluster of 2 workers", log, re.M)
-    assert (tmp_path / "A" / "model.keras").exists()
-    assert not (tmp_path / "B" / "model.keras").exists()
+    configs = []
+    for _, line in exports:
+        (setting,) = shlex.split(line)
+        configs.append(tfd.ClusterConfig.from_tf_config(setting.removeprefix("TF_CONFIG=")))
+    assert [config.address for config in configs] == ["10.0.0.4:2222", "10.0.0.5:2222"]
+    assert configs[0].jobs == configs[1].jobs
 
 
 def test_the_job_of_the_quickstart_survives_a_kill(tmp_path: Path) -> None:
@@ -327,14 +308,18 @@ def test_what_is_run_elsewhere_is_run_there() -> None:
 
 
 def test_what_is_measured_by_hand_knows_its_options(tmp_path: Path) -> None:
-    commands = {c for page in PAGES for c, _ in commands_of(page) if c.startswith(MEASURED)}
-    assert commands
-    for number, command in enumerate(sorted(commands)):
-        _, script, *words = command.split()
-        (folder := tmp_path / str(number)).mkdir()
+    options: dict[str, set[str]] = {}
+    for command in (command for page in PAGES for command, _ in commands_of(page)):
+        if command.startswith(MEASURED):
+            _, script, *words = command.split()
+            of_script = {word for word in words if word.startswith("--")}
+            options[script] = options.get(script, set()) | of_script
+    assert options
+    for script, of_script in options.items():
+        (folder := tmp_path / Path(script).stem).mkdir()
         run = run_program([sys.executable, script, "--help"], folder, cwd=ROOT, timeout=60)
         assert run.returncode == 0, run.stderr[-3000:]
-        assert {word for word in words if word.startswith("--")} <= set(run.stdout.split())
+        assert of_script <= set(run.stdout.split())
 
 
 def test_links_lead_somewhere() -> None:

@@ -198,7 +198,3 @@ def test_no_variable_argument_or_attribute_is_a_pronoun() -> None:
             if type(node) in fields and not isinstance(getattr(node, "ctx", None), ast.Load):
                 name = getattr(node, fields[type(node)])
                 assert not pronoun.fullmatch(name), f"{path}:{node.lineno} assigns {name}"
-
-
-def test_no_module_is_a_drawer() -> None:
-    assert not list(PACKAGE.rglob("utils.py"))

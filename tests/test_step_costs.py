@@ -56,13 +56,6 @@ def test_all_kinds_of_data(given: Any) -> None:
     assert (plan.step.rows, plan.step.table_ids) == (ROWS, 3 * ROWS)
 
 
-def test_without_data_a_table_counts_as_a_whole() -> None:
-    plan = tfd.plan_workers(build, step_seconds=0.35, latency="1ms", straggling=0.1)
-    assert (plan.step.rows, plan.step.table_ids) == (32, 0)
-    assert plan.step.dense_bytes == DENSE + TABLE
-    assert (plan.network.latency, plan.network.straggling) == (1e-3, 0.1)
-
-
 def test_scaled_losses_and_own_steps() -> None:
     def scaled() -> keras.Model:
         model = build()
@@ -97,13 +90,10 @@ def never() -> keras.Model:
         ({"latency": -1}, "latency must be a time of at least 0"),
         ({"straggling": float("nan")}, "straggling must be"),
         ({"workers": []}, "workers must be numbers such as"),
-        ({"workers": "1,2"}, "a number of workers must be an integer of at least 1"),
         ({"workers": [0]}, "a number of workers must be an integer of at least 1"),
         ({"batch_size": 0}, "batch_size must be an integer of at least 1"),
-        ({"step_seconds": -0.35}, "step_seconds must be a time of at least 0"),
         ({"step_seconds": 0}, "the time of a step above 0"),
         ({"data": None}, "needs data to time steps"),
-        ({"builder": keras.Sequential()}, "it needs a function"),
         ({"builder": 3}, "it needs a function"),
     ],
 )

@@ -18,7 +18,6 @@ import tensorflow as tf
 import tfdist_ext as tfd
 from tfdist_ext.cluster import ClusterConfig
 from tfdist_ext.placement import Rule
-from tfdist_ext.testing import logical_cpus
 
 X = np.arange(64, dtype=np.float32).reshape(16, 4)
 Y = X.sum(axis=1, keepdims=True)
@@ -93,14 +92,10 @@ MISTAKES = {
     "an unknown attribute": lambda: distributed().nonsense,
     "compile": lambda: distributed().compile(optimizer="nonsense"),
     "restore_checkpoint": lambda: distributed().restore_checkpoint("nonsense"),
-    "distribute": lambda: tfd.distribute(3),
     "create_strategy": lambda: tfd.create_strategy("mirored"),
-    "from_arrays": lambda: tfd.data.from_arrays(X, global_batch_size=0),
     "Shard": lambda: tfd.data.Shard(2, 2),
     "Rule": lambda: Rule("kernel", "nonsense"),
-    "plan_placement": lambda: tfd.plan_placement(build, ps=0),
     "ClusterConfig.from_tf_config": lambda: ClusterConfig.from_tf_config("{"),
-    "logical_cpus": lambda: logical_cpus(0),
 }
 
 

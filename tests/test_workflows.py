@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from pages import ROOT, commands_of
 
@@ -36,22 +32,6 @@ def commands_of_ci_run() -> list[str]:
     return [line for line in lines if line.startswith("scripts/")]
 
 
-def test_readme_shows_commands_as_ci_runs_them() -> None:
-    in_checkout = [c for c, _ in commands_of("README.md") if SCRIPT.match(c)]
-    assert in_checkout == ["scripts/demo", "scripts/test"]
-    assert set(in_checkout) <= set(commands_of_ci_run())
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    parts = [
-        "$ scripts/demo",
-        "\n## Install\n",
-        "\n## The script\n",
-        "\n## Run it\n",
-        "\n## Status\n",
-    ]
-    places = [text.index(part) for part in parts]
-    assert places == sorted(places), "in the order in which people type"
-
-
 def test_contributing_lists_all_that_ci_runs() -> None:
     """scripts/test runs scripts/check."""
     listed = {command for command, _ in commands_of("CONTRIBUTING.md") if SCRIPT.match(command)}
@@ -69,14 +49,6 @@ def test_ci_tests_each_python_that_the_package_names() -> None:
     jobs = jobs_of(ROOT / ".github" / "workflows" / "ci.yml")
     assert jobs["test"]["strategy"]["matrix"]["python-version"] == pythons
     assert PROJECT["requires-python"] == f">={pythons[0]}"
-
-
-@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
-def test_scripts_of_a_workflow_exist(workflow: Path) -> None:
-    runs = runs_of(workflow)
-    assert runs
-    for script in SCRIPT.findall("\n".join(runs)):
-        assert os.access(ROOT / script, os.X_OK), script
 
 
 def test_actions_are_pinned_by_one_hash_with_its_tag() -> None:
@@ -98,20 +70,6 @@ def test_only_jobs_without_code_of_the_repository_may_publish() -> None:
             checks_out = any("checkout" in step.get("uses", "") for step in job["steps"])
             assert may_write != checks_out, f"{workflow.name}: {name}"
             assert job["timeout-minutes"] <= 90, f"{workflow.name}: {name}"
-
-
-def test_a_failure_with_pre_releases_fails_their_weekly_job() -> None:
-    text = (ROOT / ".github" / "workflows" / "pre_releases.yml").read_text(encoding="utf-8")
-    assert list(yaml.safe_load(text)[True]) == ["schedule", "workflow_dispatch"]  # `on`
-    assert "continue-on-error" not in text
-    (command,) = runs_of(ROOT / ".github" / "workflows" / "pre_releases.yml")
-    assert command == "scripts/test_versions pre-releases"
-
-
-def test_setup_py_prints_the_version_of_the_package() -> None:
-    command = [sys.executable, "-W", "ignore", "setup.py", "--version"]
-    printed = subprocess.check_output(command, cwd=ROOT, text=True, timeout=60)
-    assert printed.split() == [tfd.__version__]
 
 
 def test_the_version_stands_in_one_place() -> None:

@@ -76,7 +76,7 @@ def test_the_plan_of_more_workers_from_a_time_measured_elsewhere(
     assert "examples per second" in picture.read_text()
 
 
-@pytest.mark.parametrize("name", ["signal.py", "script_with_builder.py", "time.py"])
+@pytest.mark.parametrize("name", ["script_with_builder.py", "time.py"])
 def test_file_with_the_name_of_an_imported_module_is_refused(
     name: str, script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,16 +101,9 @@ NETWORK = ["{script}:build", "--workers", "1,2", "--network", "10Gbit"]
     [
         ([*NETWORK[:-1], "10", "--step", "1s"], "--network must be a rate with a unit"),
         ([*NETWORK, "--step=-1s"], "--step must be a time"),
-        ([*NETWORK, "--step", "1s", "--latency", "1"], "--latency must be a time"),
-        ([*NETWORK, "--step", "1s", "--picture", "plan.gif"], "a .svg or a .png file"),
-        ([*NETWORK, "--step", "1s", "--batch-size", "0"], "batch_size must be"),
         (NETWORK, "needs data to time steps (data=, --data)"),
         ([*NETWORK, "--step", "1s", "--json", "p.json"], "cannot be combined with"),
         (["{script}:build", "--ps", "2", "--network", "10Gbit"], "--network needs --workers"),
-        (
-            ["{script}:build", "--workers", "0,1", "--network", "1Gbit", "--step", "1s"],
-            "at least 1",
-        ),
         (["{script}:build", "--workers", "1,2"], "needs --network"),
         (["{script}:build", "--workers", "two"], "invalid numbers value: 'two'"),
         (
@@ -118,18 +111,13 @@ NETWORK = ["{script}:build", "--workers", "1,2", "--network", "10Gbit"]
             "--step needs --network. Add --network 10Gbit.",
         ),
         (["{script}:build", "--ps", "2", "--data", "{script}:build"], "--data needs --network."),
-        (["{script}:build", "--ps", "2", "--latency", "1ms"], "--latency needs --network."),
-        (["{script}:build", "--ps", "2", "--batch-size", "8"], "--batch-size needs --network."),
         (["{script}:build", "--ps", "2", "--devices", "8"], "--devices needs --compare."),
-        (["{script}:build", "--ps", "2", "--compare", "--devices", "0"], "devices must be"),
         (["{script}:build", "--workers", "2", "--rule", "users/.*=task 1"], "cannot be combined"),
         (["{script}:build", "--workers", "2", "--compare"], "--compare needs --ps"),
-        (["{script}:build", "--workers", "0"], "workers must be"),
         (["build", "--ps", "2"], "module:function"),
         (["nowhere.py:build", "--ps", "2"], "cannot be imported: No module named 'nowhere'"),
         (["{script}:biuld", "--ps", "2"], "has no attribute 'biuld'"),
         (["{script}:build", "--ps", "2", "--rule", "users"], "PATTERN=PLACEMENT"),
-        (["{script}:build", "--ps", "2", "--rule", "users/.*=task"], "a placement must be one of"),
         (
             ["{script}:build", "--ps", "2", "--picture", "plan.gif"],
             "a picture must be a .svg or a .png file",

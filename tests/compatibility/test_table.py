@@ -23,13 +23,6 @@ def test_the_rows() -> None:
     assert table.titles_with(["KerasRS:", "ViT"])[0] == "KerasHub: ViT"
 
 
-def test_models_that_share_processes() -> None:
-    chunks = list(table.in_processes([*rows()]))
-    assert sorted(title for chunk in chunks for title in chunk) == sorted(rows())
-    assert all(len(chunk) == 1 for chunk in chunks if chunk[0].startswith("keras.applications:"))
-    assert max(map(len, chunks)) == table.SHARING
-
-
 @pytest.mark.parametrize(
     ("title", "differences", "rounding", "line", "explained"),
     [

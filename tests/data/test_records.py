@@ -149,8 +149,9 @@ def test_parse_that_fails_is_named(files: list[str]) -> None:
         from_tfrecords(files, "parse", global_batch_size=4)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("place", [14, 19], ids=["payload", "checksum"])
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(
+    ("place", "batched"), [(14, False), (19, True)], ids=["payload", "checksum"]
+)
 def test_a_damaged_record_is_named_or_skipped(files: list[str], batched: bool, place: int) -> None:
     flip(files[0], place)  # of record 0
     options: Any = {"global_batch_size": 30, "batched": batched}

@@ -7,7 +7,6 @@ from typing import Any
 import mirrored_variables as example
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import tfdist_ext as tfd
 
@@ -42,24 +41,3 @@ def test_copies_are_equal_and_those_of_one_device(replicas: int, batch_size: int
             for other in others:
                 np.testing.assert_array_equal(other, first)
             np.testing.assert_allclose(first, expected[name], atol=1e-6)
-
-
-@pytest.mark.tfdist_logical_cpus(4)
-def test_what_the_page_says_is_wrong() -> None:
-    strategy = mirrored(2)
-    outside = tf.Variable(0.0)
-    with strategy.scope():
-        apart = tf.Variable(0.0)
-
-    def step() -> None:
-        number = tf.distribute.get_replica_context().replica_id_in_sync_group
-        outside.assign_add(1.0)
-        apart.assign_add(tf.cast(number, tf.float32))
-
-    @tf.function
-    def update() -> None:
-        strategy.run(step)
-
-    update()
-    assert outside.numpy() == 2.0  # once for each replica
-    assert list(example.copies(strategy, apart).values()) == [0.0, 1.0]

@@ -153,30 +153,6 @@ def test_the_placement_of_a_variable(
     assert placer.placement_of(variable) == expected, reason
 
 
-def test_the_device_that_owns_least_gets_the_next_variable() -> None:
-    placer = DevicePlacer(FOUR)
-    sizes = [8, 4, 2, 1, 1, 2, 6]
-    owners = [placer.choose_owner(spec(str(n), kib)) for n, kib in enumerate(sizes)]
-    assert owners == [0, 1, 2, 3, 3, 2, 3]
-    assert placer.owned_bytes == [8 * KIB, 4 * KIB, 4 * KIB, 8 * KIB]
-
-
-def test_a_known_model_is_planned_as_a_whole() -> None:
-    """In the order of creation the large ones at the end would meet."""
-    sizes = [1, 1, 1, 1, 2, 2, 4, 4]
-    specs = [spec(str(n), kib, slots=2) for n, kib in enumerate(sizes)]
-    placer = DevicePlacer(FOUR)
-    plan = placer.learn(specs)
-    assert placer.plan is plan
-    assert len(set(plan.bytes_by_task)) == 1
-    owned = [0] * 4
-    for variable in specs:
-        owned[placer.choose_owner(variable)] += variable.weight_bytes
-    assert owned == placer.owned_bytes == [4 * KIB] * 4
-    # Another variable than the planned one of that path.
-    assert placer.choose_owner(spec("0", 7)) == 0
-
-
 def test_pieces_go_where_that_balances() -> None:
     specs = [spec("a", 8), spec("b", 8), spec("c", 4)]
     rules = {"a": "sharded(2)", "b": Sharded(2), "c": "sharded"}

@@ -16,7 +16,7 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-from tfdist_ext.strategies.reductions import set_bucket_bytes  # noqa: E402
+from tfdist_ext.strategies.owned_sums import Sums, set_sums  # noqa: E402
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(48, 4)).astype("float32")
@@ -223,9 +223,9 @@ def another_rate():
 
 told("weights", assigned_again)
 told("learning rate", another_rate)
-set_bucket_bytes(strategy, 1000 * (1 + rank))
+set_sums(strategy, Sums(bucket_bytes=1000 * (1 + rank)))
 told("bucket_bytes", distribute())
-set_bucket_bytes(strategy, 0)
+set_sums(strategy, Sums())
 
 # Nothing that looks at the data moves its order, nor does what reads ahead.
 import shuffled_training  # noqa: E402

@@ -93,12 +93,7 @@ result["same initial values"] = {
     v.path: bool(np.array_equal(a, b.numpy()))
     for v, a, b in zip(model.keras_model.weights, before, plain.weights, strict=True)
 }
-model.fit(x, y, batch_size=16, epochs=2, verbose=0, shuffle=False)
-plain.fit(x, y, batch_size=16, epochs=2, verbose=0, shuffle=False)
-result["trained"] = max(
-    float(np.max(np.abs(_keras_private.raw_value(a).numpy() - b.numpy())))
-    for a, b in zip(model.keras_model.weights, plain.weights, strict=True)
-)
+model.fit(x, y, batch_size=16, verbose=0)
 plan = strategy.placement_plan
 result["live"] = places(model.keras_model)
 result["expected"] = expected(plan, model.keras_model)

@@ -17,7 +17,7 @@ import mlp  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from tfdist_ext.strategies.reductions import bucket_bytes_of, set_bucket_bytes  # noqa: E402
+from tfdist_ext.strategies.owned_sums import Sums, set_sums, sums_of  # noqa: E402
 
 
 def sums_in(model):
@@ -54,8 +54,8 @@ result["weights_by_xla"] = mlp.flat(by_xla.keras_model)
 result["steps_by_xla"] = tfd.explain(by_xla).steps
 
 # And with gradients in several buckets, once by each way to sum them.
-usual = bucket_bytes_of(strategy)
-set_bucket_bytes(strategy, 64)
+usual = sums_of(strategy)
+set_sums(strategy, Sums(bucket_bytes=64))
 for how in ({}, {"jit_compile": True}):
     keras.utils.set_random_seed(7 + 100 * rank)
     in_buckets = tfd.distribute(lambda how=how: mlp.build(**how), strategy)
@@ -63,7 +63,7 @@ for how in ({}, {"jit_compile": True}):
     result[f"weights_in_buckets{len(how)}"] = mlp.flat(in_buckets.keras_model)
     collectives = result.setdefault("collectives", [])
     collectives.append(sums_in(in_buckets))
-set_bucket_bytes(strategy, usual)
+set_sums(strategy, usual)
 
 model.save(shared / "model.keras")
 result["saved_when_save_returns"] = (shared / "model.keras").exists()

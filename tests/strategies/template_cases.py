@@ -85,9 +85,6 @@ OPTIMIZERS = {
     "loss scaling": lambda: keras.optimizers.LossScaleOptimizer(
         keras.optimizers.Adam(0.01, clipnorm=0.2), initial_scale=8.0, dynamic_growth_steps=3
     ),
-    "Lamb, accumulating, EMA": lambda: keras.optimizers.Lamb(
-        0.01, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.8
-    ),
 }
 
 

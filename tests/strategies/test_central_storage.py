@@ -67,19 +67,3 @@ def test_metrics_count_each_row_once_in_each_epoch(strategy: tf.distribute.Strat
         found = results(metrics)
         for name, wanted in results(alone).items():
             assert found[name] == pytest.approx(wanted, abs=1e-6), name
-
-
-def test_optimizers_count_their_steps(strategy: tf.distribute.Strategy) -> None:
-    with strategy.scope():
-        weight = keras.Variable(1.0)
-        optimizer = keras.optimizers.SGD(0.5)
-        optimizer.build([weight])
-
-    @tf.function
-    def loop() -> None:
-        for _ in tf.range(4):
-            strategy.run(lambda: optimizer.apply([tf.constant(1.0)], [weight]))
-
-    loop()
-    assert int(optimizer.iterations.numpy()) == 4
-    assert float(weight.numpy()) == 1.0 - 4 * 0.5 * 3  # gradients of three replicas are added

@@ -19,7 +19,6 @@ from real_tasks import tasks
 
 import tfdist_ext as tfd
 from tfdist_ext.launcher.exit_codes import PREEMPTED, RESTART
-from tfdist_ext.strategies import cluster_tasks
 
 pytestmark = pytest.mark.timeout(150)
 WITHIN = 10.0  # seconds after the coordinator
@@ -59,7 +58,6 @@ def test_success_ends_every_task_with_0_and_the_evaluator_has_evaluated(tmp_path
     ("failure", "status", "text"),
     [
         ("raise", 1, "no space left on device"),
-        ("exit", 1, "no space left on device"),
         ("preempt", PREEMPTED, "training stopped by a signal. The last checkpoint is"),
     ],
 )
@@ -113,27 +111,6 @@ def _build() -> keras.Model:
     model = keras.Sequential([keras.Input([2]), keras.layers.Dense(2), keras.layers.Dense(2)])
     model.compile("sgd", "mse")
     return model
-
-
-def test_server_whose_port_was_in_use_at_the_preflight_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cluster_tasks, "port_is_free", lambda _: False)
-    jobs = {"chief": ("localhost:1",), "worker": ("localhost:2",), "ps": ("localhost:3",)}
-    cluster = tfd.ClusterConfig(jobs, tfd.Task("ps", 0))
-    with pytest.raises(tfd.StrategyError) as refused:
-        cluster_tasks.serve(cluster)
-    assert str(refused.value) == (
-        "ps:0 cannot listen at localhost:3, the address from ClusterConfig: the port is in use."
-        " Stop the process that uses it (an earlier run of this program?), or change the port of"
-        " this task on every task."
-    )
-
-
-def test_where_training_is_driven_run_calls_main() -> None:
-    assert tfd.run(lambda: 7) == 7
-    with pytest.raises(KeyError, match="lost"):
-        tfd.run(lambda: {}["lost"])
 
 
 @pytest.mark.parametrize(("code", "fails"), [(0, False), ("no", True)])

@@ -1,4 +1,4 @@
-"""PlacedStrategy: where variables and slots are, who updates them, and bad input."""
+"""PlacedStrategy: where variables and slots are, and bad input."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from template_cases import ON_DEVICE, devices_of, values_of
+from template_cases import devices_of
 
 import tfdist_ext as tfd
 from tfdist_ext.placement import OnDevice, Rule
 from tfdist_ext.strategies import PlacedStrategy
-from tfdist_ext.testing.conformance.replica_checks import replica_number
 
 
 def test_where_variables_and_their_slots_are() -> None:
@@ -33,34 +32,6 @@ def test_where_variables_and_their_slots_are() -> None:
         assert devices_of(strategy, made[name]) == both
         assert devices_of(strategy, slots[name]) == [both[owner]]
         assert strategy.owner(made[name]) == owner
-
-
-def test_an_owned_variable_is_updated_once_and_sent_out() -> None:
-    strategy = PlacedStrategy(3, {"owned.*": "owned"})
-    with strategy.scope():
-        tf.Variable(0.0, name="owned_first")
-        variable = tf.Variable(1.0, name="owned", aggregation=tf.VariableAggregation.SUM)
-        with strategy.extended.colocate_vars_with(variable):
-            steps = tf.Variable(0.0, name="steps")
-    updated = []
-
-    def update(copy: Any, amount: Any) -> None:
-        updated.append(copy.device.removeprefix(ON_DEVICE))
-        steps.assign_add(1.0)
-        copy.assign_add(amount)
-
-    def update_all() -> None:
-        strategy.extended.update(variable, update, args=(5.0,), group=False)
-
-    with strategy.scope():
-        tf.function(update_all)()
-    assert set(updated) == {"CPU:1"}
-    assert values_of(strategy, variable) == [6.0, 6.0, 6.0]
-    assert values_of(strategy, steps) == [1.0]
-    variable.assign(2.0)
-    assert values_of(strategy, variable) == [2.0, 2.0, 2.0]
-    strategy.run(lambda: variable.assign_add(replica_number()))
-    assert values_of(strategy, variable) == [8.0, 8.0, 8.0]  # 2 + 1 + 2 + 3
 
 
 @pytest.mark.parametrize(

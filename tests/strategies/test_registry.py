@@ -104,30 +104,10 @@ def test_a_factory_that_returns_no_strategy_is_refused() -> None:
         tfd.create_strategy("mine")
 
 
-@pytest.mark.parametrize(
-    ("name", "factory", "message"),
-    [
-        ("mirrored", lambda: None, "'mirrored' cannot be the name of a new strategy"),
-        ("my strategy", lambda: None, "'my strategy' cannot be"),
-        ("mine", "mirrored", "is not a function: 'mirrored'"),
-    ],
-)
-def test_wrong_registrations_are_refused(name: Any, factory: Any, message: str) -> None:
+def test_wrong_registrations_are_refused() -> None:
     before = tfd.available_strategies()
-    with pytest.raises(tfd.StrategyError) as error:
-        tfd.register_strategy(name, factory, "my own")
-    assert message in str(error.value)
+    with pytest.raises(tfd.StrategyError, match="'mirrored' cannot be the name of a new strategy"):
+        tfd.register_strategy("mirrored", lambda: None, "my own")
+    with pytest.raises(tfd.StrategyError, match="is not a function: 'mirrored'"):
+        tfd.register_strategy("mine", "mirrored", "my own")  # type: ignore[arg-type]
     assert tfd.available_strategies() == before
-
-
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [
-        ("mirored", "no strategy 'mirored'. Did you mean \"mirrored\"?"),
-        (["mirrored"], "Use one of: auto, default, one_device, mirrored, multi_worker_mirrored"),
-    ],
-)
-def test_an_unknown_name_is_refused_with_the_known_ones(name: Any, advice: str) -> None:
-    with pytest.raises(tfd.StrategyError) as error:
-        tfd.create_strategy(name)
-    assert advice in str(error.value)

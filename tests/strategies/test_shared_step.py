@@ -27,21 +27,6 @@ STEP = [
 SUM = (["gradient:0"], ["sum"])
 
 
-def test_inputs_made_after_their_node_are_in_its_stage() -> None:
-    """The gradient of a loop gives the loop inputs that are made after it."""
-    nodes = [
-        node("x", "Placeholder"),
-        node("loop", "While", "x list"),
-        node("sum", "PlaceholderWithDefault", "loop"),
-        node("size", "Const"),
-        node("list", "EmptyTensorList", "size"),
-        node("gradient", takes="sum loop:1"),
-    ]
-    first, second = cut(nodes, [(["loop:0"], ["sum"])], {"x"}, ["gradient:0"])
-    assert first.nodes == {"loop", "size", "list"}
-    assert second.nodes == {"gradient"}
-
-
 def test_nodes_stay_between_the_sync_points_where_they_were_made() -> None:
     nodes = [
         *STEP,

@@ -1,4 +1,4 @@
-"""The kit passes for TensorFlow's strategies, for the template and for the page's strategy.
+"""The kit passes for a strategy of TensorFlow, for the template and for the page's strategy.
 
 Variables in pieces: `tests/strategies/test_placed_in_pieces.py`.
 `scripts/figures/conformance` runs all checks on all of them.
@@ -14,10 +14,8 @@ from check_results import check_names, known_fault
 from conformance_matrix import (
     MATRIX,
     PAGE,
-    CentralStorage,
     Frugal,
     Mirrored,
-    OneDevice,
     Placed,
     Template,
 )
@@ -47,16 +45,6 @@ def test_pytest_is_not_needed() -> None:
 
 @pytest.mark.long("trains_like_one_device")  # tests/exactness compares trainings
 class TestMirrored(Mirrored):
-    pass
-
-
-@pytest.mark.long
-class TestCentralStorage(CentralStorage):
-    pass
-
-
-@pytest.mark.long
-class TestOneDevice(OneDevice):
     pass
 
 

@@ -6,11 +6,10 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from processes import is_alive
+from processes import check_dead
 from task_programs import LEFT_OUT
 
 PROJECT = '''
@@ -212,10 +211,7 @@ def test_output_of_passed_tests_is_kept(run: str) -> None:
 def test_passed_test_leaves_no_process(run: str, shared: Path) -> None:
     children = [int(file.stem) for file in shared.glob("*.child")]
     assert len(children) == 3
-    deadline = time.monotonic() + 5
-    while any(map(is_alive, children)):
-        assert time.monotonic() < deadline, "processes are left"
-        time.sleep(0.05)
+    check_dead(children)
 
 
 def test_strategy_that_contradicts_the_mark_is_an_error(run: str) -> None:

@@ -10,8 +10,7 @@ from check_results import run_checks
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies import StrategyTemplate
-from tfdist_ext.testing import StrategyConformance, conformance
-from tfdist_ext.training.verify import Verification
+from tfdist_ext.testing import StrategyConformance
 
 
 class FirstValue(StrategyTemplate):
@@ -111,19 +110,6 @@ def test_planted_fault_is_found(planted: Any, checks: list[str], message: str) -
     failed = failures(planted, names)
     assert list(failed) == names
     assert any(message in reason for reason in failed.values()), failed
-
-
-def test_difference_above_rounding_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Template(StrategyConformance):
-        def strategy(self) -> tf.distribute.Strategy:
-            return StrategyTemplate(3)
-
-    found = Verification("Title.", {"weight a": 2e-6}, {"weight a": 1e-6}, Template.tolerance)
-    assert found.equal
-    monkeypatch.setattr(conformance.Trainings, "compare", lambda *_: found)
-    (outcome,) = run_checks(Template, ["test_trains_like_one_device"])
-    assert outcome.failed
-    assert "1 of 1 compared values differ, the most in weight a" in outcome.reason
 
 
 def test_factory_without_a_strategy_fails_with_a_message() -> None:

@@ -14,6 +14,7 @@ its own replicas. `reading.batches_of` chooses the class for the data of a call:
 
 from __future__ import annotations
 
+import abc
 import functools
 import itertools
 from collections.abc import Callable, Iterable
@@ -67,7 +68,7 @@ class Readers:
     workers: int = 0
 
 
-class Batches:
+class Batches(abc.ABC):
     """The global batches of the data of a call, in passes over the data.
 
     If `needs_row_count` is set, a part has 1 in place of the number of rows of its global batch, or
@@ -124,6 +125,7 @@ class Batches:
         """What must be the same on all workers, by name."""
         return {"batch_size": self.batch_size, "batches in the data": self.steps}
 
+    @abc.abstractmethod
     def iterators(self, feed: Feed, *, in_pieces: bool, inspect: Inspect) -> Iterators:
         """Returns the factory of the epochs' iterators.
 
@@ -131,7 +133,6 @@ class Batches:
             in_pieces: the caller gave a number of steps, so an epoch need not be a pass.
             inspect: called with the first batch of data that all tasks read.
         """
-        raise NotImplementedError
 
     def skip(self, iterator: Any, steps: int | None, report: Callable[[], object]) -> int:
         """Reads `steps` global batches, or to the end; returns how many all tasks have read."""
@@ -141,10 +142,10 @@ class Batches:
             report()
         return skipped
 
-    def on_epoch_begin(self) -> None:
+    def on_epoch_begin(self) -> None:  # noqa: B027 (most data has no such method)
         """Calls the data's own method, as Keras does."""
 
-    def on_epoch_end(self) -> None:
+    def on_epoch_end(self) -> None:  # noqa: B027
         """Calls the data's own method, as Keras does."""
 
 
@@ -157,6 +158,7 @@ class PositionedBatches(Batches):
         begin = start.in_pass * self.steps
         return begin + start.step, 2**62 if self.is_infinite else begin + self.steps
 
+    @abc.abstractmethod
     def parts(self, first: int, local: int, replicas: int, start: Position) -> tf.data.Dataset:
         """Returns the parts of some replicas, as a dataset of `tuple[Part, ...]`.
 
@@ -166,7 +168,6 @@ class PositionedBatches(Batches):
             replicas: number of replicas of all tasks.
             start: where to begin.
         """
-        raise NotImplementedError
 
     def iterators(self, feed: Feed, *, in_pieces: bool, inspect: Inspect) -> Iterators:
         def create(start: Position) -> Any:

@@ -12,7 +12,7 @@ from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import counted, shown
 from tfdist_ext.placement.placer import ServerPlacer
 from tfdist_ext.strategies.cluster_tasks import describe
-from tfdist_ext.strategies.owned_sums import narrow_sums_of, owned_sums_of
+from tfdist_ext.strategies.owned_sums import sums_of
 from tfdist_ext.user_frames import filter_traceback
 
 _LOCAL = "/job:localhost/replica:0/task:0/device:"
@@ -120,9 +120,9 @@ def explain(strategy: Any) -> Explanation:
     placer = getattr(strategy, "placer", None)
     devices, replicas, places = _computing(strategy, cluster)
     shared = (
-        ["state sharded across workers (shard_optimizer=True)"] if owned_sums_of(strategy) else []
+        ["state sharded across workers (shard_optimizer=True)"] if sums_of(strategy).owned else []
     )
-    narrow = narrow_sums_of(strategy)
+    narrow = sums_of(strategy).narrow
     threads = tf.config.threading.get_intra_op_parallelism_threads()  # 0: as many as cores
     rows = [
         ("strategy", [f"{choice.name} ({type(strategy).__name__})"]),

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import tensorflow as tf
@@ -25,16 +26,13 @@ from tfdist_ext.strategies.reductions import (
     ALIGNED,
     Piece,
     aligned,
-    bucket_bytes_of,
     cut_values,
     joined,
     joined_values,
     pieces_in,
 )
 
-# Attributes of a strategy.
-_OWNED_SUMS = "_tfdist_ext_owned_sums"
-_NARROW_SUMS = "_tfdist_ext_narrow_sums"
+_SUMS = "_tfdist_ext_sums"  # an attribute of a strategy
 # Of one value: (owner, first element, element after the last), which cover the value in order.
 Owners: TypeAlias = Sequence[tuple[int, int, int]]
 # For each worker the pieces of values that it owns.
@@ -151,7 +149,7 @@ class OwnedSums(_Collectives):
         Returns:
             Vectors.
         """
-        narrow = narrow_sums_of(self._strategy)
+        narrow = sums_of(self._strategy).narrow
         buckets = self._buckets(values, owners)
         cut = cut_values(values, itertools.chain(*itertools.chain(*buckets)))
         sums: dict[Piece, tf.Tensor] = {}
@@ -189,7 +187,7 @@ class OwnedSums(_Collectives):
 
     def _buckets(self, values: Sequence[tf.Tensor], owners: Sequence[Owners]) -> list[Bucket]:
         """The buckets of the values of each dtype."""
-        size = bucket_bytes_of(self._strategy) or BYTES_PER_WORKER * self.workers
+        size = sums_of(self._strategy).bucket_bytes or BYTES_PER_WORKER * self.workers
         buckets: list[Bucket] = []
         for dtype in dict.fromkeys(value.dtype for value in values):
             owners_of_dtype = [
@@ -206,22 +204,32 @@ class OwnedSums(_Collectives):
         return tf.stack([_padded(pieces, length, dtype) for pieces in parts])
 
 
-def set_sums(
-    strategy: tf.distribute.Strategy, *, owned: OwnedSums | None, narrow: NarrowSums | None
-) -> None:
-    """Sets how gradients of a strategy are summed, beside TensorFlow's own sums."""
-    setattr(strategy, _OWNED_SUMS, owned)
-    setattr(strategy, _NARROW_SUMS, narrow)
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """How a strategy sums gradients over workers.
+
+    Attributes:
+        bucket_bytes: the size of the buckets; 0 without buckets.
+        owned: the sums for owners, with `shard_optimizer=True`.
+        narrow: the sums in another type, with `gradient_dtype`.
+    """
+
+    bucket_bytes: int = 0
+    owned: OwnedSums | None = None
+    narrow: NarrowSums | None = None
 
 
-def narrow_sums_of(strategy: tf.distribute.Strategy) -> NarrowSums | None:
-    """The sums of gradients of a strategy with `gradient_dtype`; else None."""
-    return getattr(strategy, _NARROW_SUMS, None)
+def sums_of(strategy: tf.distribute.Strategy) -> Sums:
+    """Returns how a strategy sums gradients."""
+    return getattr(strategy, _SUMS, _OF_TENSORFLOW)
 
 
-def owned_sums_of(strategy: tf.distribute.Strategy) -> OwnedSums | None:
-    """The sums for owners of a strategy with `shard_optimizer=True`; else None."""
-    return getattr(strategy, _OWNED_SUMS, None)
+def set_sums(strategy: tf.distribute.Strategy, sums: Sums) -> None:
+    """Sets how a strategy sums gradients."""
+    setattr(strategy, _SUMS, sums)
+
+
+_OF_TENSORFLOW = Sums()
 
 
 def _movable(value: tf.Tensor) -> tf.Tensor:

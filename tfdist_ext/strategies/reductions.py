@@ -29,7 +29,6 @@ from tfdist_ext.strategies._tf_private import Value, all_reduce_in_replica
 KeysOfSize: TypeAlias = Callable[[tf.Tensor], AbstractContextManager[None]]
 
 ALIGNED = 16  # elements: TensorFlow cuts there without a copy
-_BUCKET_BYTES = "_tfdist_ext_bucket_bytes"  # an attribute of a strategy
 
 Kind = Literal["gradient", "metric", "statistic", "assignment", "other"]
 
@@ -112,16 +111,6 @@ def reduce_parts(
         if apart:
             return [strategy.extended.batch_reduce_to(op, [pair])[0] for pair in pairs]
         return list(strategy.extended.batch_reduce_to(op, pairs))
-
-
-def bucket_bytes_of(strategy: tf.distribute.Strategy) -> int:
-    """The size of the buckets in which a strategy reduces values; 0 without buckets."""
-    return getattr(strategy, _BUCKET_BYTES, 0)
-
-
-def set_bucket_bytes(strategy: tf.distribute.Strategy, size: int) -> None:
-    """Set the size of the buckets in which a strategy reduces values."""
-    setattr(strategy, _BUCKET_BYTES, size)
 
 
 def _scope_of_keys(keys: KeysOfSize | None, value: tf.Tensor) -> AbstractContextManager[None]:

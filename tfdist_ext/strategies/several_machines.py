@@ -38,9 +38,8 @@ from tfdist_ext.strategies.cluster_tasks import (
     usable_cores,
 )
 from tfdist_ext.strategies.one_machine import seen_devices
-from tfdist_ext.strategies.owned_sums import NarrowSums, OwnedSums, set_sums
+from tfdist_ext.strategies.owned_sums import NarrowSums, OwnedSums, Sums, set_sums
 from tfdist_ext.strategies.placed import PlacedParameterServers
-from tfdist_ext.strategies.reductions import set_bucket_bytes
 
 TPU_LOOKUP_SECONDS = 30.0  # for Google Cloud's metadata server and TPU API
 REACH_SECONDS = 10.0  # for a TPU to answer
@@ -104,11 +103,11 @@ def multi_worker_mirrored(
     if gradient_dtype and strategy.num_replicas_in_sync > 1:
         workers = _workers_of(strategy, described, f"gradient_dtype={gradient_dtype!r}")
         narrow = NarrowSums(last_key, *workers, gradient_dtype)
-    set_sums(strategy, owned=owned, narrow=narrow)
     on_cpus = all("CPU" in device for device in strategy.extended.worker_devices)
     usual = BYTES_PER_WORKER * strategy.num_replicas_in_sync if on_cpus else 0
     usual = options.bytes_per_pack or usual
-    set_bucket_bytes(strategy, usual if size is None else size)
+    size = usual if size is None else size
+    set_sums(strategy, Sums(bucket_bytes=size, owned=owned, narrow=narrow))
     return strategy
 
 

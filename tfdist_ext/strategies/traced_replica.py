@@ -15,13 +15,12 @@ from typing import Any, NamedTuple, NoReturn
 import tensorflow as tf
 
 from tfdist_ext.strategies._tf_private import Value
-from tfdist_ext.strategies.owned_sums import NarrowSums, narrow_sums_of
+from tfdist_ext.strategies.owned_sums import NarrowSums, sums_of
 from tfdist_ext.strategies.reductions import (
     OTHER,
     KeysOfSize,
     Reduced,
     all_reduce,
-    bucket_bytes_of,
     dense_bytes,
     is_dense,
     reduce_parts,
@@ -116,7 +115,7 @@ def sum_up(
         keys: given with a single value whose size may change from step to step.
     """
     strategy = tf.distribute.get_strategy()
-    size, narrow = bucket_bytes_of(strategy), narrow_sums_of(strategy)
+    size, narrow = sums_of(strategy).bucket_bytes, sums_of(strategy).narrow
     if narrow is not None and keys is None and all(reduced.kind == "gradient" for reduced in what):
         return reduced_in_buckets(
             values, size or sys.maxsize, functools.partial(_sum_narrow, narrow)

@@ -23,7 +23,7 @@ from tfdist_ext.errors import PlacementError, TrainingError
 from tfdist_ext.placement.live.creating import pieces_of
 from tfdist_ext.placement.live.learning import fresh_names, learn_specs
 from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
-from tfdist_ext.strategies.owned_sums import owned_sums_of
+from tfdist_ext.strategies.owned_sums import sums_of
 from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.training import _keras_private
 from tfdist_ext.training._keras_private import (
@@ -309,7 +309,7 @@ def creation_scope(
 
     scope = contextlib.ExitStack()
     scope.enter_context(copies_of_one_name())
-    if owned_sums_of(strategy) is not None:
+    if sums_of(strategy).owned is not None:
         scope.enter_context(deferring_builds())
     scope.enter_context(strategy.scope())
     if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
@@ -337,7 +337,7 @@ def move(model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.
         TrainingError: a layer holds a tf.Variable that was created outside of the strategy, or
             workers share an optimizer that has to move to another strategy.
     """
-    shares_optimizers = owned_sums_of(strategy) is not None
+    shares_optimizers = sums_of(strategy).owned is not None
     weights = [variable for variable in _variables(model) if not is_in(variable, strategy)]
     optimizers = [
         optimizer

@@ -26,8 +26,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.messages import counted, shown
 from tfdist_ext.placement.specs import size_text
 from tfdist_ext.strategies.explanation import evaluates
-from tfdist_ext.strategies.owned_sums import narrow_sums_of, owned_sums_of
-from tfdist_ext.strategies.reductions import bucket_bytes_of
+from tfdist_ext.strategies.owned_sums import sums_of
 from tfdist_ext.training._keras_private import layers_of, raw_value
 from tfdist_ext.training.agreement.equality import (
     SAME_ARGUMENTS,
@@ -387,8 +386,8 @@ class Distribution:
     def evaluate(self, epochs: Epochs, hooks: keras.callbacks.CallbackList) -> Logs:
         self.model.stop_evaluating = False
         # A callback may evaluate in the middle of an epoch of a fit, and a checkpoint follows.
-        is_training = any(loop.is_running for loop in self._loops.values())
-        metrics = metrics_of(self.model) if is_training else ()
+        is_in_callback = self.fits and self.cached_validation is None
+        metrics = metrics_of(self.model) if is_in_callback else ()
         restore_metrics = snapshot(variable for metric in metrics for variable in metric.variables)
         with self.refusing_compile("evaluate"):
             epochs.rewind()
@@ -513,9 +512,9 @@ class Distribution:
             # Weights that came along are each worker's own.
             given_weights = state_of(self.model).values() if self._compared is None else ()
             described = describe_model(self.model, [*map(raw_value, given_weights), *self._created])
-            narrow = narrow_sums_of(self.strategy)
-            described["bucket_bytes of the strategy"] = bucket_bytes_of(self.strategy)
-            described["gradient_dtype of the strategy"] = narrow and narrow.dtype.name
+            sums = sums_of(self.strategy)
+            described["bucket_bytes of the strategy"] = sums.bucket_bytes
+            described["gradient_dtype of the strategy"] = sums.narrow and sums.narrow.dtype.name
             check_equal_across_workers(self.reduction, described, SAME_MODEL)
             self._move()
             broadcast_variables(self.reduction, [*given_weights, *self._created])
@@ -551,7 +550,7 @@ def check_supported(callbacks: Callbacks, strategy: tf.distribute.Strategy) -> N
                 " fit(checkpoint_dir=...), which saves each epoch and resumes."
             )
         is_swap = isinstance(callback, keras.callbacks.SwapEMAWeights)
-        if is_swap and owned_sums_of(strategy) is not None:
+        if is_swap and sums_of(strategy).owned is not None:
             raise TrainingError(
                 "SwapEMAWeights needs the whole state of the optimizer, which workers share"
                 " (shard_optimizer=True). Use a strategy without shard_optimizer=True."

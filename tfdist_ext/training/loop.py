@@ -11,7 +11,6 @@ show progress, and let Ctrl-C and callbacks in. So an execution aims at a fixed 
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
@@ -159,9 +158,6 @@ class Loop:
     Args:
         kind: "train" or "test".
         made_for: what the program was compiled for.
-
-    Attributes:
-        is_running: an epoch is running; its callbacks may evaluate meanwhile.
     """
 
     def __init__(
@@ -176,7 +172,6 @@ class Loop:
         self.reduction = reduction
         self.program = program
         self.made_for = made_for
-        self.is_running = False
         self._kind = kind
         self._stop_flag = "stop_training" if kind == "train" else "stop_evaluating"
         self._tuner = StepsPerExecutionTuner()
@@ -202,7 +197,7 @@ class Loop:
         peers = self.reduction.peers
         logs: Logs = {}
         done = 0
-        with self._running(), data_errors_as_raised():
+        with data_errors_as_raised():
             with peers.barrier(f"{where}before its first step"):
                 by_batch, one_only, may_stop = self._begin(data, hooks)
             tuner, requested = self._tuner, self.model.steps_per_execution
@@ -273,14 +268,6 @@ class Loop:
     @property
     def _stopped(self) -> bool:
         return bool(getattr(self.model, self._stop_flag, False))
-
-    @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
-        before, self.is_running = self.is_running, True  # a callback may call train_on_batch
-        try:
-            yield
-        finally:
-            self.is_running = before
 
 
 def uses_batch_hooks(callbacks: Callbacks, kind: str) -> bool:

@@ -437,8 +437,9 @@ def distribute(
             global batch has used, and their slots. Rows of a batch that occur several times are
             summed first. Weight decay and the decay of moments apply to a row when it is used, so
             the training differs from Keras's, and large tables train faster. If False, this happens
-            only where it changes no number, as with Adagrad. Source: LazyAdam of TensorFlow 1,
-            PyTorch's SparseAdam.
+            only where it changes no number, as with Adagrad. The class of your own optimizer needs
+            the attribute `updates_by_row = True`. Source: LazyAdam of TensorFlow 1, PyTorch's
+            SparseAdam.
         one_trace: if True, TensorFlow traces each step once for all replicas of a task, which makes
             the first step shorter. If a step cannot be traced once, a warning and
             `tfd.explain(model)` give the reason. If False, TensorFlow traces each step once per

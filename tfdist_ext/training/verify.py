@@ -21,7 +21,7 @@ from tfdist_ext.data.pipelines import Structure, batch_size_of, rows_between
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TfDistError, TrainingError, address_of
 from tfdist_ext.messages import counted
-from tfdist_ext.strategies.owned_sums import narrow_sums_of
+from tfdist_ext.strategies.owned_sums import sums_of
 from tfdist_ext.training._keras_private import layers_of
 from tfdist_ext.training.agreement.equality import describe_data
 from tfdist_ext.training.distribution import check_counts
@@ -226,7 +226,7 @@ class Trainings:
         self, strategy: tf.distribute.Strategy, tolerance: float | None = None
     ) -> Verification:
         """Returns the result of `verify`, also for a strategy with one replica."""
-        narrow = narrow_sums_of(strategy)
+        narrow = sums_of(strategy).narrow
         other = "lazy updates" if self._lazy_updates else "plain Keras"
         title = (
             f"{type(strategy).__name__} with {counted(strategy.num_replicas_in_sync, 'replica')},"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import socket
 import threading
 import time
@@ -14,7 +13,6 @@ from typing import Any
 import grpc
 import pytest
 
-from tfdist_ext.cluster import liveness
 from tfdist_ext.cluster.jobs import addresses_of
 from tfdist_ext.cluster.liveness import preflight as module
 from tfdist_ext.cluster.liveness.preflight import (
@@ -137,20 +135,11 @@ def test_two_processes_as_one_task_are_an_error() -> None:
     assert [*leader._errors] == ["two processes were started as worker:1"]
 
 
-@pytest.mark.parametrize("swapped", [False, True])
-def test_all_tasks_name_the_task_that_differs(swapped: bool) -> None:
+def test_all_tasks_name_the_task_that_differs() -> None:
     with cluster(worker=3) as jobs:
-        first, second, third = jobs["worker"]
-        if swapped:  # worker:1 listens where worker:2 should
-            infos = [info("worker:0", jobs), info("worker:1", {"worker": (first, third, second)})]
-            error = (
-                f"worker:1 was started with a different cluster (worker:1 at {third}, not {second})"
-            )
-        else:
-            others = info("worker:1", jobs, keras="3.14.0"), info("worker:2", jobs)
-            infos = [info("worker:0", jobs), *others]
-            error = "worker:1 has keras 3.14.0, and worker:0 has 3.15.1"
-        assert outcomes(infos, 0.3) == [error] * len(infos)
+        others = info("worker:1", jobs, keras="3.14.0"), info("worker:2", jobs)
+        error = "worker:1 has keras 3.14.0, and worker:0 has 3.15.1"
+        assert outcomes([info("worker:0", jobs), *others], 0.3) == [error] * 3
 
 
 @pytest.mark.parametrize(
@@ -194,10 +183,9 @@ def program_at(address: str, reply: bytes | None) -> Iterator[None]:
     ("place", "reply", "why"),
     [
         (0, b"HTTP/1.0 400 Bad request\r\n\r\n", ", where another program answers"),
-        (1, b"", ""),
         (1, None, ", which does not answer: is its process frozen?"),
     ],
-    ids=["a web server", "a proxy that closes", "a frozen process"],
+    ids=["a web server", "a frozen process"],
 )
 def test_other_program_at_an_address_is_not_a_task(
     place: int, reply: bytes | None, why: str, monkeypatch: pytest.MonkeyPatch
@@ -219,18 +207,3 @@ def test_other_grpc_server_at_an_address_is_not_a_task() -> None:
         server.stop(0).wait()
     at = jobs["worker"][1]
     assert found == f"no answer from worker:1 ({at}, where another program answers)"
-
-
-def test_late_tasks_are_named_on_stderr(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(liveness, "FIRST_AFTER", 0.1)
-    with cluster(worker=3) as jobs:
-        outcomes([info("worker:1", jobs)], wait=0.5)
-        says = r"worker:1: waiting for worker:0 \(127.0.0.1:\d+\) for 0 s. Check that it is started"
-        assert re.match(says, capsys.readouterr().err)
-        outcomes([info("worker:0", jobs), info("worker:1", jobs)], wait=1.0)
-        says = (
-            r"worker:1: waiting for worker:2 \(127.0.0.1:\d+\) for \d s. Check that it is started"
-        )
-        assert re.search(says, capsys.readouterr().err)

@@ -44,10 +44,6 @@ def test_without_placement_large_variables_are_cut_as_planned(result: dict[str, 
     assert "from 39.06 KiB on it is cut into a piece for each ps" in result["explained"]
 
 
-def test_the_trained_weights_are_those_of_one_device(result: dict[str, Any]) -> None:
-    assert result["trained"] < 1e-6
-
-
 def test_a_device_that_the_user_asks_for_is_honored(result: dict[str, Any]) -> None:
     assert result["asked"] == [[[1, [5]]], [[1, [4]]], [[1, [3]]]]
 

@@ -72,7 +72,7 @@ def test_operations_that_mix_rows(name: str) -> None:
 
     def step(x: Any) -> None:
         nonlocal found
-        found = mixed_rows([function(x)], EqualTensors(x), {}, {})
+        found = mixed_rows([function(x)], EqualTensors(x), {}, {}, set())
 
     traced = tf.function(step, autograph=False)
     traced.get_concrete_function(tf.TensorSpec([None, 4], tf.float32))

@@ -13,8 +13,8 @@ from training_cases import RNG, mirrored, plain_fit, strategy_of, weights_of
 
 import tfdist_ext as tfd
 from tfdist_ext.training.steps import row_updates
-from tfdist_ext.training.steps.row_updates import RowRules, RowUpdates
-from tfdist_ext.training.variables import LocalCopies, default_strategy
+from tfdist_ext.training.steps.row_updates import RowUpdates, way_of
+from tfdist_ext.training.variables import default_strategy
 
 ROWS = 30  # of which a batch uses some, often several times, and some are never used
 IDS = RNG.integers(0, 20, (26, 5))
@@ -25,6 +25,8 @@ OPTIMIZERS = keras.optimizers
 
 class SignOfMean(keras.optimizers.Optimizer):
     """An optimizer of a user, which computes element by element."""
+
+    updates_by_row = True
 
     def build(self, variables: Any) -> None:
         super().build(variables)
@@ -190,39 +192,47 @@ def test_lazy_adam_by_hand(replicas: int) -> None:
     assert int(model.optimizer.iterations) == 6
 
 
+class OwnAdam(keras.optimizers.Adam):
+    """An optimizer of a user, which does not say how it computes."""
+
+
+class OwnSGD(keras.optimizers.SGD):
+    """The same, without slots."""
+
+
 @pytest.mark.parametrize(
-    ("make", "way"),
+    ("make", "way", "in_place", "lazy"),
     [
-        (lambda: OPTIMIZERS.SGD(), "whole"),  # writes slices itself
-        (lambda: OPTIMIZERS.Adagrad(), "rows"),
-        (lambda: OPTIMIZERS.Adagrad(weight_decay=0.1), "whole"),
-        (lambda: OPTIMIZERS.SGD(momentum=0.9), "whole"),
-        (lambda: OPTIMIZERS.Adam(), "whole"),
-        (lambda: OPTIMIZERS.Adafactor(), "whole"),
+        (lambda: OPTIMIZERS.SGD(), "whole", "whole", "whole"),  # writes slices itself
+        (lambda: OPTIMIZERS.SGD(weight_decay=0.1), "whole", "whole", "lazy rows"),
+        (lambda: OPTIMIZERS.SGD(momentum=0.9), "whole", "blocks", "lazy rows"),
+        (lambda: OPTIMIZERS.Adagrad(), "rows", "rows", "rows"),
+        (lambda: OPTIMIZERS.Adagrad(weight_decay=0.1), "whole", "blocks", "lazy rows"),
+        (lambda: OPTIMIZERS.Adam(), "whole", "blocks", "lazy rows"),
+        (lambda: SignOfMean(0.1), "whole", "blocks", "lazy rows"),
+        (lambda: OPTIMIZERS.Adafactor(), "whole", "whole", None),
+        (lambda: OPTIMIZERS.Lamb(), "whole", "whole", None),
+        (lambda: OwnAdam(), "whole", "whole", None),
+        (lambda: OwnSGD(), "whole", "whole", None),
     ],
 )
-def test_without_asking_only_what_changes_no_number(make: Any, way: str) -> None:
-    table = keras.Variable(np.ones((4, 2), "float32"))
+def test_how_an_optimizer_updates_tables(
+    make: Any, way: str, in_place: str, lazy: str | None
+) -> None:
     optimizer = make()
-    optimizer.build([table])
-    rules = RowRules()
-    updates = RowUpdates(default_strategy(), [optimizer], rules)
-    gradient = tf.IndexedSlices(tf.ones((1, 2)), tf.constant([2]), tf.constant([4, 2]))
-    raw = table.value
-
-    def update(variable: Any, gradient: Any, rate: Any) -> None:
-        optimizer.update_step(gradient, variable, rate)
-
-    with LocalCopies(lambda variable: variable._value, [optimizer]):
-        updates.update(raw, update, args=(gradient, tf.constant(0.1)))
-    assert list(rules.ways.values()) == [way]
+    assert way_of(optimizer, lazy=False, in_place=False) == way
+    assert way_of(optimizer, lazy=False, in_place=True) == in_place
+    if lazy is None:
+        with pytest.raises(tfd.TrainingError, match=f"{type(optimizer).__name__}: .* not known"):
+            way_of(optimizer, lazy=True, in_place=True)
+    else:
+        assert way_of(optimizer, lazy=True, in_place=True) == lazy
 
 
 @pytest.mark.parametrize(
     ("optimizer", "why"),
     [
-        (lambda: OPTIMIZERS.Lamb(0.1), "Lamb does not: the update of a row depends on other rows"),
-        (lambda: OPTIMIZERS.Adafactor(0.1), "Adafactor does not: .* no row for each row"),
+        (lambda: OPTIMIZERS.Lamb(0.1), r"of Lamb: .* set updates_by_row = True"),
         (lambda: OPTIMIZERS.Adam(0.1, gradient_accumulation_steps=2), "gradient_accumulation_st"),
     ],
 )
@@ -233,7 +243,7 @@ def test_what_needs_whole_tables_is_refused(optimizer: Any, why: str) -> None:
 
 def test_a_large_table_that_is_updated_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_updates, "_LARGE", ROWS * 3 * 4)
-    with pytest.warns(UserWarning, match=r"all 30 rows of table.*2 times.*lazy_updates=True"):
+    with pytest.warns(UserWarning, match=r"all 30 rows of table.*lazy_updates=True"):
         trained(LAZY["Adam"], mirrored(2), lazy_updates=False)
     trained(SAME["Adagrad"], mirrored(2), lazy_updates=False)  # no warning
 

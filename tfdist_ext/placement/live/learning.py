@@ -255,8 +255,12 @@ def _spec(variable: keras.Variable, slots: int, trainable: bool) -> VariableSpec
 
 
 def updates_by_row(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether an optimizer can update each piece of a variable alone."""
-    return type(getattr(optimizer, "inner_optimizer", optimizer)) in _BY_ROW
+    """Whether an optimizer can update each row of a variable alone.
+
+    The class of a user's optimizer says so by an attribute `updates_by_row`.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return type(inner) in _BY_ROW or bool(getattr(inner, "updates_by_row", False))
 
 
 def rows_can_be_owned(

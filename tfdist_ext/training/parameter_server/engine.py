@@ -35,7 +35,6 @@ from tfdist_ext.training.parameter_server.calls import (
     traced,
 )
 from tfdist_ext.training.parameter_server.scope import WorkerScope, step_on_worker
-from tfdist_ext.training.steps.row_updates import RowRules
 from tfdist_ext.training.steps.scope import (
     Execution,
     Logs,
@@ -111,7 +110,7 @@ class ParameterServerEngine:
                     " variables of the parameter servers."
                 )
                 setattr(model, name, False)
-        return ParameterServerProgram(model, self._calls, kind, RowRules(self._lazy_updates))
+        return ParameterServerProgram(model, self._calls, kind, lazy_updates=self._lazy_updates)
 
 
 class ParameterServerProgram:
@@ -123,10 +122,10 @@ class ParameterServerProgram:
 
     traces = "each worker traces it"
 
-    def __init__(self, model: keras.Model, calls: Calls, kind: str, row_rules: RowRules):
+    def __init__(self, model: keras.Model, calls: Calls, kind: str, *, lazy_updates: bool):
         self._model = model
         self._calls = calls
-        self._row_rules = row_rules
+        self._lazy_updates = lazy_updates
         self._step = step_of(model, kind)
         self._outputs = StepOutputs(model, kind)
         self._metrics, rest = metrics_and_others(model)
@@ -294,7 +293,7 @@ class ParameterServerProgram:
         if self._counter is not None:
             values.append((self._counter, tf.cast(step, self._counter.dtype)))
         scope = WorkerScope(values, self._watched, self._counter)
-        with step_on_worker(scope, self._model, self._row_rules):
+        with step_on_worker(scope, self._model, lazy_updates=self._lazy_updates):
             outputs = self._outputs.own_values(self._step(batch), scope, [states], warns=True)
         scope.write_watched()
         self._counted = scope.counted

@@ -19,7 +19,7 @@ from tfdist_ext.training._keras_private import (
     raw_value,
     substitutes,
 )
-from tfdist_ext.training.steps.row_updates import RowRules, RowUpdates
+from tfdist_ext.training.steps.row_updates import RowUpdates
 from tfdist_ext.training.steps.scope import (
     StepScope,
     metric_in_inner_graph,
@@ -101,7 +101,7 @@ class WorkerScope(StepScope):
 
 @contextlib.contextmanager
 def step_on_worker(
-    scope: WorkerScope, model: keras.Model, row_rules: RowRules | None = None
+    scope: WorkerScope, model: keras.Model, *, lazy_updates: bool = False
 ) -> Iterator[None]:
     """The scope of a step that reads rows and updates variables on their servers."""
     updates: list[RowUpdates] = []
@@ -110,8 +110,7 @@ def step_on_worker(
         stack.enter_context(substitutes({take: _take, **recording_results(model)}))
         for optimizer in optimizers_of(model).values():
             every = with_inner_optimizers(optimizer)
-            rules = row_rules or RowRules()
-            updates.append(RowUpdates(UpdatesInPlace(optimizer), every, rules))
+            updates.append(RowUpdates(UpdatesInPlace(optimizer), every, lazy_updates))
             stack.enter_context(distribution_strategy_of(every, updates[-1]))
         yield
         for update in updates:

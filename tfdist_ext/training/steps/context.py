@@ -14,7 +14,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import keras
@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfdist_ext.data.pipelines import Structure
 from tfdist_ext.data.shards import bounds
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.strategies.owned_sums import narrow_sums_of
+from tfdist_ext.strategies.owned_sums import sums_of
 from tfdist_ext.strategies.reductions import (
     OTHER,
     STATISTIC,
@@ -40,7 +40,6 @@ from tfdist_ext.training._keras_private import (
     replaces,
     substitutes,
 )
-from tfdist_ext.training.steps.row_updates import RowRules
 from tfdist_ext.training.steps.rows import (
     SAME_ORDER,
     EqualTensors,
@@ -252,7 +251,7 @@ class ReplicaSums:
         """
         counts = tf.stack([tf.size(value.indices, tf.int64) for value in values])
         before, count = (tf.unstack(vector, len(values)) for vector in self.before_and_all(counts))
-        narrow = narrow_sums_of(tf.distribute.get_strategy())
+        narrow = sums_of(tf.distribute.get_strategy()).narrow
         dtype = values[0].dtype if narrow is None else narrow.travels_as(values[0].dtype)
         bits = 24 if dtype.size > 2 else 8  # of a digit, which this type holds exactly
         powers = [_powers_of(value.indices.dtype, bits) for value in values]
@@ -308,7 +307,7 @@ class StepContext:
         batch_size: rows of a complete global batch; None if not known.
         sums_in_apply: gradients are summed where an optimizer gets them, not where a tape computes
             them. The step must not change them between the two.
-        row_rules: how optimizers update tables.
+        lazy_updates: as `distribute` takes it.
 
     Attributes:
         rows_read: rows that the part's tensors have: one row where the part has none of its own.
@@ -319,6 +318,7 @@ class StepContext:
         called: the replacements that the step has called.
         inputs_of_exact: maps the key of a tensor that covers all rows to the tensors before it.
         statistics: maps the key of a tensor to whether it is a statistic of this part's rows.
+        checked: the keys of tensors that were checked not to mix rows.
         row_numbers: shuffled numbers of rows in the global batch.
     """
 
@@ -330,7 +330,7 @@ class StepContext:
     cut_evenly: bool = True
     batch_size: int | None = None
     sums_in_apply: bool = False
-    row_rules: RowRules = field(default_factory=RowRules)
+    lazy_updates: bool = False
 
     def __post_init__(self) -> None:
         self._batch_fraction = tf.cast(self.rows, tf.float64) / tf.cast(
@@ -349,6 +349,7 @@ class StepContext:
         self.called: set[Any] = set()
         self.inputs_of_exact: dict[Key, Sequence[tf.Tensor]] = {}
         self.statistics: dict[Key, bool] = {}
+        self.checked: set[Key] = set()
         self.row_numbers: list[tf.Tensor] = []
         self._position: tuple[tf.Tensor, tf.Tensor] | None = None
 

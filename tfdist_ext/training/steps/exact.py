@@ -270,9 +270,9 @@ def _updating(
     Args:
         inner: updates a variable on its device: an object with `extended.update`.
     """
-    rules = context.row_rules
-    has_rows = rules.lazy or any(isinstance(gradient, tf.IndexedSlices) for gradient in grads)
-    updates = RowUpdates(inner, optimizers, rules) if has_rows else inner
+    lazy = context.lazy_updates
+    has_rows = lazy or any(isinstance(gradient, tf.IndexedSlices) for gradient in grads)
+    updates = RowUpdates(inner, optimizers, lazy) if has_rows else inner
     with running_step(None), default_strategy_scope(optimizers, updates):
         yield
     if isinstance(updates, RowUpdates):
@@ -337,7 +337,7 @@ def _apply_to_parts(
     sums = functools.partial(sums_of_parts, parts=[parts[number] for number in dense])
     for number, total in zip(dense, context.sums.synchronize(sums, values), strict=True):
         local[number] = total
-    updating = shared.updating(strategy, context.row_rules)
+    updating = shared.updating(strategy, lazy=context.lazy_updates)
     with running_step(None), substitutes({random_operation: refuse_to_draw}), updating:
         return apply(local, parts)
 
@@ -634,9 +634,10 @@ def warn_of_mixed_rows(context: StepContext, targets: Structure) -> None:
     if context.replicas == 1 or context.graph is None or context.on_tpu:
         return
     targets = symbolic_tensors(targets)
-    if replica_id() % context.local_replicas == 0 and (
-        mixed := mixed_rows(targets, context.equal, context.inputs_of_exact, context.statistics)
-    ):
+    if replica_id() % context.local_replicas:
+        return
+    known = context.inputs_of_exact, context.statistics, context.checked
+    if mixed := mixed_rows(targets, context.equal, *known):
         warn(
             f"The step {mixed}. Each of {context.replicas} replicas sees"
             " only its own rows, so the result differs from one device. Compute it from the rows"

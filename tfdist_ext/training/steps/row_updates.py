@@ -6,8 +6,7 @@ them is written to the table.
 
 Updating only rows changes no number if the optimizer leaves rows without a gradient unchanged, as
 Adagrad does. It changes the training, and must be asked for, if slots decay in each step, as those
-of Adam do. It is impossible if the update of a row depends on other rows. `_Trial` tries the update
-of an optimizer on a small table to find out which of the three is true.
+of Adam do. It is impossible if the update of a row depends on other rows. `way_of` decides.
 
 If an optimizer must update all rows of a large table, it updates one block of rows after another.
 Temporary values then need the memory of a block, not of the table. Tables with a copy on each
@@ -17,17 +16,17 @@ replica are still updated whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError, address_of
+from tfdist_ext.placement.live._keras_private import optimizer_behind
 from tfdist_ext.placement.live._tf_private import piece_being_updated
 from tfdist_ext.placement.live.creating import is_partitioned
+from tfdist_ext.placement.live.learning import updates_by_row
 from tfdist_ext.placement.specs import size_text
 from tfdist_ext.training._keras_private import key_of, stateless_scope
 from tfdist_ext.training.variables import PartOfVariable, Updates, UpdatesInPlace
@@ -45,17 +44,40 @@ _LARGE = 100_000_000  # bytes of a table
 UPDATE_BLOCK_BYTES = 1 << 22  # of a table; one of less than 8 blocks is updated whole
 
 
-@dataclass
-class RowRules:
-    """How the tables of a model are updated, found out once for each.
+def way_of(optimizer: keras.optimizers.Optimizer, *, lazy: bool, in_place: bool) -> Way:
+    """Returns how an optimizer updates a table.
 
-    Attributes:
+    Args:
         lazy: rows without a gradient may rest although the optimizer would change them.
-        ways: by the key of a table.
-    """
+        in_place: replicas share the table, or it is on servers.
 
-    lazy: bool = False
-    ways: dict[str, Way] = field(default_factory=dict)
+    Raises:
+        TrainingError: `lazy` is True, and the optimizer is not known to update each row alone.
+    """
+    if optimizer.weight_decay is None and type(optimizer) is keras.optimizers.Adagrad:
+        return "rows"
+    if not _has_slots(optimizer) and (optimizer.weight_decay is None or not lazy):
+        return "whole"  # Keras itself writes rows
+    if not updates_by_row(optimizer):
+        if lazy:
+            raise _no_rows(optimizer, "its class is not known to do so")
+        return "whole"
+    if lazy:
+        return "lazy rows"
+    return "blocks" if in_place else "whole"
+
+
+def _has_slots(optimizer: keras.optimizers.Optimizer) -> bool:
+    return type(optimizer) is not keras.optimizers.SGD or bool(optimizer.momentum)
+
+
+def _no_rows(optimizer: keras.optimizers.Optimizer, why: str) -> TrainingError:
+    return TrainingError(
+        f"lazy_updates=True needs an optimizer that updates each row alone, but of"
+        f" {type(optimizer).__name__}: {why}. Use another optimizer, such as Adam or Adagrad, or"
+        " leave lazy_updates out. If update_step of your own optimizer computes element by"
+        " element, set updates_by_row = True in its class."
+    )
 
 
 class RowUpdates(Updates):
@@ -64,22 +86,19 @@ class RowUpdates(Updates):
     Args:
         inner: updates a variable on its device: an object with `extended.update`.
         optimizers: an optimizer and those inside it.
-        rules: of the model.
+        lazy: as `distribute` takes `lazy_updates`.
 
     Raises:
-        TrainingError: the rules are lazy, and an optimizer accumulates gradients.
+        TrainingError: the updates are lazy, and an optimizer accumulates gradients.
     """
 
-    def __init__(
-        self, inner: Any, optimizers: Sequence[keras.optimizers.Optimizer], rules: RowRules
-    ):
+    def __init__(self, inner: Any, optimizers: Sequence[keras.optimizers.Optimizer], lazy: bool):
         self._inner = inner
         self._optimizer = optimizers[-1]
         self._slots = {id(slot) for optimizer in optimizers for slot in optimizer.variables}
-        self._rules = rules
+        self._lazy = lazy
         self._decays: dict[str, Callable[[Any], object]] = {}  # waiting for the update, by key
-        self._may_rest = rules.lazy or all(opt.weight_decay is None for opt in optimizers)
-        if rules.lazy and any(opt.gradient_accumulation_steps for opt in optimizers):
+        if lazy and any(opt.gradient_accumulation_steps for opt in optimizers):
             raise TrainingError(
                 "lazy_updates=True updates the rows of each batch, but"
                 " gradient_accumulation_steps sums gradients of whole tables. Use one of them."
@@ -89,11 +108,10 @@ class RowUpdates(Updates):
         self, var: Any, fn: Callable[..., Any], args: Sequence[Any] = (), group: bool = True
     ) -> Any:
         """Call `fn(variable, *args)` on the variable's device, with rows in place of a table."""
-        key = key_of(var)
-        if not args and self._rules.lazy:  # the weight decay, before the update
-            self._decays[key] = fn
+        if not args and self._lazy:  # the weight decay, before the update
+            self._decays[key_of(var)] = fn
             return None
-        decay = self._decays.pop(key, None)
+        decay = self._decays.pop(key_of(var), None)
         update: Callable[..., object] = fn
         if decay is not None:
 
@@ -101,10 +119,13 @@ class RowUpdates(Updates):
                 decay(var)
                 fn(var, *args)
 
-        if len(args) == 2 and isinstance(args[0], tf.IndexedSlices):
-            if key not in self._rules.ways:
-                self._rules.ways[key] = self._way(var, update)
-            if (way := self._rules.ways[key]) != "whole":
+        optimizer = optimizer_behind(fn)
+        if optimizer is not None and len(args) == 2 and isinstance(args[0], tf.IndexedSlices):
+            in_place = isinstance(self._inner, UpdatesInPlace)
+            way = way_of(optimizer, lazy=self._lazy, in_place=in_place)
+            if way in ("blocks", "whole"):
+                _warn_of_large(optimizer, var)
+            if way != "whole":
 
                 def of_rows(var: Any, gradient: tf.IndexedSlices, rate: Any) -> None:
                     if way == "blocks":
@@ -122,35 +143,7 @@ class RowUpdates(Updates):
             TrainingError: the optimizer has an update of its own.
         """
         if self._decays:
-            raise self._no_rows("it decays weights whose update Keras does not call")
-
-    def _way(self, table: Any, update: Update) -> Way:
-        """How a table is updated."""
-        in_place = isinstance(self._inner, UpdatesInPlace)
-        trial = _Trial(table, update, self._slots, alone=in_place or self._rules.lazy)
-        if self._may_rest and trial.way == "rows":
-            return "rows" if trial.slots else "whole"  # without slots, Keras writes rows itself
-        if self._rules.lazy:
-            if trial.way == "whole":
-                raise self._no_rows(trial.why)
-            return "lazy rows"
-        size = math.prod(table.shape) * tf.as_dtype(table.dtype).size
-        if size >= _LARGE and trial.slots:
-            warn(
-                f"each step updates all {table.shape[0]} rows of {table.name}"
-                f" ({size_text(size)}), and {trial.slots} times as many of the optimizer, because"
-                f" {type(self._optimizer).__name__} also changes rows that a batch does not use."
-                " tfd.distribute(..., lazy_updates=True) updates the rows of a batch only; see"
-                f" {address_of('docs/parameter_servers.md#optimizers-and-memory')}"
-            )
-        return "blocks" if in_place and trial.slots and trial.way != "whole" else "whole"
-
-    def _no_rows(self, why: str) -> TrainingError:
-        return TrainingError(
-            f"lazy_updates=True needs an optimizer that updates each row alone, but"
-            f" {type(self._optimizer).__name__} does not: {why}. Use another optimizer, such as"
-            " Adam or Adagrad, or leave lazy_updates out."
-        )
+            raise _no_rows(self._optimizer, "it decays weights whose update Keras does not call")
 
     def _update_blocks(
         self, update: Update, table: Any, gradient: tf.IndexedSlices, rate: Any
@@ -206,7 +199,7 @@ class RowUpdates(Updates):
                 views[id(variable)] = RowsOfVariable(value, ids)
             return views[id(variable)]
 
-        with _Instead(rows_of, outer):
+        with _WithRows(rows_of, outer):
             update(RowsOfVariable(table, ids), gradient, rate)
 
 
@@ -251,17 +244,15 @@ class RowsOfVariable(PartOfVariable):
         self._variable.scatter_add(tf.IndexedSlices(slices.values, ids))
 
 
-class _Instead(keras.StatelessScope):
-    """Scope in which Keras variables have other values.
+class _WithRows(keras.StatelessScope):
+    """Scope in which slots are read and written as rows.
 
     Args:
-        value_of: the value of a variable.
-        outer: the scope of variables whose value is no part; None if writing to them does nothing.
+        value_of: rows of a slot, or the value of another variable.
+        outer: the scope of the other variables.
     """
 
-    def __init__(
-        self, value_of: Callable[[keras.Variable], Any], outer: keras.StatelessScope | None
-    ):
+    def __init__(self, value_of: Callable[[keras.Variable], Any], outer: keras.StatelessScope):
         super().__init__(initialize_variables=False)
         self._value_of, self._outer = value_of, outer
 
@@ -273,101 +264,17 @@ class _Instead(keras.StatelessScope):
         part = self._value_of(variable)
         if isinstance(part, PartOfVariable):
             part.assign(value)
-        elif self._outer is not None:
+        else:
             self._outer.add_update((variable, value))
 
 
-class _Trial:
-    """An update, tried on a table of five rows with invented values.
-
-    Attributes:
-        way: "rows" if it does nothing to rows without a gradient; "lazy rows" if the update of a
-            row depends on this row alone (tried only if `alone`); else "whole".
-        why: why it is "whole".
-        slots: how many slots the update has used.
-    """
-
-    def __init__(self, table: Any, update: Update, of_optimizer: Container[int], *, alone: bool):
-        self._table = table
-        self._update = update
-        self._of_optimizer = of_optimizer
-        self._random = np.random.default_rng(0)
-        self._start: dict[int, np.ndarray] = {}  # of the table, and of slots, by id
-        self.why = ""
-        self.way: Way = "whole"
-        if self._holds(self._others_rest):
-            self.way = "rows"
-        elif alone and self._holds(self._each_alone):
-            self.way = "lazy rows"
-        self.slots = len(self._start) - 1
-
-    def _holds(self, condition: Callable[[], tf.Tensor]) -> bool:
-        """Whether a condition holds, computed in a graph that shares nothing with this process."""
-        with tf.init_scope(), tf.device("CPU:0"):
-            try:
-                graph = tf.function(condition, autograph=False).get_concrete_function()
-                if graph.captured_inputs:
-                    raise TrainingError("it uses a tf.Variable or a tensor of its own")
-                self.why = "the update of a row depends on other rows"
-                return bool(graph())
-            except Exception as error:  # what the code of an optimizer raises
-                self.why = str(error).strip().split("\n")[0]
-                return False
-
-    def _others_rest(self) -> tf.Tensor:
-        """In a graph: whether slices change only their rows, as they change these rows alone."""
-        width = list(self._table.shape[1:])
-        values = tf.constant(self._values([3, *width]), self._table.dtype)
-        shapes = tf.constant([[5, *width], [2, *width]])
-        whole = self._after(_ALL, tf.IndexedSlices(values, tf.constant([3, 1, 3]), shapes[0]))
-        rows = self._after(_USED, tf.IndexedSlices(values, tf.constant([0, 1, 0]), shapes[1]))
-        rest = [
-            tf.gather(value, _REST) == tf.constant(self._start[key][_REST], value.dtype)
-            for key, value in whole.items()
-        ]
-        return tf.reduce_all([_are_close(whole, rows), *map(tf.reduce_all, rest)])
-
-    def _each_alone(self) -> tf.Tensor:
-        """In a graph: whether a gradient changes rows as it changes them without the others."""
-        gradient = self._values([5, *self._table.shape[1:]])
-        whole = self._after(_ALL, tf.constant(gradient, self._table.dtype))
-        rows = self._after(_USED, tf.constant(gradient[_USED], self._table.dtype))
-        return _are_close(whole, rows)
-
-    def _after(self, rows: list[int], gradient: Any) -> dict[int, tf.Tensor]:
-        """The values of these rows of the table and of its slots, by id, after an update."""
-        parts: dict[int, PartOfVariable] = {}
-
-        def part(key: int, variable: Any) -> PartOfVariable:
-            if key not in parts:
-                start = self._start.setdefault(key, self._values((5, *variable.shape[1:])))
-                parts[key] = PartOfVariable(variable)
-                parts[key].value = tf.constant(start[rows], variable.dtype)
-            return parts[key]
-
-        def invented(variable: keras.Variable) -> Any:
-            if id(variable) in self._of_optimizer and _has_rows_of(variable, self._table):
-                return part(id(variable), variable)
-            if len(variable.shape):
-                raise TrainingError(f"it uses {variable.path}, which has no row for each row")
-            return tf.cast(3.0 if "int" in variable.dtype else 0.5, variable.dtype)
-
-        with _Instead(invented, None):
-            self._update(part(0, self._table), gradient, tf.constant(0.5, self._table.dtype))
-        return {key: part.read_value() for key, part in parts.items()}
-
-    def _values(self, shape: Sequence[int]) -> np.ndarray:
-        return self._random.uniform(0.5, 0.7, shape)  # mean squares are above squared means
-
-
-_ALL, _USED, _REST = [0, 1, 2, 3, 4], [3, 1], [0, 2, 4]  # rows of a trial
-
-
-def _are_close(whole: dict[int, tf.Tensor], rows: dict[int, tf.Tensor]) -> tf.Tensor:
-    """Whether the used rows of whole tensors are equal to `rows` but for rounding."""
-    results = []
-    for key, value in whole.items():
-        epsilon = {2: 2e-2, 4: 1e-6}.get(value.dtype.size, 1e-13)
-        a, b = tf.cast(tf.gather(value, _USED), tf.float64), tf.cast(rows[key], tf.float64)
-        results.append(tf.reduce_all(tf.abs(a - b) <= epsilon * tf.abs(a)))
-    return tf.reduce_all(results)
+def _warn_of_large(optimizer: keras.optimizers.Optimizer, table: Any) -> None:
+    """Warns of a large table of which each step updates all rows."""
+    size = math.prod(table.shape) * tf.as_dtype(table.dtype).size
+    if size >= _LARGE and _has_slots(optimizer):
+        warn(
+            f"each step updates all {table.shape[0]} rows of {table.name} ({size_text(size)}), and"
+            f" the optimizer's slots for them, because {type(optimizer).__name__} also changes rows"
+            " that a batch does not use. tfd.distribute(..., lazy_updates=True) updates the rows of"
+            f" a batch only; see {address_of('docs/parameter_servers.md#optimizers-and-memory')}"
+        )

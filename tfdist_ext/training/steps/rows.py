@@ -134,14 +134,17 @@ def follows_from(value: tf.Tensor, sources: Sequence[tf.Tensor]) -> bool:
 
 
 def tensors_before(
-    targets: Iterable[tf.Tensor], inputs: Callable[[tf.Tensor], Iterable[tf.Tensor]]
+    targets: Iterable[tf.Tensor],
+    inputs: Callable[[tf.Tensor], Iterable[tf.Tensor]],
+    seen: set[Key] | None = None,
 ) -> Iterator[tf.Tensor]:
     """Yields tensors of a graph, each once, and all tensors from which they are computed.
 
     Args:
         inputs: returns the inputs of a tensor to go on with.
+        seen: the keys of tensors to leave out; gets those that are yielded.
     """
-    waiting, seen = list(targets), set[Key]()
+    waiting, seen = list(targets), set() if seen is None else seen
     while waiting:
         tensor = waiting.pop()
         if tensor_key(tensor) not in seen:
@@ -451,7 +454,8 @@ def mixed_rows(
     targets: Iterable[tf.Tensor],
     equal: EqualTensors,
     exact: Mapping[Key, Sequence[tf.Tensor]],
-    statistics: Mapping[Key, bool],
+    statistics: dict[Key, bool],
+    checked: set[Key],
 ) -> str | None:
     """Returns what an operation before these tensors does to mix rows of the part, and its name.
 
@@ -462,13 +466,13 @@ def mixed_rows(
             on with.
         statistics: by the key of a tensor, whether it is a statistic of the part's rows, as far as
             that is known.
+        checked: the keys of tensors that were before earlier targets; gets those before these.
     """
-    known = dict(statistics)
 
     def inputs(tensor: tf.Tensor) -> Iterable[tf.Tensor]:
         return itertools.filterfalse(equal.has, exact.get(tensor_key(tensor), tensor.op.inputs))
 
-    for tensor in tensors_before(itertools.filterfalse(equal.has, targets), inputs):
+    for tensor in tensors_before(itertools.filterfalse(equal.has, targets), inputs, checked):
         op = tensor.op
         if tensor_key(tensor) in exact:
             continue
@@ -485,7 +489,7 @@ def mixed_rows(
             continue
         # Numbers divided by others are linear in the former only.
         factors = op.inputs[1:] if op.type in _DIVIDING else op.inputs
-        related = [_is_statistic(factor, equal, known) for factor in factors]
+        related = [_is_statistic(factor, equal, statistics) for factor in factors]
         is_related = any(map(unknown_sizes, op.inputs)) or (op.type == "Mul" and all(related))
         if any(related) and (is_related or op.type in _NOT_LINEAR):
             return f"{_STATISTIC}, in {op.name!r}"

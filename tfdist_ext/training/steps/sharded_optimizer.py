@@ -24,7 +24,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.learning import rows_can_be_owned
 from tfdist_ext.placement.planning import plan_owners
 from tfdist_ext.placement.specs import VariableShard, VariableSpec
-from tfdist_ext.strategies.owned_sums import OwnedSums, Owners, owned_sums_of
+from tfdist_ext.strategies.owned_sums import OwnedSums, Owners, sums_of
 from tfdist_ext.training._keras_private import (
     ADD,
     COND,
@@ -36,7 +36,7 @@ from tfdist_ext.training._keras_private import (
     replaces,
     substitutes,
 )
-from tfdist_ext.training.steps.row_updates import RowRules, RowUpdates
+from tfdist_ext.training.steps.row_updates import RowUpdates
 from tfdist_ext.training.variables import (
     SHARDED,
     LocalCopies,
@@ -158,7 +158,7 @@ class ShardedOptimizer:
             variable.assign(value)
 
     @contextlib.contextmanager
-    def updating(self, strategy: tf.distribute.Strategy, rules: RowRules) -> Iterator[None]:
+    def updating(self, strategy: tf.distribute.Strategy, *, lazy: bool) -> Iterator[None]:
         """Scope in which the optimizer updates parts. At its end all workers get the weights."""
         optimizers, sums = with_inner_optimizers(self.optimizer), _sums_of(strategy)
         copies = LocalCopies(lambda variable: local_copy(variable, strategy, 0), optimizers)
@@ -166,7 +166,7 @@ class ShardedOptimizer:
             replacement: functools.partial(replacement.function, sums)
             for replacement in (clip_gradients, check_finite)
         }
-        updates = RowUpdates(_UpdatesOfParts(), optimizers, rules)
+        updates = RowUpdates(_UpdatesOfParts(), optimizers, lazy)
         scope = default_strategy_scope(optimizers, updates)
         with self._loaded(strategy), scope, copies, substitutes(over_workers):
             yield
@@ -179,7 +179,7 @@ class ShardedOptimizer:
 
     def finalize(self) -> None:
         """Replaces the weights by averaged ones, in a replica's context."""
-        with self.updating(tf.distribute.get_strategy(), RowRules()):
+        with self.updating(tf.distribute.get_strategy(), lazy=False):
             self.optimizer.finalize_variable_values(self.parts)
 
     @contextlib.contextmanager
@@ -255,7 +255,7 @@ def _slot_of(variable: keras.Variable, part: OwnPart) -> ShardedSlot:
 
 
 def _sums_of(strategy: tf.distribute.Strategy) -> OwnedSums:
-    sums = owned_sums_of(strategy)
+    sums = sums_of(strategy).owned
     assert sums is not None
     return sums
 

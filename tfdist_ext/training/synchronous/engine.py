@@ -23,7 +23,6 @@ from tfdist_ext.data.shards import Shard
 from tfdist_ext.strategies._tf_private import per_replica
 from tfdist_ext.training._keras_private import raw_value
 from tfdist_ext.training.agreement.equality import from_each_worker
-from tfdist_ext.training.steps.row_updates import RowRules
 from tfdist_ext.training.steps.scope import Execution, as_logs, zeros_of
 from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.synchronous.model_step import ModelStep, OneTrace, Seeds
@@ -332,5 +331,5 @@ class SynchronousEngine:
         return Predictor(self._step(model, "predict"))
 
     def _step(self, model: keras.Model, kind: str, timer: StepTimer | None = None) -> ModelStep:
-        rules = RowRules(self._lazy_updates)
-        return ModelStep(model, self.reduction, kind, self._seeds, timer, self._one_trace, rules)
+        shared = self._seeds, timer, self._one_trace
+        return ModelStep(model, self.reduction, kind, *shared, lazy_updates=self._lazy_updates)

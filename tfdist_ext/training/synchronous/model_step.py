@@ -20,7 +20,7 @@ from tfdist_ext.data.batches import Parts
 from tfdist_ext.data.pipelines import Part, Structure, batch_size_of, rows_between
 from tfdist_ext.errors import StrategyError, TfDistError, TrainingError
 from tfdist_ext.strategies._tf_private import lightly_optimized
-from tfdist_ext.strategies.owned_sums import narrow_sums_of, owned_sums_of
+from tfdist_ext.strategies.owned_sums import sums_of
 from tfdist_ext.strategies.shared_step import SharedStep, kind_of
 from tfdist_ext.strategies.traced_replica import NotSharedError, replica_id, replica_number
 from tfdist_ext.training._keras_private import (
@@ -34,7 +34,6 @@ from tfdist_ext.training._keras_private import (
 from tfdist_ext.training.state import broadcast_state
 from tfdist_ext.training.steps import exact
 from tfdist_ext.training.steps.context import ReplicaSums, StepContext, running_step
-from tfdist_ext.training.steps.row_updates import RowRules
 from tfdist_ext.training.steps.scope import (
     OwnCopies,
     ReplicaScope,
@@ -67,8 +66,7 @@ class ModelStep:
 
     Args:
         seeds: the random generators of the replicas.
-        one_trace: as `distribute` takes it.
-        row_rules: how optimizers update tables.
+        one_trace, lazy_updates: as `distribute` takes them.
 
     Attributes:
         timer: records the times of steps; None where nobody asks for them.
@@ -85,7 +83,8 @@ class ModelStep:
         seeds: Seeds,
         timer: StepTimer | None,
         one_trace: OneTrace,
-        row_rules: RowRules,
+        *,
+        lazy_updates: bool,
     ):
         self.model = model
         self.reduction = reduction
@@ -99,11 +98,11 @@ class ModelStep:
         self._step = step_of(model, kind)
         self._seeds = seeds
         self._one_trace = one_trace
-        self._row_rules = row_rules
+        self._lazy_updates = lazy_updates
         self._replicas = 1 if self._eagerly else reduction.replicas
         self._local_replicas = 1 if self._eagerly else reduction.local_replicas
         self._local = OwnCopies(reduction.strategy, self._local_replicas)
-        self._sums_in_apply = owned_sums_of(reduction.strategy) is not None and uses_keras_step(
+        self._sums_in_apply = sums_of(reduction.strategy).owned is not None and uses_keras_step(
             model, "train"
         )
         # XLA knows no time of day.
@@ -314,7 +313,7 @@ class ModelStep:
             cut_evenly=rows_of_all is None,
             batch_size=self.batch_size,
             sums_in_apply=self._sums_in_apply,
-            row_rules=self._row_rules,
+            lazy_updates=self._lazy_updates,
         )
         context.substitutes = exact.substitutes_of(context)
         return context
@@ -416,9 +415,9 @@ def trace_for_each(
     kinds = reduction.device_types
     if "TPU" in kinds:
         return "a TPU compiles the step"
-    if owned_sums_of(reduction.strategy) is not None:
+    if sums_of(reduction.strategy).owned is not None:
         return "workers share the optimizer (shard_optimizer=True)"
-    if narrow_sums_of(reduction.strategy) is not None:
+    if sums_of(reduction.strategy).narrow is not None:
         return "gradients travel in another type (gradient_dtype)"
     if reduction.multi_worker and reduction.local_replicas > 1:  # several GPUs on each: untested
         return "other workers have replicas, too"
