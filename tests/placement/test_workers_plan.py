@@ -39,12 +39,12 @@ def test_the_table() -> None:
         (
             "1Gbit",
             "On 1 Gbit/s, 2 workers would be slower than one (global batch 64). On 10 Gbit/s, 2"
-            " workers would be 1.6 times as fast as one, and 4 workers 2.3 times as fast with"
+            " workers would be 1.6 times as fast as one, and 2 workers 2.0 times as fast with"
             ' gradient_dtype="bfloat16".',
         ),
         (
             "5Gbit",
-            "On 5 Gbit/s, 2 workers would be no faster than one, but 2 workers 1.6 times as fast"
+            "On 5 Gbit/s, 2 workers would be no faster than one, but 2 workers 1.5 times as fast"
             ' with gradient_dtype="bfloat16" (global batch 64). With 64 examples for each worker, 4'
             " workers would process 2.5 times as many examples per second as one.",
         ),

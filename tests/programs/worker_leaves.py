@@ -41,8 +41,6 @@ class InThirdEpoch(keras.callbacks.Callback):
         print("NOW", flush=True)
         if event == "leaves":
             sys.exit(0)
-        if event == "exits":
-            sys.exit("no such file: data.tfrecord")
         if event == "fails":
             raise RuntimeError("no such file: data.tfrecord")
         if event.startswith("SIG"):

@@ -27,6 +27,7 @@ from tfdist_ext.user_frames import filter_traceback
 
 # Of a bucket of gradients: a collective cuts a bucket into one part for each worker.
 BYTES_PER_WORKER = 4 << 20
+NARROW_BUCKETS = 4  # times smaller with `gradient_dtype`, which is faster on slow networks
 _NARROW_ITEMSIZE = 2  # bytes of a bfloat16 and of a float16
 _ID_BYTES = 8  # of the digits of an id (int32) beside its row
 _NUMBER = r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*"
@@ -49,7 +50,8 @@ class Network:
         host: the bytes per second that a worker's processor moves, in addition to the network.
         overhead: the seconds of a collective besides its messages.
         bucket_bytes: the size of a bucket of gradients. 0 sums all gradients at once, except with
-            `shard_optimizer`. None is 4 MiB times the number of workers, the default on CPUs.
+            `shard_optimizer`. None is the default on CPUs: 4 MiB times the number of workers, and
+            a quarter with `gradient_dtype`.
         overlap: the last fraction of a step's computation, during which gradients become ready.
         straggling: the standard deviation of the computation's time between workers, relative to
             its mean. All workers wait for the slowest worker.
@@ -64,11 +66,12 @@ class Network:
     overlap: float = 0.6
     straggling: float = 0.0
 
-    def buckets(self, size: int, workers: int, *, sharded: bool) -> int:
+    def buckets(self, size: int, workers: int, *, narrow: bool, sharded: bool) -> int:
         """Returns the number of buckets of this many bytes of gradients or weights."""
         if self.bucket_bytes == 0 and not sharded:
             return 1
-        return max(1, -(-size // (self.bucket_bytes or BYTES_PER_WORKER * workers)))
+        usual = BYTES_PER_WORKER * workers // (NARROW_BUCKETS if narrow else 1)
+        return max(1, -(-size // (self.bucket_bytes or usual)))
 
     def seconds(self, sent: float, messages: int, collectives: int = 1) -> float:
         """Returns the time in which a worker sends bytes in messages, one after another."""
@@ -144,14 +147,15 @@ def step_seconds(
     seconds *= 1 + network.straggling * math.sqrt(2 * math.log(workers))
     part = (workers - 1) / workers
     if step.dense_bytes:
-        count = network.buckets(step.dense_bytes, workers, sharded=sharded)
+        count = network.buckets(step.dense_bytes, workers, narrow=narrow, sharded=sharded)
         ratio = min(1.0, _NARROW_ITEMSIZE / step.itemsize) if narrow else 1.0
         sent = part * step.dense_bytes * ratio / count
         reducing = network.seconds(sent, 1)  # an all-to-all, and each worker adds
         if not sharded:
-            gathering = network.seconds(sent, workers - 1)
             ring = network.seconds(2 * sent, 2 * (workers - 1))
-            reducing = reducing + gathering if narrow else ring
+            of_two = network.seconds(2 * sent, 1)  # each sends all of the bucket to the other
+            in_steps = reducing + network.seconds(sent, workers - 1)
+            reducing = (of_two if workers == 2 else in_steps) if narrow else ring
         first = seconds * (1 - network.overlap * (1 - 1 / count))
         # Either the network works without a pause, or it waits for the last bucket.
         seconds = max(first + count * reducing, seconds + reducing)
@@ -160,7 +164,7 @@ def step_seconds(
         # Counts, then rows with their ids.
         seconds += network.seconds(2 * part * size, 4 * (workers - 1), 2)
     if sharded:
-        count = network.buckets(step.trained_bytes, workers, sharded=True)
+        count = network.buckets(step.trained_bytes, workers, narrow=narrow, sharded=True)
         seconds += network.seconds(part * step.trained_bytes, count * (workers - 1), count)
     return seconds
 

@@ -123,10 +123,17 @@ class NarrowSums(_Collectives):
         return self.dtype if dtype.size > self.dtype.size else dtype
 
     def total(self, vector: tf.Tensor) -> tf.Tensor:
-        """Returns the sum of a vector of known length, rounded to `dtype`, in the vector's type."""
-        length = vector.shape[0]
+        """Returns the sum of a vector of known length, in the vector's type.
+
+        Each worker sums a part, and rounds the sum to `dtype`. Each of two workers sends its whole
+        vector instead, which has as many bytes.
+        """
+        length, narrow = vector.shape[0], tf.cast(vector, self.dtype)
+        if self.workers == 2:
+            lines = tf.reshape(self.all_gather(narrow), [self.workers, length])
+            return _sum_of_lines(lines, vector.dtype)
         line = aligned(-(-length // self.workers))
-        padded = tf.pad(tf.cast(vector, self.dtype), [[0, line * self.workers - length]])
+        padded = tf.pad(narrow, [[0, line * self.workers - length]])
         parts = self.all_to_all(tf.reshape(padded, [self.workers, line]))
         sums = self.all_gather(tf.cast(_sum_of_lines(parts, vector.dtype), self.dtype))
         return tf.cast(sums[:length], vector.dtype)

@@ -23,7 +23,7 @@ from tfdist_ext.cluster.liveness.wire import STARTED, Connection
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import shown
 from tfdist_ext.placement.placer import ServerPlacer
-from tfdist_ext.placement.scaling import BYTES_PER_WORKER
+from tfdist_ext.placement.scaling import BYTES_PER_WORKER, NARROW_BUCKETS
 from tfdist_ext.placement.specs import parse_size
 from tfdist_ext.strategies._tf_private import workers_strategy
 from tfdist_ext.strategies.cluster_tasks import (
@@ -68,7 +68,7 @@ def multi_worker_mirrored(
     Args:
         bucket_bytes: gradients are summed over workers in buckets of this size, as 4_000_000 or
             "16MB". 0 leaves them to TensorFlow, which makes one tensor of all. By default 4 MiB
-            times the number of workers on CPUs, and 0 on GPUs.
+            times the number of workers on CPUs, a quarter with `gradient_dtype`, and 0 on GPUs.
         shard_optimizer: each worker holds the optimizer's slots of a part of the weights, and
             updates that part (ZeRO stage 1). Without it each worker holds all slots.
         gradient_dtype: "bfloat16" or "float16": gradients travel between workers in this type, with
@@ -105,7 +105,7 @@ def multi_worker_mirrored(
         narrow = NarrowSums(last_key, *workers, gradient_dtype)
     on_cpus = all("CPU" in device for device in strategy.extended.worker_devices)
     usual = BYTES_PER_WORKER * strategy.num_replicas_in_sync if on_cpus else 0
-    usual = options.bytes_per_pack or usual
+    usual = options.bytes_per_pack or (usual // NARROW_BUCKETS if narrow else usual)
     size = usual if size is None else size
     set_sums(strategy, Sums(bucket_bytes=size, owned=owned, narrow=narrow))
     return strategy
