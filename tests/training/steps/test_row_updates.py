@@ -223,7 +223,7 @@ def test_how_an_optimizer_updates_tables(
     assert way_of(optimizer, lazy=False, in_place=False) == way
     assert way_of(optimizer, lazy=False, in_place=True) == in_place
     if lazy is None:
-        with pytest.raises(tfd.TrainingError, match=f"{type(optimizer).__name__}: .* not known"):
+        with pytest.raises(tfd.TrainingError, match=f"{type(optimizer).__name__} is not known"):
             way_of(optimizer, lazy=True, in_place=True)
     else:
         assert way_of(optimizer, lazy=True, in_place=True) == lazy
@@ -232,7 +232,7 @@ def test_how_an_optimizer_updates_tables(
 @pytest.mark.parametrize(
     ("optimizer", "why"),
     [
-        (lambda: OPTIMIZERS.Lamb(0.1), r"of Lamb: .* set updates_by_row = True"),
+        (lambda: OPTIMIZERS.Lamb(0.1), r"Lamb is not known .* set updates_by_row = True"),
         (lambda: OPTIMIZERS.Adam(0.1, gradient_accumulation_steps=2), "gradient_accumulation_st"),
     ],
 )

@@ -60,7 +60,7 @@ def way_of(optimizer: keras.optimizers.Optimizer, *, lazy: bool, in_place: bool)
         return "whole"  # Keras itself writes rows
     if not updates_by_row(optimizer):
         if lazy:
-            raise _no_rows(optimizer, "its class is not known to do so")
+            raise _no_rows(f"{type(optimizer).__name__} is not known to do so")
         return "whole"
     if lazy:
         return "lazy rows"
@@ -71,12 +71,11 @@ def _has_slots(optimizer: keras.optimizers.Optimizer) -> bool:
     return type(optimizer) is not keras.optimizers.SGD or bool(optimizer.momentum)
 
 
-def _no_rows(optimizer: keras.optimizers.Optimizer, why: str) -> TrainingError:
+def _no_rows(why: str) -> TrainingError:
     return TrainingError(
-        f"lazy_updates=True needs an optimizer that updates each row alone, but of"
-        f" {type(optimizer).__name__}: {why}. Use another optimizer, such as Adam or Adagrad, or"
-        " leave lazy_updates out. If update_step of your own optimizer computes element by"
-        " element, set updates_by_row = True in its class."
+        f"lazy_updates=True needs an optimizer that updates each row alone, and {why}. Use another"
+        " optimizer, such as Adam or Adagrad, or leave lazy_updates out. If update_step of your own"
+        " optimizer computes element by element, set updates_by_row = True in its class."
     )
 
 
@@ -143,7 +142,8 @@ class RowUpdates(Updates):
             TrainingError: the optimizer has an update of its own.
         """
         if self._decays:
-            raise _no_rows(self._optimizer, "it decays weights whose update Keras does not call")
+            name = type(self._optimizer).__name__
+            raise _no_rows(f"{name} decays weights whose update Keras does not call")
 
     def _update_blocks(
         self, update: Update, table: Any, gradient: tf.IndexedSlices, rate: Any
