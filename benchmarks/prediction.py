@@ -26,10 +26,11 @@ __all__ = ["Row", "prediction_table"]
 
 SETTINGS = {"fit": {}, "narrow": {"narrow": True}, "sharded": {"sharded": True}}
 CHOICES = {
-    "usable": (0.7, 0.8, 0.85, 0.9, 0.95, 1.0),
-    "host": (2e8, 3e8, 5e8, 7e8, 1e9, 2e9, 5e9, math.inf),
-    "overhead": (1e-4, 3e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
-    "overlap": (0.0, 0.2, 0.4, 0.6, 0.8),
+    "usable": (0.85, 0.9, 0.95, 1.0),
+    "host": (3e8, 5e8, 7e8, 1e9, 2e9, math.inf),
+    "overhead": (1e-4, 2e-4, 3e-4, 5e-4, 7e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 4e-3, 6e-3),
+    "overlap": (0.0, 0.2, 0.4, 0.6),
+    "per_table": (0.0, 1e-4, 2e-4, 3e-4, 4e-4, 6e-4),
 }
 
 

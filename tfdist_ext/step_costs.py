@@ -196,6 +196,7 @@ def _cost(
         dense_bytes=whole - in_rows,
         table_values=sum(int(tf.size(table.values)) for table in tables),
         table_ids=sum(int(tf.size(table.indices)) for table in tables),
+        tables=len(tables),
         itemsize=max((itemsize(spec.dtype) for spec in trained), default=4),
         trained_bytes=whole,
         other_bytes=sum(spec.weight_bytes for spec in specs if not spec.trainable),

@@ -49,6 +49,7 @@ class Network:
         usable: the fraction of the bandwidth that gradients get.
         host: the bytes per second that a worker's processor moves, in addition to the network.
         overhead: the seconds of a collective besides its messages.
+        per_table: the seconds in which a worker prepares the rows of a table.
         bucket_bytes: the size of a bucket of gradients. 0 sums all gradients at once, except with
             `shard_optimizer`. None is the default on CPUs: 4 MiB times the number of workers, and
             a quarter with `gradient_dtype`.
@@ -62,6 +63,7 @@ class Network:
     usable: float = 0.9
     host: float = math.inf
     overhead: float = 5e-4
+    per_table: float = 2e-4
     bucket_bytes: int | None = None
     overlap: float = 0.6
     straggling: float = 0.0
@@ -90,6 +92,7 @@ class StepCost:
         dense_bytes: the bytes of the gradients of whole variables.
         table_values: the number of gradient values of the rows of tables that the examples read.
         table_ids: the number of these rows.
+        tables: the number of these tables.
         trained_bytes: the bytes of the trained variables.
         other_bytes: the bytes of variables that are not trained.
         slot_bytes: the bytes of the optimizer's slots.
@@ -102,6 +105,7 @@ class StepCost:
     dense_bytes: int
     table_values: int = 0
     table_ids: int = 0
+    tables: int = 0
     trained_bytes: int
     other_bytes: int = 0
     slot_bytes: int = 0
@@ -163,6 +167,7 @@ def step_seconds(
         size = step.gathered_bytes(rows, workers, narrow=narrow)
         # Counts, then rows with their ids.
         seconds += network.seconds(2 * part * size, 4 * (workers - 1), 2)
+        seconds += step.tables * network.per_table
     if sharded:
         count = network.buckets(step.trained_bytes, workers, narrow=narrow, sharded=True)
         seconds += network.seconds(part * step.trained_bytes, count * (workers - 1), count)
