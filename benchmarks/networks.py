@@ -80,7 +80,7 @@ def main() -> int:
             rows += rows_of(rounds, workers, rate, model)
             print(table(rows)[-1], flush=True)
         if arguments.json:
-            arguments.json.write_text(json.dumps(rows, indent=1))
+            arguments.json.write_text(f"[{',\n '.join(map(json.dumps, rows))}]\n")
     if arguments.markdown:
         text = "\n".join(["", *table(rows), *closing_line(arguments.rounds)])
         put_into(arguments.markdown, MARKERS, text)
