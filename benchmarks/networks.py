@@ -80,7 +80,8 @@ def main() -> int:
             rows += rows_of(rounds, workers, rate, model)
             print(table(rows)[-1], flush=True)
         if arguments.json:
-            arguments.json.write_text(f"[{',\n '.join(map(json.dumps, rows))}]\n")
+            lines = ",\n".join(map(json.dumps, rows))
+            arguments.json.write_text(f"[\n{lines}\n]\n")
     if arguments.markdown:
         text = "\n".join(["", *table(rows), *closing_line(arguments.rounds)])
         put_into(arguments.markdown, MARKERS, text)
