@@ -71,7 +71,7 @@ def prediction_table(
     steps = {model: cost_of(model, models[model][0]) for model in {row.model for row in rows}}
     for workers in sorted({row.workers for row in rows}):
         mine = [row for row in rows if row.workers == workers]
-        step_of = {model: alone(step, model, mine) for model, step in steps.items()}
+        step_of = {row.model: alone(steps[row.model], row.model, mine) for row in mine}
         trained = [row for row in mine if row.way in SETTINGS]
         seen = [row for row in trained if not {row.rate, row.model, row.way} & {*unseen}]
         fitted = fit(seen, step_of)
