@@ -72,18 +72,20 @@ def main() -> int:
         if arguments.markdown:
             put_into(arguments.markdown, PREDICTED, text)
         return 0
+    if missing := {"fit", *(["narrow"] if arguments.picture else [])} - {*arguments.ways}:
+        parser.error(f"--ways lacks {' and '.join(missing)}, which the results need")
     if "tf_keras" in arguments.ways:
         prepare_legacy()
     rows = []
     for workers, model in itertools.product(arguments.workers, arguments.models):
         for rate, rounds in rounds_of(arguments, workers, model):
             rows += rows_of(rounds, workers, rate, model)
-            print(table(rows)[-1], flush=True)
+            print(table(rows, arguments.latency)[-1], flush=True)
         if arguments.json:
             lines = ",\n".join(map(json.dumps, rows))
             arguments.json.write_text(f"[\n{lines}\n]\n")
     if arguments.markdown:
-        text = "\n".join(["", *table(rows), *closing_line(arguments.rounds)])
+        text = "\n".join(["", *table(rows, arguments.latency), *closing_line(arguments.rounds)])
         put_into(arguments.markdown, MARKERS, text)
     if arguments.picture:
         draw(rows, arguments.picture)
@@ -166,17 +168,17 @@ def rows_of(rounds: list[dict[str, Turn]], workers: int, rate: str, model: str) 
     return rows
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[Row], latency: str) -> list[str]:
     """Lines: a row for each model on a network. Methods are shown relative to `fit`."""
     others = {"narrow": "bfloat16", "sharded": "sharded", HAND: HAND, "tf_keras": "tf_keras"}
     titles = ["workers, network", "model", "`fit`, steps/s", *others.values()]
-    titles += ["MB sent", "bfloat16", "sums during the step"]
+    titles += ["MB sent", "MB sent, bfloat16", "sums during the step"]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for (workers, rate, model), group in itertools.groupby(rows, key=lambda row: row[:3]):
         by_way = {row.way: row for row in group}
         speeds = [1 / seconds for seconds in by_way["fit"].turns]
         spread = f"{statistics.median(speeds):.3g} ({min(speeds):.3g} to {max(speeds):.3g})"
-        cells = [f"{workers}, {rate}", model, spread]
+        cells = [f"{workers}, {rate} {latency}".strip(), model, spread]
         for way in others:
             cells.append(f"{gain(by_way, way):.2f} x" if way in by_way else "")
         cells += [f"{by_way[way].sent:.2f}" if way in by_way else "" for way in ("fit", "narrow")]
@@ -187,7 +189,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 def gain(by_way: dict[str, Row], way: str) -> float:
     """How many times as fast as `fit` a method is."""
     turns = zip(by_way["fit"].turns, by_way[way].turns, strict=True)
-    return statistics.median(of_fit / own for of_fit, own in turns)
+    return statistics.median(fit_seconds / way_seconds for fit_seconds, way_seconds in turns)
 
 
 def hidden(by_way: dict[str, Row]) -> str:
@@ -195,7 +197,11 @@ def hidden(by_way: dict[str, Row]) -> str:
     if not {"collectives", "alone"} <= by_way.keys():
         return ""
     turns = zip(*(by_way[way].turns for way in ("fit", "collectives", "alone")), strict=True)
-    parts = [(step + sums - fit) / sums for fit, sums, step in turns]
+    # In sequence, the sums and the step would take longer than `fit`.
+    parts = [
+        (sum_seconds + step_seconds - fit_seconds) / sum_seconds
+        for fit_seconds, sum_seconds, step_seconds in turns
+    ]
     return f"{min(1.0, max(0.0, statistics.median(parts))):.0%}"
 
 

@@ -72,7 +72,9 @@ class Network:
         """Returns the number of buckets of this many bytes of gradients or weights."""
         if self.bucket_bytes == 0 and not sharded:
             return 1
-        usual = BYTES_PER_WORKER * workers // (NARROW_BUCKETS if narrow else 1)
+        usual = BYTES_PER_WORKER * workers
+        if narrow and self.bucket_bytes is None:
+            usual //= NARROW_BUCKETS
         return max(1, -(-size // (self.bucket_bytes or usual)))
 
     def seconds(self, sent: float, messages: int, collectives: int = 1) -> float:
@@ -154,12 +156,14 @@ def step_seconds(
         count = network.buckets(step.dense_bytes, workers, narrow=narrow, sharded=sharded)
         ratio = min(1.0, _NARROW_ITEMSIZE / step.itemsize) if narrow else 1.0
         sent = part * step.dense_bytes * ratio / count
-        reducing = network.seconds(sent, 1)  # an all-to-all, and each worker adds
-        if not sharded:
-            ring = network.seconds(2 * sent, 2 * (workers - 1))
-            of_two = network.seconds(2 * sent, 1)  # each sends all of the bucket to the other
-            in_steps = reducing + network.seconds(sent, workers - 1)
-            reducing = (of_two if workers == 2 else in_steps) if narrow else ring
+        if sharded:
+            reducing = network.seconds(sent, 1)  # an all-to-all, and each worker adds
+        elif not narrow:
+            reducing = network.seconds(2 * sent, 2 * (workers - 1))  # a ring
+        elif workers == 2:
+            reducing = network.seconds(2 * sent, 1)  # each sends all of the bucket to the other
+        else:
+            reducing = network.seconds(sent, 1) + network.seconds(sent, workers - 1)
         first = seconds * (1 - network.overlap * (1 - 1 / count))
         # Either the network works without a pause, or it waits for the last bucket.
         seconds = max(first + count * reducing, seconds + reducing)

@@ -115,7 +115,8 @@ def sum_up(
         keys: given with a single value whose size may change from step to step.
     """
     strategy = tf.distribute.get_strategy()
-    size, narrow = sums_of(strategy).bucket_bytes, sums_of(strategy).narrow
+    sums = sums_of(strategy)
+    size, narrow = sums.bucket_bytes, sums.narrow
     if narrow is not None and keys is None and all(reduced.kind == "gradient" for reduced in what):
         return reduced_in_buckets(
             values, size or sys.maxsize, functools.partial(_sum_narrow, narrow)

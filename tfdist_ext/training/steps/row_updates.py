@@ -143,7 +143,7 @@ class RowUpdates(Updates):
         """
         if self._decays:
             name = type(self._optimizer).__name__
-            raise _no_rows(f"{name} decays weights whose update Keras does not call")
+            raise _no_rows(f"{name} decays a table that it does not update by update_step")
 
     def _update_blocks(
         self, update: Update, table: Any, gradient: tf.IndexedSlices, rate: Any
@@ -269,7 +269,7 @@ class _WithRows(keras.StatelessScope):
 
 
 def _warn_of_large(optimizer: keras.optimizers.Optimizer, table: Any) -> None:
-    """Warns of a large table of which each step updates all rows."""
+    """Warns if each step updates all rows of a large table."""
     size = math.prod(table.shape) * tf.as_dtype(table.dtype).size
     if size >= _LARGE and _has_slots(optimizer):
         warn(
