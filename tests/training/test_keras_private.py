@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import pkgutil
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,100 @@ COMPARED_WITH = "3.15"  # release of Keras
 def test_bodies_are_those_that_were_read(path: str) -> None:
     source = inspect.getsource(pkgutil.resolve_name(path))
     assert hashlib.sha256(source.encode()).hexdigest()[:16] == BODIES[path]
+
+
+class Seen(keras.layers.Layer):
+    """Counts how often it is called with tensors."""
+
+    calls = 0
+
+    def call(self, inputs: Any) -> Any:
+        self.calls += not isinstance(inputs, keras.KerasTensor)
+        return keras.ops.cast(inputs, self.compute_dtype)
+
+
+def graph_of(
+    outputs: Callable[[Any], Any],
+    shape: tuple[int | None, ...] = (4,),
+    kind: type[keras.Model] = keras.Model,
+) -> keras.Model:
+    inputs = keras.Input(shape)
+    return kind(inputs, outputs(Seen(name="seen")(inputs)))
+
+
+def dense(name: str, units: int = 2, **named: Any) -> keras.Layer:
+    return keras.layers.Dense(units, name=name, **named)
+
+
+class OfTwo(keras.Model):
+    """A user's class of functional model whose call does more than its graph."""
+
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        return 2 * super().call(inputs)
+
+
+def rows_of(shape: tuple[int | None, ...]) -> np.ndarray:
+    sizes = [8, *(size or 3 for size in shape[1:])]
+    return np.linspace(-1, 1, int(np.prod(sizes)), dtype="float32").reshape(sizes)
+
+
+def part_and_head() -> keras.Model:
+    return graph_of(lambda x: dense("b")(graph_of(dense("a"))(x)))
+
+
+def narrow() -> keras.Model:
+    policy = keras.dtype_policies.DTypePolicy("mixed_float16")
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, dense("a", dtype=policy)(Seen(name="seen", dtype=policy)(inputs)))
+
+
+BOTH = {"a": "mse", "b": "mae"}
+METRICS_OF_BOTH = {"a": ["mae"], "b": ["mse", "mae"]}
+
+
+@pytest.mark.parametrize(
+    ("build", "losses", "metrics", "calls"),
+    [
+        (lambda: graph_of(dense("a")), "mse", ["mae"], 0),
+        (lambda: graph_of(lambda x: [dense("a")(x)]), "mse", ["mae"], 0),
+        (
+            lambda: keras.Sequential([keras.Input((4,)), Seen(name="seen"), dense("a")]),
+            "mse",
+            ["mae"],
+            0,
+        ),
+        (lambda: graph_of(lambda x: [dense("a")(x), dense("b")(x)]), BOTH, METRICS_OF_BOTH, 0),
+        (
+            lambda: graph_of(lambda x: {"b": dense("b")(x), "a": dense("a", 3)(x)}),
+            BOTH,
+            METRICS_OF_BOTH,
+            0,
+        ),
+        (part_and_head, "mse", ["mae"], 0),
+        (narrow, "mse", ["mae"], 0),
+        (lambda: graph_of(dense("a"), (None, 4)), "mse", ["mae"], 1),  # the data have 3 for None
+        (lambda: graph_of(dense("a"), kind=OfTwo), "mse", ["mae"], 1),
+    ],
+)
+def test_a_graph_of_layers_is_not_called_for_the_shapes_of_its_outputs(
+    build: Callable[[], keras.Model], losses: Any, metrics: Any, calls: int
+) -> None:
+    """Metrics and losses are those that Keras makes from a call, and so are their values."""
+    plain, ours = build(), build()
+    for model in (plain, ours):
+        model.compile("sgd", losses, metrics=metrics)
+    ours.set_weights(plain.get_weights())
+    x = rows_of(plain.inputs[0].shape)
+    targets = [rows_of(output.shape) for output in plain.outputs]
+    y = dict(zip("ab", targets, strict=True)) if len(targets) == 2 else targets[0]
+    expected = plain.evaluate(x, y, verbose=0, return_dict=True)
+    before = ours.get_layer("seen").calls
+    batch = keras.tree.map_structure(
+        lambda value: keras.KerasTensor((None, *value.shape[1:]), value.dtype), (x, y)
+    )
+    _keras_private.symbolic_build(ours, batch)
+    assert ours.get_layer("seen").calls - before == calls
+    built = [(variable.name, variable.shape) for variable in ours.metrics_variables]
+    assert built == [(variable.name, variable.shape) for variable in plain.metrics_variables]
+    assert ours.optimizer.built
+    assert ours.evaluate(x, y, verbose=0, return_dict=True) == expected

@@ -368,12 +368,13 @@ def set_strategy(
 def symbolic_build(model: keras.Model, batch: Structure) -> None:
     """Build model, metrics, losses and optimizer. Private: Keras builds metrics in a step.
 
-    Keras calls the model as in a test. A model that fails there may still train, such as one with
-    RandomCrop before Flatten.
+    Keras calls the model as in a test, for the shapes of its outputs; a graph of layers knows
+    them. A model that fails there may still train, such as one with RandomCrop before Flatten.
     """
     build = NAMES.of(model, "_symbolic_build", "metrics and optimizers before a step")
     try:
-        build(data_batch=batch)
+        with substitutes({target_of(type(model), "call"): _known_outputs(model)}):
+            build(data_batch=batch)
     except ValueError:
 
         def call(original: Original, *args: Any, **named: Any) -> Any:
@@ -381,6 +382,33 @@ def symbolic_build(model: keras.Model, batch: Structure) -> None:
 
         with substitutes({target_of(type(model), "call"): call}):
             build(data_batch=batch)
+
+
+def _known_outputs(model: keras.Model) -> Callable[..., Any] | None:
+    """Returns what gives placeholders for the outputs of a graph of layers, without calling them.
+
+    None for other models, whose call may make variables or take other shapes.
+    """
+    if not is_graph_of_layers(model) or not all(layer.built for layer in flat_layers(model)):
+        return None
+    functional = NAMES("models.functional.Functional")
+    if type(model).call not in (keras.Sequential.call, functional.call):
+        return None
+
+    def call(original: Original, called: keras.Model, inputs: Structure, **named: Any) -> Any:
+        given = [getattr(tensor, "shape", None) for tensor in keras.tree.flatten(inputs)]
+        if called is not model or given != [tensor.shape for tensor in model.inputs]:
+            return original(called, inputs, **named)
+        outputs = keras.tree.map_structure(_placeholder, model.compute_output_spec(model.inputs))
+        is_list_of_one = isinstance(outputs, list | tuple) and len(outputs) == 1
+        return outputs[0] if is_list_of_one else outputs
+
+    return call
+
+
+def _placeholder(tensor: keras.KerasTensor) -> Any:
+    kind = tf.compat.v1.sparse_placeholder if tensor.sparse else tf.compat.v1.placeholder
+    return kind(tensor.dtype, tensor.shape)
 
 
 def call_symbolically(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
