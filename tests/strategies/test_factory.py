@@ -87,7 +87,7 @@ def test_mirrored_reduces_with_the_given_operations() -> None:
         (
             "mirrored",
             {"devices": "/job:worker/replica:0/task:1/device:CPU:0"},
-            ["is not the name of a device of this process"],
+            ["do not exist: /job:worker/replica:0/task:1/device:CPU:0. Devices seen are CPU:0"],
         ),
         ("mirrored", {"logical_cpus": 2}, ["logical_cpus=2 is not possible: TensorFlow has"]),
         (

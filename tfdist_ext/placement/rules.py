@@ -24,7 +24,10 @@ from tfdist_ext.placement.specs import VariableSpec
 from tfdist_ext.user_frames import filter_traceback
 
 _MOST = 1_000_000  # parameter servers
-_DEVICE = re.compile(r"/?(?:device:)?([a-z_]+):([0-9]+)", re.IGNORECASE)
+_DEVICE = re.compile(
+    r"/?(?:job:localhost/)?(?:replica:0/)?(?:task:0/)?(?:device:)?([a-z_]+):([0-9]+)",
+    re.IGNORECASE,
+)
 _NUMBER = r"([0-9]{1,9})"
 _COMPARED = 2000  # paths among which the nearest are looked for: difflib is slow
 
@@ -343,6 +346,6 @@ class Targets:
 
 
 def short_name(name: str) -> str:
-    """ "GPU:0" for "/device:GPU:0" and "gpu:0"; names on other machines are unchanged."""
+    """ "GPU:0" for the names of a local device, such as "gpu:0"; other names are unchanged."""
     match = _DEVICE.fullmatch(name.strip())
     return f"{match[1].upper()}:{int(match[2])}" if match else name.strip()

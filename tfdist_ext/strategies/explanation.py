@@ -11,11 +11,11 @@ from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import counted, shown
 from tfdist_ext.placement.placer import ServerPlacer
+from tfdist_ext.placement.rules import short_name
 from tfdist_ext.strategies.cluster_tasks import describe
 from tfdist_ext.strategies.owned_sums import sums_of
 from tfdist_ext.user_frames import filter_traceback
 
-_LOCAL = "/job:localhost/replica:0/task:0/device:"
 CHOICE = "tfdist_choice"  # the attribute in which a strategy keeps its Choice
 
 
@@ -164,7 +164,7 @@ def _computing(
         places = f"variables on {len(jobs.get('ps', ()))} ps, computing on {workers}"
         return [], "each worker trains by itself (asynchronous)", places
     together = strategy.num_replicas_in_sync
-    devices = _short_names(devices_listed(strategy, "worker_devices"))
+    devices = list(map(short_name, devices_listed(strategy, "worker_devices")))
     elsewhere = f", {len(devices)} of them on this task" if len(devices) != together else ""
     replicas = f"{together} in sync{elsewhere}" if devices else str(together)
     return devices, replicas, _places(strategy, devices)
@@ -190,7 +190,7 @@ def _task(strategy: tf.distribute.Strategy, cluster: ClusterDescription | None) 
 def _places(strategy: tf.distribute.Strategy, computing: list[str]) -> str:
     if not computing:
         return "wherever TensorFlow places an operation"
-    keeping = _short_names(devices_listed(strategy, "parameter_devices"))
+    keeping = list(map(short_name, devices_listed(strategy, "parameter_devices")))
     if keeping and (set(keeping) - set(computing) or len(keeping) < len(computing)):
         computing = [*computing, f"variables on {', '.join(keeping)}"]
     return ", ".join(computing)
@@ -202,7 +202,3 @@ def devices_listed(strategy: tf.distribute.Strategy, kind: str) -> list[str]:
         return list(getattr(strategy.extended, kind))
     except (AttributeError, NotImplementedError, RuntimeError):
         return []
-
-
-def _short_names(devices: list[str]) -> list[str]:
-    return [name.removeprefix(_LOCAL) for name in devices]

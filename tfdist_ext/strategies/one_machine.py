@@ -6,23 +6,18 @@ The parameters of a function that makes a strategy are the options of the strate
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from numbers import Integral
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import check_int
+from tfdist_ext.placement.rules import short_name
 from tfdist_ext.strategies._tf_private import with_metrics_per_replica
 
 Devices: TypeAlias = int | str | Sequence[str] | None
-
-_NAME = re.compile(
-    r"^/?(?:job:localhost/)?(?:replica:0/)?(?:task:0/)?(?:device:)?"
-    r"(?P<type>[A-Za-z_]+):(?P<index>\d+)$"
-)
 
 
 def default() -> tf.distribute.Strategy:
@@ -77,16 +72,6 @@ def central_storage(
     return with_metrics_per_replica(strategy)
 
 
-def normal_name(name: object) -> str:
-    """'/cpu:0', 'CPU:0' and '/device:CPU:0' are the same device: 'CPU:0'."""
-    match = _NAME.match(name) if isinstance(name, str) else None
-    if match is None:
-        raise StrategyError(
-            f"{name!r} is not the name of a device of this process. Use a name such as 'GPU:0'."
-        )
-    return f"{match['type'].upper()}:{int(match['index'])}"
-
-
 def seen_devices() -> list[str]:
     """The logical devices of this process, not those of its peers; starts TensorFlow."""
     specs = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices()]
@@ -120,7 +105,7 @@ def make_logical_cpus(count: int) -> None:
 
 
 def pick_devices(strategy: str, devices: int | str | Sequence[str] | None) -> list[str]:
-    """The normal names of the devices that a strategy was asked to use.
+    """The short names of the devices that a strategy was asked to use.
 
     Args:
         strategy: its name, for messages.
@@ -134,17 +119,18 @@ def pick_devices(strategy: str, devices: int | str | Sequence[str] | None) -> li
     kind = "GPU" if any(name.startswith("GPU:") for name in seen) else "CPU"
     if devices is None:
         return [name for name in seen if name.startswith(f"{kind}:")]
-    names: object = devices
+    names: Any = devices
     if isinstance(devices, str):
         names = [devices]
     elif isinstance(devices, Integral) and not isinstance(devices, bool):
         count = check_int(devices, f"devices of {strategy}", 1, 10_000, error=StrategyError)
         names = [f"{kind}:{index}" for index in range(count)]
-    if not isinstance(names, list | tuple) or not names:
+    is_list = isinstance(names, list | tuple) and bool(names)
+    if not (is_list and all(isinstance(name, str) for name in names)):
         raise StrategyError(
             f"devices of {strategy} must be names or a number of devices, got {devices!r}."
         )
-    picked = [normal_name(name) for name in names]
+    picked = list(map(short_name, names))
     if twice := next((name for name in picked if picked.count(name) > 1), None):
         raise StrategyError(f"devices of {strategy} name {twice} twice: {devices!r}.")
     if missing := [name for name in picked if name not in seen]:
@@ -152,7 +138,8 @@ def pick_devices(strategy: str, devices: int | str | Sequence[str] | None) -> li
             f"devices of {strategy} do not exist: {' and '.join(missing)}. Devices seen are"
             f" {', '.join(seen)}."
         )
-        if cpus := [int(name[4:]) + 1 for name in missing if name.startswith("CPU:")]:
+        numbers = [name[4:] for name in missing if name.startswith("CPU:")]
+        if cpus := [int(number) + 1 for number in numbers if number.isdecimal()]:
             message += (
                 f" For more CPUs pass logical_cpus={max(cpus)} to create_strategy before the first"
                 f" TensorFlow operation, or call tfdist_ext.testing.logical_cpus({max(cpus)})."
