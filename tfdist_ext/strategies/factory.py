@@ -89,15 +89,8 @@ def create_strategy(
         return _construct(choice, settings, environment, is_found=cluster is None)
     except StrategyError as error:
         if elsewhere := "; ".join(settings.lines(without=_CALL)):
-            raise _with_settings(error, elsewhere) from error
+            error.args = (f"{error} (Settings: {elsewhere}.)",)
         raise
-
-
-def _with_settings(error: StrategyError, settings: str) -> StrategyError:
-    """Returns the error with the settings that flags, a file or the environment have set."""
-    explained = StrategyError(f"{error} (Settings: {settings}.)")
-    explained.missing = error.missing
-    return explained
 
 
 @dataclass
