@@ -293,12 +293,13 @@ def cut(
     for node in nodes:
         current = made_in[node.name] = results.get(node.name, current)
 
-    order = _in_order(by_name, [*stateful, *results, *map(_node_of, leaving)])
+    order = TopologicalSorter({name: _sources(node) for name, node in by_name.items()})
     outside = {*inputs, *results}
+    wanted_nodes = {*stateful, *map(_node_of, leaving)}
     stage_of: dict[str, int] = {}
     needed: dict[str, int] = {}  # the first stage that uses a node
-    for name in reversed(order):
-        if name not in outside:
+    for name in reversed([*order.static_order()]):
+        if name not in outside and (name in needed or name in wanted_nodes):
             stage_of[name] = stage = min(made_in[name], needed.get(name, made_in[name]))
             for source in _sources(by_name[name]):
                 needed[source] = min(needed.get(source, stage), stage)
@@ -329,17 +330,6 @@ def _stages(
                 if source in stage_of:
                     stages[stage_of[source]].outputs[tensor] = None
     return stages
-
-
-def _in_order(by_name: Mapping[str, tf.compat.v1.NodeDef], names: Iterable[str]) -> list[str]:
-    """These nodes and all nodes that they depend on, each after its inputs."""
-    sources: dict[str, list[str]] = {}
-    todo = list(names)
-    while todo:
-        if (name := todo.pop()) not in sources:
-            sources[name] = _sources(by_name[name])
-            todo += sources[name]
-    return list(TopologicalSorter(sources).static_order())
 
 
 def _tensor_name(name: str) -> str:
