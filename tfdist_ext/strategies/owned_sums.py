@@ -120,7 +120,7 @@ class NarrowSums(_Collectives):
 
     def travels_as(self, dtype: tf.DType) -> tf.DType:
         """Returns the type in which gradients of this type travel: never one of the same size."""
-        return self.dtype if dtype.size > self.dtype.size else dtype
+        return self.dtype if dtype.is_floating and dtype.size > self.dtype.size else dtype
 
     def total(self, vector: tf.Tensor) -> tf.Tensor:
         """Returns the sum of a vector of known length, in the vector's type.
@@ -140,11 +140,19 @@ class NarrowSums(_Collectives):
 
 
 class OwnedSums(_Collectives):
-    """The sums of owners."""
+    """The sums of owners.
 
-    def __init__(self, group: int, workers: int, worker: int, strategy: tf.distribute.Strategy):
+    Args:
+        bucket_bytes: the size of the buckets; 0: 4 MiB times the number of workers.
+        narrow: the type of gradients between workers; None: their own.
+    """
+
+    def __init__(
+        self, group: int, workers: int, worker: int, bucket_bytes: int, narrow: NarrowSums | None
+    ):
         super().__init__(group, workers, worker)
-        self._strategy = strategy
+        self._bucket_bytes = bucket_bytes or BYTES_PER_WORKER * workers
+        self._narrow = narrow
 
     def reduce(self, values: Sequence[tf.Tensor], owners: Sequence[Owners]) -> list[tf.Tensor]:
         """Returns of each value the sum over workers of the elements that this worker owns.
@@ -156,15 +164,17 @@ class OwnedSums(_Collectives):
         Returns:
             Vectors.
         """
-        narrow = sums_of(self._strategy).narrow
         buckets = self._buckets(values, owners)
-        cut = cut_values(values, itertools.chain(*itertools.chain(*buckets)))
+        cut = cut_values(values, [p for _, bucket in buckets for pieces in bucket for p in pieces])
         sums: dict[Piece, tf.Tensor] = {}
-        for bucket in buckets:
-            lines = self._lines([[cut[piece] for piece in pieces] for pieces in bucket])
-            travels_as = lines.dtype if narrow is None else narrow.travels_as(lines.dtype)
+        for dtype, bucket in buckets:
+            # A line for each worker, which holds the worker's pieces.
+            lines = tf.stack(
+                [_padded([cut[p] for p in pieces], _length(bucket), dtype) for pieces in bucket]
+            )
+            travels_as = dtype if self._narrow is None else self._narrow.travels_as(dtype)
             parts = self.all_to_all(tf.cast(lines, travels_as))
-            sums.update(pieces_in(_sum_of_lines(parts, lines.dtype), bucket[self.worker]))
+            sums.update(pieces_in(_sum_of_lines(parts, dtype), bucket[self.worker]))
         whole = joined_values(sums)
         return [whole.get(n, tf.zeros([0], value.dtype)) for n, value in enumerate(values)]
 
@@ -176,11 +186,10 @@ class OwnedSums(_Collectives):
             owners: of each value.
         """
         buckets = self._buckets(parts, owners)
-        cut = cut_values(parts, [piece for bucket in buckets for piece in bucket[self.worker]])
+        cut = cut_values(parts, [piece for _, bucket in buckets for piece in bucket[self.worker]])
         gathered: dict[Piece, tf.Tensor] = {}
-        for bucket in buckets:
+        for dtype, bucket in buckets:
             length = aligned(_length(bucket))
-            dtype = parts[next(piece.value for pieces in bucket for piece in pieces)].dtype
             own_vector = _padded([cut[piece] for piece in bucket[self.worker]], length, dtype)
             vectors = tf.split(self.all_gather(own_vector), [length] * self.workers)
             for vector, pieces in zip(vectors, bucket, strict=True):
@@ -192,23 +201,20 @@ class OwnedSums(_Collectives):
         """Returns the sum over workers of a small vector. A tf.cond may contain it."""
         return tf.reduce_sum(tf.reshape(self.all_gather(values), [self.workers, -1]), 0)
 
-    def _buckets(self, values: Sequence[tf.Tensor], owners: Sequence[Owners]) -> list[Bucket]:
+    def _buckets(
+        self, values: Sequence[tf.Tensor], owners: Sequence[Owners]
+    ) -> list[tuple[tf.DType, Bucket]]:
         """The buckets of the values of each dtype."""
-        size = sums_of(self._strategy).bucket_bytes or BYTES_PER_WORKER * self.workers
-        buckets: list[Bucket] = []
+        buckets: list[tuple[tf.DType, Bucket]] = []
         for dtype in dict.fromkeys(value.dtype for value in values):
             owners_of_dtype = [
                 value_owners if value.dtype == dtype else ()
                 for value, value_owners in zip(values, owners, strict=True)
             ]
-            buckets += owned_buckets(owners_of_dtype, self.workers, max(1, size // dtype.size))
+            largest = max(1, self._bucket_bytes // dtype.size)
+            cut = owned_buckets(owners_of_dtype, self.workers, largest)
+            buckets += [(dtype, bucket) for bucket in cut]
         return buckets
-
-    def _lines(self, parts: list[list[tf.Tensor]]) -> tf.Tensor:
-        """Returns a line for each worker, which holds the worker's pieces."""
-        dtype = next(piece.dtype for pieces in parts for piece in pieces)
-        length = max(sum(piece.shape[0] for piece in pieces) for pieces in parts)
-        return tf.stack([_padded(pieces, length, dtype) for pieces in parts])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,15 +234,12 @@ class Sums:
 
 def sums_of(strategy: tf.distribute.Strategy) -> Sums:
     """Returns how a strategy sums gradients."""
-    return getattr(strategy, _SUMS, _OF_TENSORFLOW)
+    return getattr(strategy, _SUMS, Sums())
 
 
 def set_sums(strategy: tf.distribute.Strategy, sums: Sums) -> None:
     """Sets how a strategy sums gradients."""
     setattr(strategy, _SUMS, sums)
-
-
-_OF_TENSORFLOW = Sums()
 
 
 def _movable(value: tf.Tensor) -> tf.Tensor:

@@ -97,9 +97,6 @@ def multi_worker_mirrored(
         with _sigterm_kept(), connecting():
             strategy, last_key = _with_new_keys(resolver_of(cluster), options)
     owned = narrow = None
-    if shard_optimizer and strategy.num_replicas_in_sync > 1:
-        workers = _workers_of(strategy, described, "shard_optimizer=True")
-        owned = OwnedSums(last_key - 1, *workers, strategy)
     if gradient_dtype and strategy.num_replicas_in_sync > 1:
         workers = _workers_of(strategy, described, f"gradient_dtype={gradient_dtype!r}")
         narrow = NarrowSums(last_key, *workers, gradient_dtype)
@@ -107,6 +104,9 @@ def multi_worker_mirrored(
     usual = BYTES_PER_WORKER * strategy.num_replicas_in_sync if on_cpus else 0
     usual = options.bytes_per_pack or (usual // NARROW_BUCKETS if narrow else usual)
     size = usual if size is None else size
+    if shard_optimizer and strategy.num_replicas_in_sync > 1:
+        workers = _workers_of(strategy, described, "shard_optimizer=True")
+        owned = OwnedSums(last_key - 1, *workers, size, narrow)
     set_sums(strategy, Sums(bucket_bytes=size, owned=owned, narrow=narrow))
     return strategy
 

@@ -129,15 +129,10 @@ def sum_up(
 
 
 def _sum_narrow(narrow: NarrowSums, values: Sequence[Value]) -> list[Value]:
-    """The sums of gradients; only floating vectors of known lengths travel in another type."""
-
-    def is_narrowed(value: Value) -> bool:
-        dtype = value.dtype
-        return is_dense(value) and dtype.is_floating and narrow.travels_as(dtype) != dtype
-
+    """The sums of gradients; only vectors of known lengths travel in another type."""
     return [
         narrow.total(value)
-        if is_narrowed(value)
+        if is_dense(value) and narrow.travels_as(value.dtype) != value.dtype
         else _sum_up([value], [OTHER], None, apart=False)[0]
         for value in values
     ]
