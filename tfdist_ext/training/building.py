@@ -20,8 +20,9 @@ import tensorflow as tf
 
 from tfdist_ext.data.pipelines import Specs, Structure, of_any_rows
 from tfdist_ext.errors import PlacementError, TrainingError
+from tfdist_ext.placement.live._keras_private import fresh_names
 from tfdist_ext.placement.live.creating import pieces_of
-from tfdist_ext.placement.live.learning import fresh_names, learn_specs
+from tfdist_ext.placement.live.learning import learn_specs
 from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
 from tfdist_ext.strategies.owned_sums import sums_of
 from tfdist_ext.strategies.placed import PlacedParameterServers

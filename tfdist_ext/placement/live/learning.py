@@ -18,13 +18,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import shown
-from tfdist_ext.placement.live._keras_private import (
-    fresh_names as fresh_names,
-)
-from tfdist_ext.placement.live._keras_private import (
-    leaving_no_names,
-    variable_behind,
-)
+from tfdist_ext.placement.live._keras_private import leaving_no_names, variable_behind
 from tfdist_ext.placement.placement_plan import PlacementPlan
 from tfdist_ext.placement.placer import plan_in_order
 from tfdist_ext.placement.planning import plan, plan_owners
