@@ -55,27 +55,31 @@ def piece_being_updated(value: Any) -> Any:
 
 
 class _InPieces:
-    """What needs no private name of TensorFlow in the class of `server_variable_class`."""
+    """What TensorFlow's class of variables in pieces lacks."""
 
     _variables: list[Any]
     numpy: Any
+
+    @property
+    def device(self) -> str:
+        """The device of the first piece. Keras writes a checkpoint from there."""
+        return str(self._variables[0].device)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.numpy(), dtype)
+
+
+class _OnServers(_InPieces):
+    """What needs no private name of TensorFlow in the class of `server_variable_class`."""
 
     @property
     def trainable(self) -> bool:
         return bool(self._variables[0].trainable)
 
     @property
-    def device(self) -> str:
-        """The device of the first piece."""
-        return str(self._variables[0].device)
-
-    @property
     def _unique_id(self) -> str:
         """The key by which optimizers find slots, also while a piece is being updated."""
         return str(self._variables[0]._unique_id).replace("part_0", "sharded")
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self.numpy(), dtype)
 
     def __getitem__(self, index: Any) -> tf.Tensor:
         # TensorFlow's method reads pieces that no tape connects with this variable.
@@ -104,7 +108,7 @@ def server_variable_class() -> Any:
     watched_by_tapes = NAMES("eager.tape.variable_accessed")
     record_operation = NAMES("eager.record.record_operation")
 
-    class ServerVariable(_InPieces, sharded):
+    class ServerVariable(_OnServers, sharded):
         @property
         def variables(self) -> list[Any]:
             """The pieces, which the caller is about to read."""
@@ -182,7 +186,7 @@ def partitioned_variable_class() -> Any:
     """
     sharded: Any = NAMES("distribute.sharded_variable.ShardedVariable")
 
-    class PartitionedVariable(sharded):
+    class PartitionedVariable(_InPieces, sharded):
         def __init__(self, pieces: Sequence[Any], name: str, path: str):
             super().__init__(list(pieces), name=name)
             self.path = path
@@ -201,14 +205,6 @@ def partitioned_variable_class() -> Any:
                 " instead of Keras's fit. In a custom training loop, take the gradients of the"
                 " pieces, variable.variables."
             )
-
-        @property
-        def device(self) -> str:
-            """The device of the first piece. Keras writes a checkpoint from there."""
-            return str(self._variables[0].device)
-
-        def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-            return np.asarray(self.numpy(), dtype)
 
     return PartitionedVariable
 
