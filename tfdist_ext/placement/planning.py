@@ -131,7 +131,7 @@ def _planned(
 ) -> PlacementPlan:
     """The plan, whether or not it keeps to the budget."""
     count = targets.count
-    filled, loaded = [0] * count, [0.0] * count
+    held = np.zeros([2, count])
     places: dict[int, Place] = {}
     free: dict[int, VariableSpec] = {}
     pieces: dict[str, int] = {}
@@ -155,9 +155,8 @@ def _planned(
             elif targets.devices is not None:
                 pieces[spec.path] = 1  # nothing is gained by cutting on one machine
         for target, size, load in () if fixed is None else fixed.parts(spec, count):
-            filled[target] += size
-            loaded[target] += load
-    where = _Planner([*free.values()], filled, loaded, pieces).place_all()
+            held[:, target] += size, load
+    where = _Planner([*free.values()], held, pieces).place_all()
     for index, of_pieces in zip(free, where, strict=True):
         owned = isinstance(placements[index], Owned)
         places[index] = Place(tuple(of_pieces), Held.OWNED if owned else Held.PIECES)
@@ -245,21 +244,19 @@ class _Planner:
     def __init__(
         self,
         specs: Sequence[VariableSpec],
-        filled: Sequence[int],
-        loaded: Sequence[float],
+        held: Floats,
         pieces: Mapping[str, int],
     ) -> None:
         """
         Args:
             specs: the variables to place.
-            filled: bytes that rules have put on each task.
-            loaded: load that rules have put on each task.
+            held: what rules have put on each task.
             pieces: path -> number of pieces that its rule asks for; for other variables the planner
                 decides.
         """
         self._specs, self._pieces = specs, pieces
-        self._count = len(filled)
-        self.held = np.array([filled, loaded], float)
+        self._count = held.shape[1]
+        self.held = held
         added = [sum(spec.bytes for spec in specs), sum(spec.load or 0.0 for spec in specs)]
         total = self.held.sum(axis=1) + added
         self.mean = np.where(total > 0, total / self._count, 1.0)
