@@ -148,9 +148,8 @@ class PlacedParameterServers(tf.distribute.ParameterServerStrategy):
         servers: Servers,
     ):
         super().__init__(cluster_resolver)
-        # The call above has connected to the cluster. This one replaces `extended`.
-        extended = servers_extended(type(self.extended))  # type: ignore[arg-type]  # it has a hash
-        tf.distribute.Strategy.__init__(self, extended(self, cluster_resolver, None))
+        base: Any = type(self.extended)
+        self.extended.__class__ = servers_extended(base)
         self.placer = placer
         self.servers = servers
 
