@@ -30,6 +30,7 @@ KeysOfSize: TypeAlias = Callable[[tf.Tensor], AbstractContextManager[None]]
 
 ALIGNED = 16  # elements: TensorFlow cuts there without a copy
 
+_SUM = tf.distribute.ReduceOp.SUM
 Kind = Literal["gradient", "metric", "statistic", "assignment", "other"]
 
 
@@ -59,14 +60,13 @@ OTHER = Reduced(kind="other")
 
 
 def all_reduce(
-    op: tf.distribute.ReduceOp,
     values: Sequence[Value],
     what: Sequence[Reduced],
     keys: KeysOfSize | None = None,
     *,
     apart: bool = False,
 ) -> list[Value]:
-    """`ReplicaContext.all_reduce` of a list, which tells a StrategyTemplate what the values are.
+    """The sums of a list over all replicas; tells a StrategyTemplate what the values are.
 
     It has no gradient.
 
@@ -79,25 +79,24 @@ def all_reduce(
         with _scope_of_keys(keys, values[0]):
             options = tf.distribute.experimental.CommunicationOptions()
             if apart:
-                return [reduce(op, [value], options)[0] for value in values]
-            return list(reduce(op, list(values), options))
+                return [reduce(_SUM, [value], options)[0] for value in values]
+            return list(reduce(_SUM, list(values), options))
 
     def of_all(strategy: tf.distribute.Strategy, *parts: Any) -> Any:
-        return reduce_parts(strategy, op, parts, what, keys, apart=apart)
+        return reduce_parts(strategy, parts, what, keys, apart=apart)
 
     return list(context.merge_call(of_all, args=tuple(values)))
 
 
 def reduce_parts(
     strategy: tf.distribute.Strategy,
-    op: tf.distribute.ReduceOp,
     parts: Sequence[Any],
     what: Sequence[Reduced],
     keys: KeysOfSize | None = None,
     *,
     apart: bool = False,
 ) -> list[Any]:
-    """Reduces each value to the devices it came from. Call it in cross-replica context.
+    """Sums each value on the devices it came from. Call it in cross-replica context.
 
     Args:
         keys: given with a single value whose size may change from step to step.
@@ -107,10 +106,10 @@ def reduce_parts(
     pairs = [(part, part.device if isinstance(part, tf.Tensor) else part) for part in parts]
     with _scope_of_keys(keys, strategy.experimental_local_results(parts[0])[0]):
         if tells_what_it_reduces(strategy):
-            return list(strategy.extended.batch_reduce_described(op, pairs, what))
+            return list(strategy.extended.batch_reduce_described(_SUM, pairs, what))
         if apart:
-            return [strategy.extended.batch_reduce_to(op, [pair])[0] for pair in pairs]
-        return list(strategy.extended.batch_reduce_to(op, pairs))
+            return [strategy.extended.batch_reduce_to(_SUM, [pair])[0] for pair in pairs]
+        return list(strategy.extended.batch_reduce_to(_SUM, pairs))
 
 
 def _scope_of_keys(keys: KeysOfSize | None, value: tf.Tensor) -> AbstractContextManager[None]:

@@ -141,10 +141,9 @@ def _sum_narrow(narrow: NarrowSums, values: Sequence[Value]) -> list[Value]:
 def _sum_up(
     values: Sequence[Value], what: Sequence[Reduced], keys: KeysOfSize | None, *, apart: bool
 ) -> list[Value]:
-    op = tf.distribute.ReduceOp.SUM
     context = tf.distribute.get_replica_context()
     if not isinstance(context, TracedReplica):
-        return all_reduce(op, values, what, keys, apart=apart)
+        return all_reduce(values, what, keys, apart=apart)
     values = [v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v) for v in values]
     # The hook of a StrategyTemplate gets a description of each value.
     one_by_one = apart or tells_what_it_reduces(context.strategy)
@@ -156,7 +155,7 @@ def _sum_up(
         kinds.append(OTHER)
 
     def reduce(of_all: Sequence[Any]) -> list[Any]:
-        return reduce_parts(context.strategy, op, of_all, kinds, keys, apart=apart)
+        return reduce_parts(context.strategy, of_all, kinds, keys, apart=apart)
 
     summed = [_sum_placeholder(value) for value in to_sum]
     context.sync_points.append(SyncPoint(to_sum, summed, reduce))

@@ -165,7 +165,7 @@ class SynchronousReduction(Reduction):
 
         def in_replica(local: tf.Tensor) -> tf.Tensor:
             # A tensor from outside has no device, and the reduction needs its device.
-            return all_reduce(tf.distribute.ReduceOp.SUM, [tf.identity(local)], [what])[0]
+            return all_reduce([tf.identity(local)], [what])[0]
 
         results = self.strategy.run(in_replica, args=(per_replica(values),))
         return self.strategy.experimental_local_results(results)[0]
