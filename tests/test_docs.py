@@ -40,7 +40,6 @@ FOR_SPHINX = {"{container}", "{toctree}", "{literalinclude}", "{eval-rst}", "{in
 # Pages whose Python is run by tests of their own, which ask for more.
 PYTHON_BY = {
     "docs/configuration.md": "tests/strategies/test_configuration_page.py",
-    "docs/environment_variables.md": "tests/cluster/test_environment_variables_page.py",
     "docs/notebooks.md": "tests/environments/test_notebook.py",
     "docs/one_machine.md": "tests/launcher/test_one_machine_page.py",
     "docs/ray.md": "tests/environments/test_ray.py",

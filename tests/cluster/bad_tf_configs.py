@@ -1,12 +1,8 @@
-"""TF_CONFIG values that cannot be right, and what is said about each.
-
-`python bad_tf_configs.py` prints the table as Markdown: the value, and the message it gives.
-"""
+"""TF_CONFIG values that cannot be right, and what is said about each."""
 
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any, NamedTuple
 
 from tfdist_ext.cluster import ClusterConfig
@@ -142,7 +138,3 @@ def markdown() -> str:
 def _cell(text: str) -> str:
     # Two backquotes, as in Markdown's own rule, so that one inside would not end the code.
     return "`` " + text.replace("\n", "\\n").replace("|", "\\|") + " ``"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(markdown())

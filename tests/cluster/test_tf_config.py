@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ from hypothesis import strategies as st
 from tfdist_ext.cluster import ClusterConfig
 from tfdist_ext.errors import ClusterConfigError, TfDistError
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "figures" / "tf_config_errors"
-PAGE = ROOT / "docs" / "environment_variables.md"
+PAGE = Path(__file__).parents[2] / "docs" / "environment_variables.md"
 BEGIN = "<!-- begin: printed by scripts/figures/tf_config_errors -->\n"
 END = "<!-- end -->\n"
 
@@ -46,14 +43,10 @@ def test_invalid_tf_config_is_refused_with_advice(bad: Bad) -> None:
         message.encode("utf-8")  # can be printed and logged
 
 
-def test_page_shows_the_messages_of_the_script() -> None:
-    printed = subprocess.run(
-        [SCRIPT], capture_output=True, text=True, encoding="utf-8", check=True, timeout=60
-    ).stdout
-    assert printed == markdown()
+def test_page_shows_the_messages() -> None:
     page = PAGE.read_text(encoding="utf-8")
     section = page.partition(BEGIN)[2].partition(END)[0]
-    assert section.strip() == printed.strip(), "run scripts/figures/tf_config_errors --update"
+    assert section.strip() == markdown().strip(), "run scripts/figures/tf_config_errors --update"
 
 
 QUICK = settings(max_examples=200, deadline=None, derandomize=True, database=None)
