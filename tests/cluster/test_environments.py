@@ -158,20 +158,17 @@ def test_port_base_sets_the_ports() -> None:
 def test_pods_of_a_jobset_see_one_cluster(tasks: str, more: Env, service: str) -> None:
     """Recorded: HOSTNAME and JOB_COMPLETION_INDEX are all that a pod of a JobSet has of its own."""
     seen: dict[str, ClusterConfig] = {}
-    for env in jobset_pods(tasks.replace(" ", ""), **more):
-        config = ClusterConfig.from_env(env | {"TFDIST_TASKS": tasks})
+    for env in jobset_pods(tasks, **more):
+        config = ClusterConfig.from_env(env)
         assert config is not None
         assert config.address == f"{env['HOSTNAME']}.{service}:22222"
         assert f"-{config.task.type}-0-{config.task.index}" in env["HOSTNAME"]
         seen[str(config.task)] = config
-    evaluator = seen.pop("evaluator:0", None)
+    evaluator = seen.pop("evaluator:0")
     (jobs,) = {config.jobs for config in seen.values()}
     assert sum(map(len, jobs.values())) == len(seen)
-    if evaluator is not None:
-        assert dict(evaluator.jobs) == {
-            **jobs,
-            "evaluator": (f"train-evaluator-0-0.{service}:22222",),
-        }
+    of_evaluator = f"train-evaluator-0-0.{service}:22222"
+    assert dict(evaluator.jobs) == {**jobs, "evaluator": (of_evaluator,)}
 
 
 def test_ranks_agree_on_ports_in_any_order_of_roles() -> None:
@@ -194,17 +191,8 @@ def test_ranks_of_srun_get_the_roles_of_tfdist_tasks() -> None:
     assert names == ["chief:0", "worker:0", "worker:1", "ps:0", "evaluator:0"]
     *trains, evaluator = [dict(config.jobs) for config in configs if config is not None]
     first = int(trains[0]["chief"][0].partition(":")[2])
-    assert (
-        trains
-        == [
-            {
-                "chief": (f"a:{first}",),
-                "worker": (f"a:{first + 1}", f"a:{first + 2}"),
-                "ps": (f"b:{first}",),
-            }
-        ]
-        * 4
-    )
+    workers = (f"a:{first + 1}", f"a:{first + 2}")
+    assert trains == [{"chief": (f"a:{first}",), "worker": workers, "ps": (f"b:{first}",)}] * 4
     assert evaluator["evaluator"] == (f"b:{first + 1}",)
 
 
