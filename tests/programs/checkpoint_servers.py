@@ -3,11 +3,8 @@
 Argument: a directory for files, with "one_device.safetensors", a checkpoint to begin with.
 """
 
-import os
 import sys
 from pathlib import Path
-
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
 import keras
 import numpy as np

@@ -3,10 +3,6 @@
 One worker, all tasks in this process: every number must be plain Keras's.
 """
 
-import os
-
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
-
 import keras
 import numpy as np
 import own_servers

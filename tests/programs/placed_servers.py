@@ -1,9 +1,5 @@
 """Variables on three parameter servers, all in one process: where they are, and their values."""
 
-import os
-
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
-
 import keras
 import numpy as np
 import own_servers

@@ -10,8 +10,6 @@ import os
 import signal
 import sys
 
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
-
 import numpy as np
 import sharded_case as case
 

@@ -5,10 +5,7 @@ the number of pieces that variables are partitioned into (0: whole), and a file 
 """
 
 import functools
-import os
 import sys
-
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
 import keras
 import numpy as np
