@@ -287,6 +287,3 @@ def test_failed_start_ends_the_started_tasks(mark, tmp_path):
     with pytest.raises(LaunchError, match=r"worker:1 could not be started: .*broken"):
         run_plan(plan, Limits(), env=mark.env)
     assert mark.pids() == []
-
-
-# As a library

@@ -149,16 +149,9 @@ def test_what_must_hold_for_every_step(
     assert plan.advice.endswith(".")
 
 
-@pytest.mark.parametrize(
-    ("text", "rate"),
-    [
-        ("1gbit", 1.25e8),
-        ("25Gbps", 3.125e9),
-        ("1.25GB/s", 1.25e9),
-        ("400 kb/s", 5e4),
-    ],
-)
+@pytest.mark.parametrize(("text", "rate"), [("1gbit", 1.25e8), ("1.25 GB/s", 1.25e9)])
 def test_rates(text: str, rate: float) -> None:
+    """In lower case, and in bytes; others below."""
     assert parse_rate(text) == rate
 
 
