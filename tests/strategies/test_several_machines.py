@@ -114,7 +114,7 @@ def test_strategy_that_could_not_be_made_has_used_no_keys(monkeypatch: pytest.Mo
     monkeypatch.setattr(several_machines, "workers_strategy", create)
     monkeypatch.setattr(several_machines, "run_preflight", lambda *_, **__: None)
     monkeypatch.setattr(several_machines, "_next_key", 5001)
-    cluster = _only_worker("localhost:2222")
+    cluster = ClusterConfig(jobs={"worker": ("localhost:2222",)}, task=Task("worker", 0))
     with pytest.raises(tf.errors.UnavailableError, match="failed to connect"):
         tfd.create_strategy(cluster=cluster)
     tfd.create_strategy(cluster=cluster)
@@ -122,20 +122,8 @@ def test_strategy_that_could_not_be_made_has_used_no_keys(monkeypatch: pytest.Mo
     assert keys == [5001, 5001, 6001]
 
 
-def _refusal(**arguments: Any) -> str:
-    try:
-        tfd.create_strategy("multi_worker_mirrored", **arguments)
-    except tfd.StrategyError as error:
-        return str(error)
-    return "it was made"
-
-
-def _only_worker(address: str) -> ClusterConfig:
-    return ClusterConfig(jobs={"worker": (address,)}, task=Task("worker", 0))
-
-
 def _one_process() -> dict[str, Any]:
-    """What needs a TensorFlow that has not started: logical CPUs; then traps of a late start."""
+    """Logical CPUs, which need a TensorFlow that has not started; then a cluster."""
     tfd.flags.define_strategy_flags()
     flags.FLAGS(["program", "--logical_cpus=3"])
     result: dict[str, Any] = {}
@@ -146,10 +134,9 @@ def _one_process() -> dict[str, Any]:
     result["sum"] = int(strategy.reduce("SUM", numbers, axis=None))
     flags.FLAGS["logical_cpus"].value = None
 
-    with reserve_ports(5) as ports:
+    with reserve_ports(4) as ports:
         addresses = [f"127.0.0.1:{port}" for port in ports]
-        result["late"] = _refusal(cluster=_only_worker(addresses[0]))
-        jobs = {"chief": addresses[1:2], "worker": addresses[2:3], "ps": addresses[3:5]}
+        jobs = {"chief": addresses[:1], "worker": addresses[1:2], "ps": addresses[2:]}
         spec = tf.train.ClusterSpec(jobs)
         _servers.extend(
             tf.distribute.Server(spec, job_name=job, task_index=index, protocol="grpc")
@@ -170,15 +157,12 @@ def _one_process() -> dict[str, Any]:
 _servers: list[Any] = []  # a server blocks where it is deleted
 
 
-def test_logical_cpus_a_late_start_and_a_real_parameter_server() -> None:
+def test_logical_cpus_and_a_real_parameter_server() -> None:
     result = run_tasks(_one_process, None)["process"]
     assert result["sum"] == 1 + 2 + 3
     assert "because      3 logical CPUs on this machine, no cluster" in result["mirrored"]
     assert "settings     logical_cpus = 3 from flags" in result["mirrored"]
     assert "replicas     3 in sync" in result["mirrored"]
-
-    assert "must be created before TensorFlow starts" in result["late"]
-    assert "Move create_strategy() to the top of the program" in result["late"]
 
     assert "ParameterServerStrategyV2" in result["classes"]
     assert result["shards"] == [
