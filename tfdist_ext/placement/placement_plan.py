@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -162,14 +162,7 @@ class PlacementPlan:
             PlacementError: the path has another suffix, the file cannot be written, or matplotlib
                 is not installed.
         """
-        held: list[dict[str, int]] = [defaultdict(int) for _ in range(self.tasks)]
-        for spec, place in zip(self.specs, self.places, strict=True):
-            for task, size, _ in place.parts(spec, self.tasks):
-                held[task][spec.path] += size
-        tasks = dict(zip(self.names(), held, strict=True))
-        title = f"{self._title()}: fullest over mean {self.imbalance:.3f}"
-        largest = [spec.path for spec in self._largest()]
-        save_figure(path, lambda: _figure(title, tasks, largest))
+        save_figure(path, self._figure)
 
     def to_json(self) -> str:
         """Returns the plan as JSON, with one line per variable. `from_json` reads it."""
@@ -237,6 +230,39 @@ class PlacementPlan:
         if largest:
             parts.append("largest variables\n" + indent(columns(largest, "<<><"), "  "))
         return "\n\n".join(parts)
+
+    def _figure(self) -> Any:
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+
+        held = {spec.path: np.zeros(self.tasks) for spec in self.specs}
+        for spec, place in zip(self.specs, self.places, strict=True):
+            for task, size, _ in place.parts(spec, self.tasks):
+                held[spec.path][task] += size
+        totals = np.array(self.bytes_by_task, float)
+        power = min((max(int(totals.max()), 1).bit_length() - 1) // 10, len(UNITS) - 1)
+        largest = [spec.path for spec in self._largest()]
+        rest = totals - sum((held[path] for path in largest), np.zeros(self.tasks))
+        blocks = [(path, held[path], colormaps["tab20"](i)) for i, path in enumerate(largest)]
+        figure = Figure(figsize=(8, max(0.4 * self.tasks, 0.2 * len(largest) + 1)))
+        axes = figure.add_subplot()
+        title = f"{self._title()}: fullest over mean {self.imbalance:.3f}"
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_xlabel(f"{UNITS[power]} of variables and slots")
+        axes.set_ylim(self.tasks - 0.5, -0.5)
+        left = np.zeros(self.tasks)
+        for name, sizes, color in [*blocks, ("other variables", rest, _OTHERS)]:
+            axes.barh(
+                self.names(),
+                sizes / 1024**power,
+                left=left / 1024**power,
+                color=color,
+                edgecolor="w",
+                label=f"{name}  {size_text(int(sizes.sum()))}",
+            )
+            left += sizes
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
+        return figure
 
     def _title(self) -> str:
         slots = any(spec.slots for spec in self.specs)
@@ -355,45 +381,3 @@ def save_figure(path: str | os.PathLike[str], draw: Callable[[], Any]) -> None:
             raise PlacementError(
                 f"the picture {os.fspath(path)!r} cannot be written: {error}"
             ) from error
-
-
-def _figure(title: str, tasks: Mapping[str, Mapping[str, int]], largest: Sequence[str]) -> Any:
-    """A bar of the bytes of variables for each task.
-
-    Args:
-        title: the title of the picture.
-        tasks: name of a task -> path of a variable -> its bytes on the task.
-        largest: paths of the variables with a color and a name of their own.
-    """
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    totals = np.array([sum(held.values()) for held in tasks.values()], float)
-    power = min((max(int(totals.max()), 1).bit_length() - 1) // 10, len(UNITS) - 1)
-    figure = Figure(figsize=(8, max(0.4 * len(tasks), 0.2 * len(largest) + 1)))
-    axes = figure.add_subplot()
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.set_xlabel(f"{UNITS[power]} of variables and slots")
-    axes.set_ylim(len(tasks) - 0.5, -0.5)
-    blocks = [
-        (
-            path,
-            np.array([held.get(path, 0) for held in tasks.values()], float),
-            colormaps["tab20"](i),
-        )
-        for i, path in enumerate(largest)
-    ]
-    rest = totals - sum((sizes for _, sizes, _ in blocks), np.zeros(len(tasks)))
-    left = np.zeros(len(tasks))
-    for name, sizes, color in [*blocks, ("other variables", rest, _OTHERS)]:
-        axes.barh(
-            list(tasks),
-            sizes / 1024**power,
-            left=left / 1024**power,
-            color=color,
-            edgecolor="w",
-            label=f"{name}  {size_text(int(sizes.sum()))}",
-        )
-        left += sizes
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
-    return figure
