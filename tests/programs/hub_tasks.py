@@ -13,17 +13,12 @@ LABELS = np.array([int("fox" in text) for text in TEXTS])
 SIZES = {"num_layers": 1, "num_heads": 2, "hidden_dim": 4, "intermediate_dim": 8, "dropout": 0.0}
 
 
-def bert(lora):
+def classifier():
+    tokenizer = keras_hub.models.BertTokenizer(vocabulary=BERT)
     backbone = keras_hub.models.BertBackbone(
         vocabulary_size=len(BERT), max_sequence_length=8, **SIZES
     )
-    if lora:
-        backbone.enable_lora(2)
-    return keras_hub.models.BertTokenizer(vocabulary=BERT), backbone
-
-
-def classifier(*, lora=False):
-    tokenizer, backbone = bert(lora)
+    backbone.enable_lora(2)
     preprocessor = keras_hub.models.BertTextClassifierPreprocessor(tokenizer, sequence_length=8)
     model = keras_hub.models.BertTextClassifier(
         backbone, num_classes=2, preprocessor=preprocessor, dropout=0.0
@@ -33,27 +28,20 @@ def classifier(*, lora=False):
     return model
 
 
-def causal(*, lora=False):
+def causal():
     letters = sorted({*"".join(WORDS), "Ġ", "th"})
     vocabulary = {name: i for i, name in enumerate(["<|endoftext|>", *letters])}
     tokenizer = keras_hub.models.GPT2Tokenizer(vocabulary=vocabulary, merges=["t h"])
     backbone = keras_hub.models.GPT2Backbone(
         vocabulary_size=len(vocabulary), max_sequence_length=8, **SIZES
     )
-    if lora:
-        backbone.enable_lora(2)
+    backbone.enable_lora(2)
     preprocessor = keras_hub.models.GPT2CausalLMPreprocessor(tokenizer, sequence_length=8)
     model = keras_hub.models.GPT2CausalLM(backbone, preprocessor=preprocessor)
     model.compile(keras.optimizers.Adam(0.01), sampler="greedy", jit_compile=False)
     return model
 
 
-def arrays(task):
-    """What `fit` takes: arrays of strings, and the labels of a classifier."""
-    return (TEXTS, LABELS) if task is classifier else (TEXTS,)
-
-
-def batches(task):
-    """The same as batches of a tf.data.Dataset."""
-    data = arrays(task)
-    return tf.data.Dataset.from_tensor_slices(data if len(data) > 1 else data[0]).batch(8)
+def labeled_texts():
+    """Batches of strings and labels for the classifier."""
+    return tf.data.Dataset.from_tensor_slices((TEXTS, LABELS)).batch(8)

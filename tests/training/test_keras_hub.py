@@ -26,14 +26,14 @@ pytestmark = [
 
 @pytest.mark.long
 def test_a_text_classifier_with_lora_on_datasets_of_strings() -> None:
-    data = hub_tasks.batches(hub_tasks.classifier)
+    data = hub_tasks.labeled_texts()
     fit = {"validation_data": data, "epochs": 2, "verbose": 0}
     keras.utils.set_random_seed(1)
-    one = hub_tasks.classifier(lora=True)
+    one = hub_tasks.classifier()
     one.run_eagerly = True  # quicker than compiling
     expected = one.fit(data, **fit).history
     keras.utils.set_random_seed(1)
-    ours = tfd.distribute(lambda: hub_tasks.classifier(lora=True), mirrored())
+    ours = tfd.distribute(hub_tasks.classifier, mirrored())
     history = ours.fit(data, **fit).history
     assert list(expected) == ["accuracy", "loss", "val_accuracy", "val_loss"]
     assert_same_history(expected, history)
@@ -45,7 +45,7 @@ def test_a_text_classifier_with_lora_on_datasets_of_strings() -> None:
 
 
 def test_an_existing_task_comes_along_with_its_tokenizer_and_sampler() -> None:
-    one = hub_tasks.causal(lora=True)
+    one = hub_tasks.causal()
     one.run_eagerly = True  # quicker than compiling
     ours = tfd.distribute(one, mirrored())
     assert type(ours.keras_model) is type(one)
