@@ -159,10 +159,10 @@ def test_pieces_go_where_that_balances() -> None:
     placer = DevicePlacer(FOUR, rules)
     a, b, c = ((one, placer.placement_of(one)) for one in specs)
     assert placer.devices_of_pieces(*a) == placer.devices_of_pieces(*b) == FOUR[:2], "unknown yet"
-    plan = placer.learn(specs)
+    placer.learn(specs)
     assert {*placer.devices_of_pieces(*a), *placer.devices_of_pieces(*b)} == {*FOUR}
     assert placer.devices_of_pieces(*c) == FOUR
-    assert plan.bytes_by_task == (5 * KIB,) * 4
+    assert placer.plan.bytes_by_task == (5 * KIB,) * 4
     assert placer.devices_of_pieces(spec("a", 7), a[1]) == FOUR[:2], "another than the planned one"
 
 

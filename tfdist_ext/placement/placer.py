@@ -191,7 +191,8 @@ class DevicePlacer:
 
     Attributes:
         devices: names of the replicas' devices.
-        plan: the plan of the last model that was planned as a whole; None before.
+        plan: the plan of the last model that was planned as a whole, without the variables on the
+            host; None before.
         owned_bytes: bytes of weights that each device owns.
     """
 
@@ -217,11 +218,8 @@ class DevicePlacer:
             if not (isinstance(placement, OnDevice) and short_name(placement.name) == _HOST):
                 self._targets.check(rule)
 
-    def learn(self, specs: Sequence[VariableSpec]) -> PlacementPlan:
+    def learn(self, specs: Sequence[VariableSpec]) -> None:
         """Plan the owners and pieces of a model that is about to be created.
-
-        Returns:
-            The plan, without the variables that are on the host.
 
         Raises:
             PlacementError: a rule that matches no variable, two rules that match one, or more
@@ -231,7 +229,6 @@ class DevicePlacer:
         host = None if _HOST in self.devices else OnDevice(_HOST)
         on_devices = [spec for spec in specs if self.placement_of(spec) != host]
         self.plan = plan(on_devices, devices=self.devices, default=self.placement_of)
-        return self.plan
 
     def check_paths(self, paths: Sequence[str]) -> None:
         """Check that the rules fit a model with variables of these paths.

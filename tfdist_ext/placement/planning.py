@@ -366,12 +366,8 @@ def compare(specs: Iterable[VariableSpec], devices: int, ps: int | PlacementPlan
     servers = ps if isinstance(ps, PlacementPlan) else plan(variables, ps)
     fullest = max(servers.bytes_by_task)
     task = servers.bytes_by_task.index(fullest)
-    on_server = sum(
-        spec.weight_bytes // spec.rows * (shard.stop - shard.start)
-        for spec in variables
-        for shard in servers.shards_of(spec.path)
-        if shard.task == task and spec.rows
-    )
+    without_slots = tuple(replace(spec, slots=0) for spec in servers.specs)
+    on_server = replace(servers, specs=without_slots).bytes_by_task[task]
     lines = [["strategy", "on", "weights", "slots", "total"]]
     for strategy, device, of_weights, of_all in (
         ("mirrored", "each device", weights, total),
