@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import tensorflow as tf
 
@@ -46,18 +44,10 @@ def test_central_storage_says_where_variables_are() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("strategy", "words"),
-    [
-        (lambda: tf.distribute.OneDeviceStrategy("CPU:1"), ["1 in sync", "CPU:1"]),
-        (lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]), ["2 in sync", "CPU:0, CPU:1"]),
-        (lambda: tf.distribute.get_strategy(), ["replicas     1", "wherever TensorFlow places"]),
-    ],
-)
-def test_a_strategy_of_tensorflow_was_made_elsewhere(strategy: Any, words: list[str]) -> None:
-    made = strategy()
-    if type(made) is not type(tf.distribute.get_strategy()):
-        assert "made elsewhere" in str(tfd.explain(made))
-        assert "it was not made by create_strategy" in str(tfd.explain(made))
-    for word in words:
-        assert word in str(tfd.explain(made))
+def test_a_strategy_of_tensorflow_was_made_elsewhere() -> None:
+    text = str(tfd.explain(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])))
+    for words in ("made elsewhere", "not made by create_strategy", "2 in sync", "CPU:0, CPU:1"):
+        assert words in text
+    text = str(tfd.explain(tf.distribute.get_strategy()))
+    for words in ("replicas     1", "wherever TensorFlow places"):
+        assert words in text

@@ -225,12 +225,10 @@ def test_a_strategy_of_one_machine_in_a_cluster_needs_alone(
     assert "create_strategy('parameter_server')" in _refused("default")
 
 
-def test_alone_in_a_cluster_means_the_devices_of_this_machine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TF_CONFIG", _cluster(TWO_WORKERS, ("worker", 1)).to_tf_config())
+def test_alone_means_the_devices_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = _cluster(TWO_WORKERS, ("worker", 1))
+    monkeypatch.setenv("TF_CONFIG", cluster.to_tf_config())
     assert tfd.create_strategy(alone=True).num_replicas_in_sync == 4
-    cluster = _cluster(TWO_WORKERS, ("worker", 0))
     assert "cannot be combined with a cluster" in _refused(alone=True, cluster=cluster)
     assert "combined with the strategy 'parameter_server'" in _refused(
         "parameter_server", alone=True
