@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_models import criteo_tables, resnet50
-from test_planner import models, ruled
-from test_planning import SPECS
+from test_planning import SPECS, models, ruled
 
 from tfdist_ext.placement import Owned, PlacementError, PlacementPlan, VariableSpec, plan
 
