@@ -1,4 +1,4 @@
-"""`tfd.launch` from scripts and a Python prompt: results, failures, signals, what is left."""
+"""`tfd.launch` from scripts: results, failures, signals, what is left."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ ME = "me = tfd.ClusterConfig.from_env().task"
 def start(mark, tmp_path) -> Callable[..., subprocess.Popen[str]]:
     """Start a script that launches functions of its own."""
 
-    def started(code: str, *options: str, **how: object) -> subprocess.Popen[str]:
+    def started(code: str) -> subprocess.Popen[str]:
         script = tmp_path / "script.py"
         script.write_text(BEGIN + textwrap.dedent(code), encoding="utf-8")
         # Without PYTHONPATH the tasks find the package by the path of the process alone.
         return subprocess.Popen(
-            [sys.executable, *(options or [str(script)])],
+            [sys.executable, str(script)],
             cwd=tmp_path,
             env={**mark.env, "TMPDIR": str(tmp_path)},
-            stdin=subprocess.PIPE if options else subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
