@@ -54,7 +54,7 @@ def build() -> keras.Model:
 
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_a_step_runs_once_as_in_plain_keras(name: str) -> None:
-    """On PlacedStrategy: tests/strategies/test_placed_training.py."""
+    """On PlacedStrategy: tests/strategies/test_placed.py."""
     _, ours = assert_trains_as_keras(build, X[:43], Y[:43], strategy=strategy_of(name), **FIT)
     assert ours.keras_model.count == 6
     for variable in [*ours.keras_model.variables, *ours.keras_model.optimizer.variables]:
