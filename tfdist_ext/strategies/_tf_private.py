@@ -66,16 +66,13 @@ NAMES = PrivateNames(
 )
 
 
-@functools.cache
-def servers_extended(base: Any) -> Any:
-    """What ParameterServerStrategy does, with counters, and updates of shards where they are.
+def count_and_update_on_servers(strategy: tf.distribute.ParameterServerStrategy) -> None:
+    """Lets a ParameterServerStrategy create counters, and update shards where they are.
 
     Private because TensorFlow's own update asks a variable in shards for the one device that it is
     on, and only `_update` and `_create_variable` can be replaced.
-
-    Args:
-        base: the class of a ParameterServerStrategy's `extended`.
     """
+    base: Any = type(strategy.extended)
 
     class ServersExtended(base):
         def _create_variable(self, next_creator: Any, **kwargs: Any) -> tf.Variable:
@@ -94,7 +91,7 @@ def servers_extended(base: Any) -> Any:
                     results.append(fn(var, *own_args, **kwargs))
             return results
 
-    return ServersExtended
+    strategy.extended.__class__ = ServersExtended
 
 
 def workers_strategy(first_key: int, **arguments: Any) -> tf.distribute.Strategy:

@@ -119,10 +119,9 @@ def explain(strategy: Any) -> Explanation:
     cluster = _cluster_of(strategy)
     placer = getattr(strategy, "placer", None)
     devices, replicas, places = _computing(strategy, cluster)
-    shared = (
-        ["state sharded across workers (shard_optimizer=True)"] if sums_of(strategy).owned else []
-    )
-    narrow = sums_of(strategy).narrow
+    shared = "state sharded across workers (shard_optimizer=True)"
+    sums = sums_of(strategy)
+    narrow = sums.narrow
     threads = tf.config.threading.get_intra_op_parallelism_threads()  # 0: as many as cores
     rows = [
         ("strategy", [f"{choice.name} ({type(strategy).__name__})"]),
@@ -132,7 +131,7 @@ def explain(strategy: Any) -> Explanation:
         ("replicas", [replicas]),
         ("devices", [places]),
         ("placement", [str(placer)] if isinstance(placer, ServerPlacer) else []),
-        ("optimizer", shared),
+        ("optimizer", [shared] if sums.owned else []),
         ("gradients", [f"travel as {narrow.dtype.name} (gradient_dtype)"] if narrow else []),
         ("threads", [f"at most {threads} in an operation on a CPU"] if threads else []),
         ("steps", steps),

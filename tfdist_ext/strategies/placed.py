@@ -21,7 +21,7 @@ from tfdist_ext.placement import (
 )
 from tfdist_ext.placement.live.creating import override_device_scope, placing
 from tfdist_ext.placement.placer import DevicePlacer, ServerPlacer
-from tfdist_ext.strategies._tf_private import servers_extended
+from tfdist_ext.strategies._tf_private import count_and_update_on_servers
 from tfdist_ext.strategies.template import StrategyTemplate
 from tfdist_ext.user_frames import filter_traceback
 
@@ -148,8 +148,7 @@ class PlacedParameterServers(tf.distribute.ParameterServerStrategy):
         servers: Servers,
     ):
         super().__init__(cluster_resolver)
-        base: Any = type(self.extended)
-        self.extended.__class__ = servers_extended(base)
+        count_and_update_on_servers(self)
         self.placer = placer
         self.servers = servers
 
