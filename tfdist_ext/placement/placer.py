@@ -26,7 +26,7 @@ from tfdist_ext.placement.rules import (
     Rules,
     Sharded,
     Targets,
-    rule_for,
+    placement_for,
     rules_from,
     rules_of,
     short_name,
@@ -148,8 +148,7 @@ class ServerPlacer:
         return self.plan.shards_of(alike[0]) if len(alike) == 1 else None
 
     def _unplanned(self, spec: VariableSpec) -> tuple[VariableShard, ...]:
-        rule = rule_for(spec.path, self._rules)
-        placement = Balanced() if rule is None else rule.placement
+        placement = placement_for(spec.path, self._rules)
         task = self._targets.index_of(spec, placement)
         if task is not None:
             return spec.shards((task,))
@@ -244,8 +243,7 @@ class DevicePlacer:
         Raises:
             PlacementError: two rules match the path; or its rule asks for more pieces than rows.
         """
-        rule = rule_for(spec.path, self._rules)
-        placement: Placement = Balanced() if rule is None else rule.placement
+        placement = placement_for(spec.path, self._rules)
         if isinstance(placement, OnDevice):
             return OnDevice(short_name(placement.name))
         if isinstance(placement, Balanced):

@@ -233,14 +233,15 @@ def rules_of(paths: Sequence[str], rules: Rules) -> dict[str, Rule]:
     return matched | exact
 
 
-def rule_for(path: str, rules: Sequence[Rule]) -> Rule | None:
-    """The rule of one variable, for example while the other variables are not known.
+def placement_for(path: str, rules: Sequence[Rule]) -> Placement:
+    """The placement of one variable while other variables are unknown; balanced without a rule.
 
     Raises:
         PlacementError: two expressions match the path.
     """
     matching = [rule for rule in rules if rule.pattern == path or re.fullmatch(rule.pattern, path)]
-    return rules_of([path], matching).get(path)
+    rule = rules_of([path], matching).get(path)
+    return Balanced() if rule is None else rule.placement
 
 
 def nearest_paths(pattern: str, paths: Sequence[str]) -> str:
