@@ -66,9 +66,6 @@ def test_plan_has_the_tasks_of_the_options(options, names, coordinator, reason):
 def test_tasks_have_different_addresses():
     planned = plan(workers=2, ps=1)
     cluster = cluster_of(planned.tasks[0])
-    assert [(job, len(each)) for job, each in cluster.items()] == [
-        ("chief", 1), ("worker", 2), ("ps", 1),
-    ]  # fmt: skip
     addresses = [address for job in cluster.values() for address in job]
     assert len(set(addresses)) == 4
     assert all(re.fullmatch(r"127\.0\.0\.1:\d+", address) for address in addresses)
