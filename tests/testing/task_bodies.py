@@ -61,7 +61,3 @@ def with_a_child(folder: str) -> None:
     Path(folder, f"child-{index()}.pid").write_text(str(child.pid))
     Path(folder, f"{index()}.pid").write_text(str(os.getpid()))
     time.sleep(600)
-
-
-def setting(name: str) -> str | None:
-    return os.environ.get(name)
