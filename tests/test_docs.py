@@ -365,6 +365,15 @@ def test_the_pictures_are_those_of_their_program(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("script", ["architecture.py", "command_line.py"])
+def test_the_page_of_the_script_is_up_to_date(script: str) -> None:
+    """Modules and options. That of architecture.py also checks that a fit passes few modules."""
+    command = [sys.executable, f"scripts/figures/{script}", "--check"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+
+
 def test_the_choice_names_every_strategy() -> None:
     page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
     assert set(tfd.available_strategies()) <= set(re.findall(r"`(\w+)`", page))
