@@ -47,25 +47,19 @@ class Program:
             words = (list(command[1:]), str(cwd or Path.cwd()), errors and str(errors.absolute()))
             assert command[0] == sys.executable
             self._process = warm.start_function(run_words, words, env, out.fileno())
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self.poll()
 
     def poll(self) -> int | None:
         return warm.status_of(self._process)
 
     def wait(self, timeout: float | None = None) -> int:
         if not connection.wait([self._process.sentinel], timeout):
-            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            raise subprocess.TimeoutExpired(str(self._process.pid), timeout or 0.0)
         return warm.wait_for(self._process)
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
