@@ -33,7 +33,6 @@ from tfdist_ext.data.sharded import (
     ShardedDataset,
     check_reads_here,
     check_state,
-    named_state,
     sharded_already,
 )
 from tfdist_ext.data.shards import Number, ReadBy, Remainder, Shard, bounds, check_field
@@ -333,12 +332,8 @@ class OrderedBatches(PositionedBatches):
         super().__init__(data.element_spec, steps=data.steps, batch_size=size, is_infinite=moves)
         self.needs_row_count = bool(getattr(data.source, "loses_examples", False))
         self.data = data if moves else None
-        self._dataset = data
+        self.sharded = self._dataset = data
         self._order = data.order if moves else Order(data.examples, size)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {**super().settings, **named_state(self._dataset.state())}
 
     def parts(self, first: int, local: int, replicas: int, start: Position) -> tf.data.Dataset:
         order, steps, take = self._order, self._order.steps, self._dataset._take
