@@ -37,7 +37,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     items.sort(key=place)
     if not is_everything_run(config):
-        check_words_of_long(items)
         long = [item for item in items if is_long(item)]
         items[:] = [item for item in items if not is_long(item)]
         config.hook.pytest_deselected(items=long)
@@ -58,18 +57,6 @@ def is_long(item: pytest.Item) -> bool:
     """Whether a `long` mark is for this test: with words, for names that contain one of them."""
     marks = item.iter_markers("long")
     return any(not m.args or any(word in item.name for word in m.args) for m in marks)
-
-
-def check_words_of_long(items: list[pytest.Item]) -> None:
-    """Each word of a `long` mark is in the name of a test: a case that is renamed stays marked."""
-    marks: dict[int, tuple[pytest.Item, set[str]]] = {}
-    for item in items:
-        for mark in item.iter_markers("long"):
-            _, unused = marks.setdefault(id(mark), (item, set(mark.args)))
-            unused -= {word for word in mark.args if word in item.name}
-    for item, unused in marks.values():
-        if unused:
-            raise pytest.UsageError(f"{item.nodeid}: no case of it has {unused} in its name")
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -10,9 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from warm_programs import run_program, run_together, run_workers
-
-from tfdist_ext.launcher.plan import local_plan
+from warm_programs import run_cluster, run_program
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -28,16 +26,16 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_config_trains(config: Path, outputs: Path, tmp_path: Path) -> None:
     output = outputs / config.stem
     settings = tomllib.loads(config.read_text())
-    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
     train = str(ROOT / "docs" / "examples" / "digits.py")
     command = [sys.executable, train, f"--config={config}", f"--output={output}"]
     command.append("--epochs=8")  # enough for the accuracy asked for
     if settings["strategy"]["name"] == "multi_worker_mirrored":
-        text, silent = run_workers(command, tmp_path, timeout=200)
+        text, silent = run_cluster(command, tmp_path, timeout=200, workers=2).values()
         assert "test accuracy" not in silent
         assert "Epoch" not in silent
     elif settings["strategy"]["name"] == "parameter_server":
-        text, *servers = _with_parameter_servers(command, tmp_path, env)
+        logs = run_cluster(command, tmp_path, timeout=200, workers=2, ps=2)
+        text, *servers = logs.values()
         for log in servers:  # each has ended by itself, with 0
             assert log.endswith("is done\n")
     else:
@@ -58,12 +56,3 @@ def test_plain_keras_loads_models_of_configs(outputs: Path) -> None:
     # In a Python that has not imported tfdist_ext, which the script asserts.
     run = subprocess.run(check, cwd=ROOT, env=env, capture_output=True, timeout=100, check=True)
     assert run.stdout.count(b"plain Keras loads") == len(written) >= 1
-
-
-def _with_parameter_servers(command: list[str], folder: Path, env: dict[str, str]) -> list[str]:
-    """The logs of a chief, two workers and two parameter servers, all of which ended with 0."""
-    tasks = {"workers": 2, "ps": 2}
-    with local_plan(command, **tasks, env=env) as plan:
-        statuses, logs = run_together(plan, folder, env, timeout=200, linger=30)
-    assert set(statuses.values()) == {0}, "\n".join(log[-2000:] for log in logs.values())
-    return list(logs.values())

@@ -26,11 +26,10 @@ from typing import Any
 import pytest
 import yaml
 from pages import PAGES, ROOT, Block, blocks_of, commands_of, side
-from warm_programs import Program, run_program, run_together
+from warm_programs import Program, run_cluster, run_program
 
 import tfdist_ext as tfd
 from tfdist_ext import cli, testing
-from tfdist_ext.launcher.plan import local_plan
 
 PYTHON, SHOWN = {"python", "diff"}, {"console", "text", "toml", "json", "yaml"}
 FILES = {*PYTHON, "toml"}
@@ -252,11 +251,7 @@ def _printed_by_cluster(words: list[str], here: Path, folder: Path) -> list[str]
     names = ("workers", "chief", "ps", "evaluator")
     tasks: dict[str, Any] = {name: getattr(options, name) for name in names}
     program = _with_python(words[at + 1 :])
-    with local_plan(program, **tasks, env=os.environ) as plan:
-        statuses, logs = run_together(plan, folder, os.environ, timeout=100, linger=30, cwd=here)
-    assert set(statuses.values()) == {0}, "\n".join(
-        f"--- {name}: {statuses.get(name)}\n{log[-3000:]}" for name, log in logs.items()
-    )
+    logs = run_cluster(program, folder, timeout=100, cwd=here, **tasks)
     return [f"[{name}] {line}" for name, log in logs.items() for line in log.splitlines()]
 
 
@@ -367,6 +362,15 @@ def test_the_pictures_are_those_of_their_program(tmp_path: Path) -> None:
         assert drawn.read_text() == (ROOT / "docs" / drawn.name).read_text(), (
             f"run scripts/figures/pictures: docs/{drawn.name} is another picture"
         )
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("script", ["architecture.py", "command_line.py"])
+def test_the_page_of_the_script_is_up_to_date(script: str) -> None:
+    """Modules and options. That of architecture.py also checks that a fit passes few modules."""
+    command = [sys.executable, f"scripts/figures/{script}", "--check"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
 
 
 def test_the_choice_names_every_strategy() -> None:

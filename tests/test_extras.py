@@ -23,6 +23,7 @@ import numpy as np
 
 import tfdist_ext as tfd
 from tfdist_ext import cli
+from tfdist_ext.testing import StrategyConformance
 
 x = np.arange(64.0).reshape(16, 4)
 
@@ -37,6 +38,14 @@ model = tfd.distribute(build, tfd.create_strategy("mirrored", logical_cpus=2))
 data = tfd.data.from_arrays((x, x[:, :1]), global_batch_size=8)
 boards = [tfd.WorkerTensorBoard("logs")]
 model.fit(data, verbose=0, checkpoint_dir="checkpoints", callbacks=boards)
+
+
+class TestTemplate(StrategyConformance):
+    def strategy(self):
+        return tfd.strategies.StrategyTemplate(2)
+
+
+TestTemplate().test_reduce()
 assert all(getattr(tfd, name) for name in tfd.__all__)
 assert all(getattr(tfd.data, name) for name in tfd.data.__all__)
 cli.main(["env"])

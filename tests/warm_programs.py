@@ -47,25 +47,19 @@ class Program:
             words = (list(command[1:]), str(cwd or Path.cwd()), errors and str(errors.absolute()))
             assert command[0] == sys.executable
             self._process = warm.start_function(run_words, words, env, out.fileno())
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self.poll()
 
     def poll(self) -> int | None:
         return warm.status_of(self._process)
 
     def wait(self, timeout: float | None = None) -> int:
         if not connection.wait([self._process.sentinel], timeout):
-            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            raise subprocess.TimeoutExpired(str(self._process.pid), timeout or 0.0)
         return warm.wait_for(self._process)
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -146,14 +140,19 @@ def run_together(
     return statuses, {name: file.read_text(errors="replace") for name, file in files.items()}
 
 
-def run_workers(
-    command: Sequence[str], folder: Path, *, workers: int = 2, timeout: float
-) -> list[str]:
-    """Run a command as the workers of a cluster; their logs, in the order of workers."""
+def run_cluster(
+    command: Sequence[str], folder: Path, *, timeout: float, cwd: Path | None = None, **tasks: Any
+) -> dict[str, str]:
+    """Run a command in all tasks of a cluster, which end with 0; returns their logs, by name.
+
+    Args:
+        tasks: numbers of tasks, as of `local_plan`.
+    """
     env = {name: v for name, v in os.environ.items() if not name.startswith(CLUSTERS)}
-    with local_plan(command, workers=workers, env=env) as plan:
-        statuses, logs = run_together(plan, folder, env, timeout=timeout)
-    assert list(statuses.values()) == [0] * workers, "\n".join(
-        f"--- {name}: {statuses[name]}\n{log[-3000:]}" for name, log in logs.items()
+    env["TF_CPP_MIN_LOG_LEVEL"] = "2"
+    with local_plan(command, **tasks, env=env) as plan:
+        statuses, logs = run_together(plan, folder, env, timeout=timeout, linger=30, cwd=cwd)
+    assert set(statuses.values()) == {0}, "\n".join(
+        f"--- {name}: {statuses.get(name)}\n{log[-3000:]}" for name, log in logs.items()
     )
-    return list(logs.values())
+    return logs

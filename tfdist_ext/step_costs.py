@@ -70,7 +70,14 @@ def plan_workers(
     Raises:
         PlacementError: an argument is invalid, the model is not compiled, or the data is empty.
     """
-    counts, link = _counts(workers), _link(network, latency, straggling)
+    counts = _counts(workers)
+    link = Network(
+        bandwidth=parse_rate(network),
+        latency=parse_seconds(latency, "latency"),
+        # The buckets of `multi_worker_mirrored` on this machine's devices.
+        bucket_bytes=0 if tf.config.list_physical_devices("GPU") else None,
+        straggling=parse_seconds(straggling, "straggling"),
+    )
     seconds = None if step_seconds is None else parse_seconds(step_seconds, "step_seconds")
     batch_size = check_int(batch_size, "batch_size", 1, error=PlacementError)
     _check(builder, data, seconds)
@@ -80,16 +87,6 @@ def plan_workers(
     else:
         step = _measured(builder, data, batch_size, seconds)
     return WorkersPlan(step, link, counts)
-
-
-def _link(network: str, latency: float | str, straggling: float) -> Network:
-    """The network, with the buckets of `multi_worker_mirrored` on this machine's devices."""
-    return Network(
-        bandwidth=parse_rate(network),
-        latency=parse_seconds(latency, "latency"),
-        bucket_bytes=0 if tf.config.list_physical_devices("GPU") else None,
-        straggling=parse_seconds(straggling, "straggling"),
-    )
 
 
 def _check(builder: object, data: object, seconds: float | None) -> None:

@@ -149,11 +149,14 @@ class GAN(keras.Model):
         weights = self.discriminator.trainable_weights
         self.d_optimizer.apply(tape.gradient(d_loss, weights), weights)
 
-        noise = keras.random.normal((rows, NOISE), seed=self.seed)
         misleading = ops.zeros((rows, 1))
+        return self.train_generator(rows, d_loss, lambda found: self.loss_fn(misleading, found))
+
+    def train_generator(self, rows: Any, d_loss: Any, loss_of: Callable[[Any], Any]) -> Any:
+        noise = keras.random.normal((rows, NOISE), seed=self.seed)
         with tf.GradientTape() as tape:
             made = self.generator(noise, training=True)
-            g_loss = self.loss_fn(misleading, self.discriminator(made, training=True))
+            g_loss = loss_of(self.discriminator(made, training=True))
         weights = self.generator.trainable_weights
         self.g_optimizer.apply(tape.gradient(g_loss, weights), weights)
         self.d_loss.update_state(d_loss)
@@ -181,15 +184,7 @@ class GradientPenalty(GAN):
                 d_loss += 10.0 * self.penalty(rows, real, made)
             weights = self.discriminator.trainable_weights
             self.d_optimizer.apply(tape.gradient(d_loss, weights), weights)
-        noise = keras.random.normal((rows, NOISE), seed=self.seed)
-        with tf.GradientTape() as tape:
-            made = self.generator(noise, training=True)
-            g_loss = -ops.mean(self.discriminator(made, training=True))
-        weights = self.generator.trainable_weights
-        self.g_optimizer.apply(tape.gradient(g_loss, weights), weights)
-        self.d_loss.update_state(d_loss)
-        self.g_loss.update_state(g_loss)
-        return {metric.name: metric.result() for metric in self.metrics}
+        return self.train_generator(rows, d_loss, lambda found: -ops.mean(found))
 
     def penalty(self, rows: Any, real: Any, made: Any) -> Any:
         share = keras.random.uniform((rows, 1), seed=self.seed)

@@ -64,7 +64,9 @@ class Row(NamedTuple):
 
 def rows() -> dict[str, Row]:
     """All models, by title."""
-    models = [*applications(), *hub_texts(), *hub_images(), *recommenders(), *guides()]
+    hub = [hub_text(name, config) for name, config in TEXTS.items()]
+    hub += [hub_image(name, config) for name, config in IMAGES.items()]
+    models = [*applications(), *hub, *recommenders(), *guides()]
     return {row.title: row for row in models}
 
 
@@ -189,10 +191,6 @@ REASONS = {
 }
 
 
-def hub_texts() -> list[Row]:
-    return [hub_text(name, config) for name, config in TEXTS.items()]
-
-
 def hub_text(name: str, config: dict[str, Any]) -> Row:
     build = functools.partial(hub_classifier, name, config)
 
@@ -285,10 +283,6 @@ IMAGES: dict[str, dict[str, Any]] = {
         "image_shape": (32, 32, 3),
     },
 }
-
-
-def hub_images() -> list[Row]:
-    return [hub_image(name, config) for name, config in IMAGES.items()]
 
 
 def hub_image(name: str, config: dict[str, Any]) -> Row:

@@ -12,11 +12,10 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import matrix
-import train
 from task_programs import results_of
+from train import Column, train_cells
 
 from tfdist_ext.testing import TaskError, run_tasks
 
@@ -25,6 +24,7 @@ BOUND = 1e-6  # float32
 BOUNDS = {"transformer with dropout": 5e-6, "VAE": 5e-6}
 LIMIT = 1500  # seconds for one column
 WORKERS = "multi_worker_mirrored"
+ONE_PROCESS = "one process"  # Keras without a strategy
 FIRST, *_, LAST = matrix.OPTIMIZERS
 ALL_CELLS = [
     matrix.Cell(*names)
@@ -32,40 +32,24 @@ ALL_CELLS = [
 ]
 
 
-class Column(NamedTuple):
-    """A strategy that every cell is trained on.
-
-    Attributes:
-        strategy: its name, as `train.py` takes it.
-        workers: processes of its cluster, 0 without one.
-        by_keras: trained by the `fit` of Keras, for comparison; nothing is promised of it.
-        in_suite: optimizers that the test suite runs on it, with --long where it is not in QUICK.
-    """
-
-    strategy: str
-    workers: int = 0
-    by_keras: bool = False
-    in_suite: tuple[str, ...] = ()
-
-
-ONE_PROCESS = Column("one process")
 # The suite runs one optimizer whose update depends on the size of the gradient (FIRST), and the one
 # that does most beside its update (LAST). The tests of PlacedStrategy have columns of their own.
 COLUMNS = {
     "default": Column("default"),
     "one device": Column("one_device"),
-    "mirrored 1": Column("mirrored_1"),
-    "mirrored 2": Column("mirrored_2"),
-    "mirrored 3": Column("mirrored_3", in_suite=(LAST,)),
-    "mirrored 4": Column("mirrored_4"),
-    "central 3": Column("central_storage_3", in_suite=(FIRST,)),
-    "placed 3: owned": Column("placed-owned_3"),
-    "placed 4: mixed": Column("placed-mixed_4"),
-    "placed 3: in pieces": Column("placed-pieces_3"),
+    "mirrored 1": Column("mirrored", 1),
+    "mirrored 2": Column("mirrored", 2),
+    "mirrored 3": Column("mirrored", 3, in_suite=(LAST,)),
+    "mirrored 4": Column("mirrored", 4),
+    "central 3": Column("central_storage", 3, in_suite=(FIRST,)),
+    # Each rule matches in each model.
+    "placed 3: owned": Column("placed", 3, {".*": "owned"}),
+    "placed 4: mixed": Column("placed", 4, {".*/kernel": "owned", ".*/bias": "device CPU:1"}),
+    "placed 3: in pieces": Column("placed", 3, {".*/kernel": "sharded(2)", ".*/bias": "sharded"}),
     "workers 2": Column(WORKERS, workers=2),
     "workers 3": Column(WORKERS, workers=3, in_suite=(FIRST,)),
-    "Keras: mirrored 4": Column("mirrored_4", by_keras=True),
-    "Keras: central 3": Column("central_storage_3", by_keras=True),
+    "Keras: mirrored 4": Column("mirrored", 4, by_keras=True),
+    "Keras: central 3": Column("central_storage", 3, by_keras=True),
     "Keras: workers 2": Column(WORKERS, workers=2, by_keras=True),
 }
 # What the suite runs without --long; with workers: training/synchronous/test_exact_workers.py; with
@@ -77,9 +61,9 @@ def train_column(
     column: Column, optimizers: Sequence[str] = tuple(matrix.OPTIMIZERS)
 ) -> dict[matrix.Cell, matrix.Trained | None]:
     """Train the cells of a column in processes of their own; the first worker's results."""
-    arguments = (column.strategy, column.by_keras, tuple(optimizers))
+    arguments = (column, tuple(optimizers))
     env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    results = run_tasks(train.train_cells, column.workers or None, LIMIT, args=arguments, env=env)
+    results = run_tasks(train_cells, column.workers or None, LIMIT, args=arguments, env=env)
     return next(iter(results.values()))
 
 
@@ -91,7 +75,7 @@ def figures() -> dict[str, dict[matrix.Cell, float | None]]:
     started = time.monotonic()
 
     def trained(title: str) -> dict[matrix.Cell, matrix.Trained | None]:
-        column, ended = COLUMNS.get(title, ONE_PROCESS), ""
+        column, ended = COLUMNS.get(title, Column()), ""
         try:
             cells = train_column(column)
         except TaskError as error:
@@ -102,11 +86,11 @@ def figures() -> dict[str, dict[matrix.Cell, float | None]]:
         return cells
 
     # Those with several processes first: none of them runs alone at the end.
-    titles = [ONE_PROCESS.strategy, *sorted(COLUMNS, key=lambda title: -COLUMNS[title].workers)]
+    titles = [ONE_PROCESS, *sorted(COLUMNS, key=lambda title: -COLUMNS[title].workers)]
     # Two at a time: building graphs keeps one core busy each.
     with ThreadPoolExecutor(2) as pool:
         columns = dict(zip(titles, pool.map(trained, titles), strict=True))
-    one_device = columns[ONE_PROCESS.strategy]
+    one_device = columns[ONE_PROCESS]
     return {
         title: {
             cell: None if result is None else matrix.difference(result, one_device[cell])

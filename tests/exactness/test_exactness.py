@@ -44,7 +44,7 @@ def test_every_cell(four_cpus: None, title: str, model: str) -> None:
     if column.workers:
         cells = {cell: found for cell, found in trained(title).items() if cell.model == model}
     else:
-        distribute = train.wrapper(column.strategy, by_keras=False)
+        distribute = train.wrapper(column)
         cells = dict(matrix.train_all(distribute, column.in_suite, [model]))
     expected: Cells = {}
     for optimizer in column.in_suite:

@@ -1,48 +1,49 @@
-"""Trains all cells of the matrix on one strategy.
-
-Its name is `one process` for Keras without a strategy, `multi_worker_mirrored` in the tasks of a
-cluster, another strategy's name, or one with its number of logical CPUs, as in `mirrored_3`; that
-of PlacedStrategy with one of the RULES, as in `placed-mixed_4`.
-"""
+"""Trains all cells of the matrix on one strategy."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import matrix
-import tensorflow as tf
 
 import tfdist_ext as tfd
 from tfdist_ext.testing import logical_cpus
 
-# Each rule matches in each model; what no rule matches is small, and mirrored.
-RULES = {
-    "owned": {".*": "owned"},
-    "mixed": {".*/kernel": "owned", ".*/bias": "device CPU:1"},
-    "pieces": {".*/kernel": "sharded(2)", ".*/bias": "sharded"},
-}
+
+class Column(NamedTuple):
+    """A strategy that every cell is trained on.
+
+    Attributes:
+        strategy: its name; "" for Keras without a strategy.
+        replicas: logical CPUs of its process; 0 without any.
+        rules: of PlacedStrategy. What no rule matches is small, and mirrored.
+        workers: processes of its cluster; 0 without one.
+        by_keras: trained by the `fit` of Keras, for comparison; nothing is promised of it.
+        in_suite: optimizers that the test suite runs on it, with --long where it is not in QUICK.
+    """
+
+    strategy: str = ""
+    replicas: int = 0
+    rules: dict[str, str] | None = None
+    workers: int = 0
+    by_keras: bool = False
+    in_suite: tuple[str, ...] = ()
 
 
-def strategy_of(name: str) -> tf.distribute.Strategy:
-    name, _, replicas = name.rpartition("_") if name[-1].isdigit() else (name, "", "")
-    options: dict[str, Any] = {}
-    if replicas:
-        options["devices"] = [f"CPU:{i}" for i in range(int(replicas))]
-    name, _, rules = name.partition("-")
-    if rules:
-        options["placement"] = RULES[rules]
-    return tfd.create_strategy(name, **options)
-
-
-def wrapper(name: str, by_keras: bool) -> Callable[[Callable[[], keras.Model]], Any]:
-    """builder -> the model that trains on the named strategy."""
-    if name == "one process":
+def wrapper(column: Column) -> Callable[[Callable[[], keras.Model]], Any]:
+    """builder -> the model that trains on the strategy of a column."""
+    if not column.strategy:
         return lambda build: build()
-    strategy = strategy_of(name)
-    if not by_keras:
+    options: dict[str, Any] = {}
+    if column.replicas:
+        options["devices"] = [f"CPU:{number}" for number in range(column.replicas)]
+    if column.rules:
+        options["placement"] = column.rules
+    strategy = tfd.create_strategy(column.strategy, **options)
+    if not column.by_keras:
         return lambda build: tfd.distribute(build, strategy)
 
     def in_scope(build: Callable[[], keras.Model]) -> keras.Model:
@@ -53,13 +54,13 @@ def wrapper(name: str, by_keras: bool) -> Callable[[Callable[[], keras.Model]], 
 
 
 def train_cells(
-    name: str, by_keras: bool, optimizers: Sequence[str]
+    column: Column, optimizers: Sequence[str]
 ) -> dict[matrix.Cell, matrix.Trained | None]:
     """Train all cells of these optimizers on a strategy, in a process that it has to itself."""
-    if name[-1].isdigit():
-        logical_cpus(int(name[-1]))
-    if by_keras:
+    if column.replicas:
+        logical_cpus(column.replicas)
+    if column.by_keras:
         # MirroredStrategy hangs if Python drops one of its iterators while it builds a graph
         # (docs/tensorflow_facts.md).
         gc.disable()
-    return dict(matrix.train_all(wrapper(name, by_keras), optimizers, go_on=by_keras))
+    return dict(matrix.train_all(wrapper(column), optimizers, go_on=column.by_keras))

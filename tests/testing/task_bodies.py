@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -62,24 +61,3 @@ def with_a_child(folder: str) -> None:
     Path(folder, f"child-{index()}.pid").write_text(str(child.pid))
     Path(folder, f"{index()}.pid").write_text(str(os.getpid()))
     time.sleep(600)
-
-
-def setting(name: str) -> str | None:
-    return os.environ.get(name)
-
-
-def checks_without_pytest() -> None:
-    """Two checks in a process in which nothing can import pytest."""
-    assert "tfdist_ext.testing.conformance" not in sys.modules
-    sys.modules["pytest"] = None
-    import tfdist_ext as tfd
-    from tfdist_ext.testing import StrategyConformance, logical_cpus
-
-    logical_cpus(2)
-
-    class Mine(StrategyConformance):
-        def strategy(self) -> Any:
-            return tfd.strategies.StrategyTemplate(2)
-
-    Mine().test_scope()
-    Mine().test_reduce()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 
 import pytest
-import task_bodies
 from check_results import check_names, known_fault
 from conformance_matrix import (
     MATRIX,
@@ -19,8 +18,6 @@ from conformance_matrix import (
     Placed,
     Template,
 )
-
-from tfdist_ext.testing import run_tasks
 
 
 def test_table_on_the_page_has_these_checks_and_faults() -> None:
@@ -37,10 +34,6 @@ def test_table_on_the_page_has_these_checks_and_faults() -> None:
             fault = known_fault(tests, check)
             assert verdict == ("passed" if fault is None else "known fault")
             assert fault is None or fault in between
-
-
-def test_pytest_is_not_needed() -> None:
-    run_tasks(task_bodies.checks_without_pytest, None)
 
 
 @pytest.mark.long("trains_like_one_device")  # tests/exactness compares trainings

@@ -146,19 +146,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> str:
     # Some are of pytest's own plugins, and some are overruled on the command line.
     options = "--strict-markers -W error -ra --verbosity=0 --ff -m 'not slow'"
     (folder / "pytest.ini").write_text(f"[pytest]\naddopts = {options}\nmarkers = slow\n")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-vv",
-        "-rA",
-        "-m",
-        "",
-        "--width",
-        "5",
-        "--report-log",
-        "log",
-    ]
+    command = [sys.executable, "-m", "pytest", "-vv", "-rA", "-m", ""]
+    command += ["--width", "5", "--report-log", "log"]
     done = subprocess.run(
         command,
         cwd=folder,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfdist_ext.errors import PlacementError, TfDistError
+from tfdist_ext.errors import LaunchError, PlacementError
 from tfdist_ext.launcher.output import STARTUP_NOISE
 
 if TYPE_CHECKING:
@@ -119,10 +119,8 @@ def _plan_workers(options: argparse.Namespace) -> WorkersPlan:
     for name in ("latency", "step"):
         if (text := getattr(options, name)) is not None:
             parse_seconds(text, f"--{name}")
-    builder = load_function(options.builder, "the builder", error=PlacementError)
-    data = options.data
-    if data is not None:
-        data = load_function(data, "the data function", error=PlacementError)
+    builder = load_function(options.builder, "the builder")
+    data = None if options.data is None else load_function(options.data, "the data function")
     from tfdist_ext.step_costs import plan_workers
 
     return plan_workers(
@@ -148,7 +146,7 @@ def _plan_placement(options: argparse.Namespace) -> PlacementPlan:
         raise PlacementError(
             "--workers with several numbers needs --network, such as --network 10Gbit."
         )
-    builder = load_function(options.builder, "the builder", error=PlacementError)
+    builder = load_function(options.builder, "the builder")
     from tfdist_ext.placement.live.learning import plan_placement
 
     plan = plan_placement(
@@ -171,20 +169,19 @@ def _plan_placement(options: argparse.Namespace) -> PlacementPlan:
     return plan
 
 
-def load_function(text: str, what: str, *, error: type[TfDistError]) -> Callable[[], Any]:
+def load_function(text: str, what: str) -> Callable[[], Any]:
     """The function of "module:name" or "file.py:name"; TensorFlow starts without its usual lines.
 
     Args:
         what: the argument, for messages.
-        error: the type of the error.
 
     Raises:
-        TfDistError: of type `error`: the text has another form, there is no such module, file or
-            function, or a file has the name of a module that is imported already.
+        LaunchError: the text has another form, there is no such module, file or function, or a file
+            has the name of a module that is imported already.
     """
     place, _, name = text.rpartition(":")
     if not place or not name:
-        raise error(
+        raise LaunchError(
             f"{what} must be written module:function, such as train.py:build or my.models:build,"
             f" got {text!r}."
         )
@@ -199,15 +196,15 @@ def load_function(text: str, what: str, *, error: type[TfDistError]) -> Callable
 
             tf.config.list_physical_devices()
     except ModuleNotFoundError as missing:
-        raise error(f"{what} {text!r} cannot be imported: {missing}.") from missing
+        raise LaunchError(f"{what} {text!r} cannot be imported: {missing}.") from missing
     file = getattr(imported, "__file__", None)  # a module of C has none
     if place.endswith(".py") and os.path.realpath(place) != os.path.realpath(file or ""):
-        raise error(
+        raise LaunchError(
             f"{what} {text!r} cannot be imported: the name {module!r} is that of a module from"
             f" {file or 'Python itself'}. Rename {os.path.basename(place)}."
         )
     if not hasattr(imported, name):
-        raise error(f"{what} {text!r} cannot be imported: {place} has no attribute {name!r}.")
+        raise LaunchError(f"{what} {text!r} cannot be imported: {place} has no attribute {name!r}.")
     return getattr(imported, name)
 
 

@@ -7,7 +7,6 @@ import logging
 from typing import TYPE_CHECKING
 
 from tfdist_ext.cli.plan import load_function
-from tfdist_ext.errors import TrainingError
 from tfdist_ext.launcher.functions import launch
 
 if TYPE_CHECKING:
@@ -60,8 +59,8 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
 
 def _verify(options: argparse.Namespace) -> Verification:
     """Compare in this process, which is a task of a cluster if `options.workers` is set."""
-    builder = load_function(options.builder, "the builder", error=TrainingError)
-    data_function = load_function(options.data, "the data function", error=TrainingError)
+    builder = load_function(options.builder, "the builder")
+    data_function = load_function(options.data, "the data function")
     from absl import flags
 
     from tfdist_ext.strategies import create_strategy

@@ -1,6 +1,6 @@
 """The one place of `data/` where Keras's private names are used, each with the reason.
 
-`tests/data/test_data_adapters.py` fails with the name and the reason when a release moves one.
+`tests/test_private_names.py` fails with the name and the reason when a release moves one.
 """
 
 from __future__ import annotations

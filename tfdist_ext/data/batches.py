@@ -80,7 +80,8 @@ class Batches(abc.ABC):
         batch_size: examples in a global batch; None if only reading tells.
         examples: in arrays; None of other data.
         arrays: all of the data, if each task has it in memory.
-        data: the dataset if a training moves its position and saves it in checkpoints; else None.
+        sharded: the ShardedDataset that is read; None of other data.
+        data: the same if a training moves its position and saves it in checkpoints; else None.
         is_infinite: the iterator starts the next pass by itself, so that no step has to ask whether
             the data has ended. Under several workers each such question is a collective.
         has_order: the batches of all tasks have one order, which `predict` needs.
@@ -92,6 +93,7 @@ class Batches(abc.ABC):
 
     examples: int | None = None
     arrays: Structure = None
+    sharded: ShardedDataset | None = None
     data: ShardedDataset | None = None
     has_order = True
     needs_row_count = False
@@ -123,7 +125,9 @@ class Batches(abc.ABC):
     @property
     def settings(self) -> dict[str, Any]:
         """What must be the same on all workers, by name."""
-        return {"batch_size": self.batch_size, "batches in the data": self.steps}
+        state = {} if self.sharded is None else self.sharded.state()
+        named_state = {f"{name} in the data's state": value for name, value in state.items()}
+        return {"batch_size": self.batch_size, "batches in the data": self.steps, **named_state}
 
     @abc.abstractmethod
     def iterators(self, feed: Feed, *, in_pieces: bool, inspect: Inspect) -> Iterators:

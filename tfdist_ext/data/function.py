@@ -16,7 +16,6 @@ from tfdist_ext.data.sharded import (
     ShardedDataset,
     check_reads_here,
     check_state,
-    named_state,
     sharded_already,
 )
 from tfdist_ext.data.shards import ReadBy, Remainder, Shard, bounds
@@ -230,7 +229,7 @@ class ShardBatches(PositionedBatches):
 
     def __init__(self, data: FunctionDataset, readers: Readers, *, moves: bool):
         self._readers = readers
-        self._function = data
+        self.sharded = self._function = data
         dataset = data.rest_of_epoch(readers.shard, data.position[0] if moves else 0)
         steps, is_infinite = _agreed_length(dataset, readers)
         if data.takes_epoch and moves:  # other epochs may have more batches, or fewer
@@ -243,10 +242,6 @@ class ShardBatches(PositionedBatches):
         self.data = data if moves else None
         self.needs_row_count = self.reads_own_shard = is_shared
         self.has_order = not is_shared
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {**super().settings, **named_state(self._function.state())}
 
     def parts(self, first: int, local: int, replicas: int, start: Position) -> tf.data.Dataset:
         shard = self._readers.shard

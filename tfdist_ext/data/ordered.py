@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +23,7 @@ from tfdist_ext.data.pipelines import (
     Part,
     batch_size_of,
     check_padded,
+    distributed,
     in_own_memory,
     in_parallel,
     one_at_least,
@@ -33,7 +33,6 @@ from tfdist_ext.data.sharded import (
     ShardedDataset,
     check_reads_here,
     check_state,
-    named_state,
     sharded_already,
 )
 from tfdist_ext.data.shards import Number, ReadBy, Remainder, Shard, bounds, check_field
@@ -242,24 +241,39 @@ class OrderedDataset(ShardedDataset):
         remainder: Remainder = Remainder.KEEP,
     ) -> tf.data.Dataset:
         shard = Shard(0, 1) if shard is None else Shard.of(shard)
-        steps, part = self._read(self._epoch if epoch is None else epoch, shard.count, remainder)
-        parts = in_parallel(tf.data.Dataset.range(steps), lambda step: part(step, shard.index))
+        check_padded(remainder, self.element_spec)
+        epoch = self._epoch if epoch is None else epoch
+        epoch = check_int(epoch, "epoch", 0, 2**63 - 1, error=DataError)
+        order = self.order.after(self._done) if epoch == self._epoch else self.order
+        seed = tf.constant([order.seed or 0, epoch], tf.int64)
+
+        def part(step: tf.Tensor) -> Any:
+            size = order.size(step)
+            if remainder is Remainder.DROP:
+                size -= size % shard.count
+            taken = self._take(order.rows(step, *bounds(size, shard.index, shard.count), seed))
+            if remainder is not Remainder.PAD:
+                return taken
+            return padded(taken, -(-self.global_batch_size // shard.count))
+
+        steps = order.steps
+        if steps and remainder is Remainder.DROP and order.size(steps - 1) < shard.count:
+            steps -= 1  # each shard has a part in each step
+        parts = in_parallel(tf.data.Dataset.range(steps), part)
         return sharded_already(parts.prefetch(tf.data.AUTOTUNE), shard)
 
     def distributed(
         self, strategy: tf.distribute.Strategy, remainder: Remainder = Remainder.KEEP
     ) -> Any:
         check_reads_here(strategy)
-        steps, part = self._read(self._epoch, strategy.num_replicas_in_sync, remainder)
 
-        def of_worker(context: tf.distribute.InputContext) -> tf.data.Dataset:
-            local = context.num_replicas_in_sync // context.num_input_pipelines
-            first = context.input_pipeline_id * local
-            numbers = tf.data.Dataset.range(steps * local)
-            parts = in_parallel(numbers, lambda n: part(n // local, first + n % local))
-            return parts.prefetch(tf.data.AUTOTUNE)
+        def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
+            shards = [Shard(first + replica, replicas) for replica in range(local)]
+            return tf.data.Dataset.zip(
+                tuple(self.dataset(shard, remainder=remainder) for shard in shards)
+            )
 
-        return strategy.distribute_datasets_from_function(of_worker)
+        return distributed(parts_of, strategy)
 
     def state(self) -> dict[str, Any]:
         return {
@@ -304,35 +318,6 @@ class OrderedDataset(ShardedDataset):
         taken = self.source.take(rows)
         return taken if isinstance(self.source, Arrays) else in_own_memory(taken)
 
-    def _read(
-        self, epoch: int, count: int, remainder: Remainder
-    ) -> tuple[int, Callable[[Number, Number], Any]]:
-        """The rest of an epoch for `count` shards or replicas.
-
-        Returns:
-            The number of steps, and a function for graphs from (step, shard) to a part.
-        """
-        check_padded(remainder, self.element_spec)
-        order = self.order.after(self._done) if epoch == self._epoch else self.order
-        epoch = check_int(epoch, "epoch", 0, 2**63 - 1, error=DataError)
-        seed = tf.constant([order.seed or 0, epoch], tf.int64)
-
-        def part(step: Number, index: Number) -> Any:
-            size = order.size(step)
-            if remainder is Remainder.DROP:
-                low, high = size // count * index, size // count * (index + 1)
-            else:
-                low, high = bounds(size, index, count)
-            taken = self._take(order.rows(step, low, high, seed))
-            if remainder is not Remainder.PAD:
-                return taken
-            return padded(taken, -(-self.global_batch_size // count))
-
-        steps = order.steps
-        if steps and remainder is Remainder.DROP and order.size(steps - 1) < count:
-            steps -= 1  # each shard has a part in each step
-        return steps, part
-
 
 class OrderedBatches(PositionedBatches):
     """Global batches of examples in one order, epoch after epoch.
@@ -347,12 +332,8 @@ class OrderedBatches(PositionedBatches):
         super().__init__(data.element_spec, steps=data.steps, batch_size=size, is_infinite=moves)
         self.needs_row_count = bool(getattr(data.source, "loses_examples", False))
         self.data = data if moves else None
-        self._dataset = data
+        self.sharded = self._dataset = data
         self._order = data.order if moves else Order(data.examples, size)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {**super().settings, **named_state(self._dataset.state())}
 
     def parts(self, first: int, local: int, replicas: int, start: Position) -> tf.data.Dataset:
         order, steps, take = self._order, self._order.steps, self._dataset._take

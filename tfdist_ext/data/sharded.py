@@ -200,11 +200,6 @@ def check_state(state: object, current: Mapping[str, Any]) -> None:
         )
 
 
-def named_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a state by names for messages."""
-    return {f"{name} in the data's state": value for name, value in state.items()}
-
-
 def sharded_already(dataset: tf.data.Dataset, shard: Shard) -> tf.data.Dataset:
     """The dataset with options, so that tf.distribute does not shard a shard again."""
     policies = tf.data.experimental.AutoShardPolicy

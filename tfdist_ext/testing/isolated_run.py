@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,7 @@ def run_isolated(item: pytest.Item, needs: Needs) -> None:
                 sys.stdout.write(f"---- output of {task}\n{text}")
     for report in itertools.chain.from_iterable(reports.values()):
         if hasattr(report, "wasxfail"):
-            pytest.xfail(report.wasxfail)
+            pytest.xfail(report.wasxfail.removeprefix("reason: "))
     # The task that failed first comes first; a task that was killed may have failed before.
     for task in sorted(reports, key=lambda name: name not in ended.failed[:1]):
         if failed := [_text_of(report) for report in reports[task] if report.failed]:
@@ -218,7 +218,6 @@ _OF_THE_SESSION = re.compile(
     # Files of the session: of pytest-cov, -html, -json-report, -reportlog, and Allure.
     "|allure_report_dir|cov_source|htmlpath|json_report|report_log"
 )
-_XFAIL = pytest.xfail  # which does nothing with the option runxfail
 
 
 def _options(config: pytest.Config) -> dict[str, Any]:
@@ -236,8 +235,6 @@ def _options(config: pytest.Config) -> dict[str, Any]:
         "invocation_dir": str(config.invocation_params.dir),
         "pythonwarnings": warnings,
         "rootdir": str(config.rootpath),
-        "runxfail": True,  # the session judges marks such as xfail, but not calls of pytest.xfail
-        "tfdist_xfails": not config.option.runxfail,
         "timeout": 0,  # of pytest-timeout; the session has a limit for all tasks
     }
 
@@ -285,19 +282,15 @@ class _Reporter:
         # Nothing is written to a terminal. Its plugin stays, for its options.
         if config.pluginmanager.has_plugin("terminalreporter"):
             config.pluginmanager.unregister(name="terminalreporter")
-        if config.getoption("tfdist_xfails"):
-            pytest.xfail = _XFAIL
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-        report = yield
-        if call.excinfo is not None and isinstance(call.excinfo.value, _XFAIL.Exception):
-            report.outcome, report.wasxfail = "skipped", str(call.excinfo.value)
-            self.has_failed_as_expected = True
-        return report
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Leaves marks `xfail` to the session, which judges the test as a whole."""
+        for node in item.listchain():
+            node.own_markers = [mark for mark in node.own_markers if mark.name != "xfail"]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.has_ended = report.when == "teardown"
+        self.has_failed_as_expected |= hasattr(report, "wasxfail")
         self._write(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

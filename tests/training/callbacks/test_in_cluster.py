@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from warm_programs import run_workers
+from warm_programs import run_cluster
 
 from tfdist_ext.training.distribution import callbacks_of_this_task
 from tfdist_ext.training.loop import uses_batch_hooks
@@ -90,8 +90,8 @@ class Workers:
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Workers:
     shared = tmp_path_factory.mktemp("shared")
     command = [sys.executable, str(PROGRAMS / "checkpoint_workers.py"), str(shared)]
-    logs = run_workers(command, tmp_path_factory.mktemp("logs"), timeout=200)
-    return Workers(logs, shared)
+    logs = run_cluster(command, tmp_path_factory.mktemp("logs"), timeout=200, workers=2)
+    return Workers([*logs.values()], shared)
 
 
 def test_a_training_that_was_broken_off_goes_on_alike_on_all(workers: Workers) -> None:
