@@ -396,8 +396,8 @@ def _known_outputs(model: keras.Model) -> Callable[..., Any] | None:
         return None
 
     def call(original: Original, called: keras.Model, inputs: Structure, **named: Any) -> Any:
-        given = [getattr(tensor, "shape", None) for tensor in keras.tree.flatten(inputs)]
-        if called is not model or given != [tensor.shape for tensor in model.inputs]:
+        shapes = [getattr(tensor, "shape", None) for tensor in keras.tree.flatten(inputs)]
+        if called is not model or shapes != [tensor.shape for tensor in model.inputs]:
             return original(called, inputs, **named)
         outputs = keras.tree.map_structure(_placeholder, model.compute_output_spec(model.inputs))
         is_list_of_one = isinstance(outputs, list | tuple) and len(outputs) == 1
