@@ -249,3 +249,17 @@ def test_a_graph_of_layers_is_not_called_for_the_shapes_of_its_outputs(
     assert built == [(variable.name, variable.shape) for variable in plain.metrics_variables]
     assert ours.optimizer.built
     assert ours.evaluate(x, y, verbose=0, return_dict=True) == expected
+
+
+def test_a_sequential_model_that_takes_a_dict_is_called() -> None:
+    class OfB(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            return inputs["b"]
+
+    model = keras.Sequential([OfB(), dense("c")])
+    model({"b": np.ones((2, 3))})
+    model.compile("sgd", "mse", metrics=["mae"])
+    b, y = keras.KerasTensor((None, 3)), keras.KerasTensor((None, 2))
+    _keras_private.symbolic_build(model, ({"b": b}, y))
+    assert [metric.name for metric in model.metrics] == ["loss", "compile_metrics"]
+    assert len(model.metrics_variables) == 4

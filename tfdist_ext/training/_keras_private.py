@@ -389,16 +389,17 @@ def _known_outputs(model: keras.Model) -> Callable[..., Any] | None:
 
     None for other models, whose call may make variables or take other shapes.
     """
-    if not is_graph_of_layers(model) or not all(layer.built for layer in flat_layers(model)):
+    own_calls = keras.Sequential.call, NAMES("models.functional.Functional").call
+    known = getattr(model, "inputs", None)  # a Sequential that takes a dict has none
+    built = known and all(layer.built for layer in flat_layers(model))
+    if type(model).call not in own_calls or not built:
         return None
-    functional = NAMES("models.functional.Functional")
-    if type(model).call not in (keras.Sequential.call, functional.call):
-        return None
+    shapes = [tensor.shape for tensor in known]
 
-    def call(original: Original, called: keras.Model, inputs: Structure, **named: Any) -> Any:
-        shapes = [getattr(tensor, "shape", None) for tensor in keras.tree.flatten(inputs)]
-        if called is not model or shapes != [tensor.shape for tensor in model.inputs]:
-            return original(called, inputs, **named)
+    def call(original: Original, called: keras.Model, *args: Any, **named: Any) -> Any:
+        taken = [getattr(tensor, "shape", None) for tensor in keras.tree.flatten(args)]
+        if called is not model or taken != shapes:
+            return original(called, *args, **named)
         outputs = keras.tree.map_structure(_placeholder, model.compute_output_spec(model.inputs))
         is_list_of_one = isinstance(outputs, list | tuple) and len(outputs) == 1
         return outputs[0] if is_list_of_one else outputs
