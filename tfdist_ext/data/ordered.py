@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +24,6 @@ from tfdist_ext.data.pipelines import (
     Part,
     batch_size_of,
     check_padded,
-    distributed,
     in_own_memory,
     in_parallel,
     one_at_least,
@@ -241,39 +241,24 @@ class OrderedDataset(ShardedDataset):
         remainder: Remainder = Remainder.KEEP,
     ) -> tf.data.Dataset:
         shard = Shard(0, 1) if shard is None else Shard.of(shard)
-        check_padded(remainder, self.element_spec)
-        epoch = self._epoch if epoch is None else epoch
-        epoch = check_int(epoch, "epoch", 0, 2**63 - 1, error=DataError)
-        order = self.order.after(self._done) if epoch == self._epoch else self.order
-        seed = tf.constant([order.seed or 0, epoch], tf.int64)
-
-        def part(step: tf.Tensor) -> Any:
-            size = order.size(step)
-            if remainder is Remainder.DROP:
-                size -= size % shard.count
-            taken = self._take(order.rows(step, *bounds(size, shard.index, shard.count), seed))
-            if remainder is not Remainder.PAD:
-                return taken
-            return padded(taken, -(-self.global_batch_size // shard.count))
-
-        steps = order.steps
-        if steps and remainder is Remainder.DROP and order.size(steps - 1) < shard.count:
-            steps -= 1  # each shard has a part in each step
-        parts = in_parallel(tf.data.Dataset.range(steps), part)
+        steps, part = self._read(self._epoch if epoch is None else epoch, shard.count, remainder)
+        parts = in_parallel(tf.data.Dataset.range(steps), lambda step: part(step, shard.index))
         return sharded_already(parts.prefetch(tf.data.AUTOTUNE), shard)
 
     def distributed(
         self, strategy: tf.distribute.Strategy, remainder: Remainder = Remainder.KEEP
     ) -> Any:
         check_reads_here(strategy)
+        steps, part = self._read(self._epoch, strategy.num_replicas_in_sync, remainder)
 
-        def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
-            shards = [Shard(first + replica, replicas) for replica in range(local)]
-            return tf.data.Dataset.zip(
-                tuple(self.dataset(shard, remainder=remainder) for shard in shards)
-            )
+        def of_worker(context: tf.distribute.InputContext) -> tf.data.Dataset:
+            local = context.num_replicas_in_sync // context.num_input_pipelines
+            first = context.input_pipeline_id * local
+            numbers = tf.data.Dataset.range(steps * local)
+            parts = in_parallel(numbers, lambda n: part(n // local, first + n % local))
+            return parts.prefetch(tf.data.AUTOTUNE)
 
-        return distributed(parts_of, strategy)
+        return strategy.distribute_datasets_from_function(of_worker)
 
     def state(self) -> dict[str, Any]:
         return {
@@ -317,6 +302,35 @@ class OrderedDataset(ShardedDataset):
         """Returns the examples with these numbers; all sources but arrays may call Python."""
         taken = self.source.take(rows)
         return taken if isinstance(self.source, Arrays) else in_own_memory(taken)
+
+    def _read(
+        self, epoch: int, count: int, remainder: Remainder
+    ) -> tuple[int, Callable[[Number, Number], Any]]:
+        """The rest of an epoch for `count` shards or replicas.
+
+        Returns:
+            The number of steps, and a function for graphs from (step, shard) to a part.
+        """
+        check_padded(remainder, self.element_spec)
+        order = self.order.after(self._done) if epoch == self._epoch else self.order
+        epoch = check_int(epoch, "epoch", 0, 2**63 - 1, error=DataError)
+        seed = tf.constant([order.seed or 0, epoch], tf.int64)
+
+        def part(step: Number, index: Number) -> Any:
+            size = order.size(step)
+            if remainder is Remainder.DROP:
+                low, high = size // count * index, size // count * (index + 1)
+            else:
+                low, high = bounds(size, index, count)
+            taken = self._take(order.rows(step, low, high, seed))
+            if remainder is not Remainder.PAD:
+                return taken
+            return padded(taken, -(-self.global_batch_size // count))
+
+        steps = order.steps
+        if steps and remainder is Remainder.DROP and order.size(steps - 1) < count:
+            steps -= 1  # each shard has a part in each step
+        return steps, part
 
 
 class OrderedBatches(PositionedBatches):
