@@ -2,8 +2,8 @@
 
 On one device a dropout mask, or a layer's noise, is drawn for the whole batch. TensorFlow's
 stateless generators count, so a replica can draw its rows of that tensor without the rows before
-them: it begins at a later counter (`_drawn`). `keras.random`, Keras's layers and `tf.random` all
-draw by operations of a few types. The step makes another operation in place of each of them.
+them: it begins at a later counter (`_from_counter`). `keras.random`, Keras's layers and `tf.random`
+all draw by operations of a few types. The step makes another operation in place of each of them.
 
 A dimension of a tensor that is drawn holds the batch if its size depends on the part of the batch.
 It has the same number of entries for each row, one after another. If tensors of rows are
@@ -14,7 +14,6 @@ found, and a literal batch size, are errors.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import keras
@@ -104,28 +103,41 @@ def _span(
     return before * entries, context.rows_read * entries, global_rows * entries
 
 
-def _drawn(
-    context: StepContext,
-    draw: Original,
-    whole: tf.Tensor,
-    *,
-    shape: tf.Tensor,
-    counter: tf.Tensor,
-    op: str,
-    **named: Any,
+def _own_rows(
+    context: StepContext, op: str, whole: tf.Tensor, arguments: dict[str, Any]
 ) -> tf.Tensor:
     """Draws this part's rows of what one device would draw, or all where it has no rows.
 
+    Without this, replicas that share a trace would draw the same by `tf.random.normal` after
+    `tf.random.set_seed`.
+
     Args:
-        draw: the operation of `tf.raw_ops`.
         whole: what the operation draws with these arguments.
-        op: the type of the operation.
     """
+    shape = arguments["shape"] if "shape" in arguments else tf.shape(arguments["logits"])
     rows = _rows_drawn(context, shape, whole.shape)
     if rows is None:
         return whole
-    if rows.axis or rows.blocks != 1:
-        return _part_of_all(context, draw, whole, rows, shape=shape, counter=counter, **named)
+    if op in _BY_COUNTER and rows.axis == 0 and rows.blocks == 1:
+        drawn = _from_counter(context, op, whole, rows, **arguments)
+    else:
+        drawn = _part_of_all(context, op, whole, rows, **arguments)
+    drawn = tf.ensure_shape(drawn, whole.shape)
+    context.equal.rows[tensor_key(drawn)] = rows
+    return drawn
+
+
+def _from_counter(
+    context: StepContext,
+    op: str,
+    whole: tf.Tensor,
+    rows: Rows,
+    *,
+    shape: tf.Tensor,
+    counter: tf.Tensor,
+    **named: Any,
+) -> tf.Tensor:
+    """Draws this part's rows alone: the generator begins at the counter of the first row."""
     sizes = tf.cast(shape, tf.int64)
     group = group_size(whole.dtype)
     width = tf.reduce_prod(sizes[1:])
@@ -134,24 +146,12 @@ def _drawn(
     start = counter_at(counter, first - dropped, op, whole.dtype)
     # A replica begins with a whole group, and drops the values before its own.
     length = sizes[0] * width
-    values = draw(**{**named, "shape": [length + group - 1], "counter": start})
-    drawn = tf.reshape(tf.slice(values, [dropped], [length]), shape)
-    return _with_rows(context, tf.ensure_shape(drawn, whole.shape), rows)
-
-
-def _drawn_whole(context: StepContext, draw: Original, whole: tf.Tensor, **named: Any) -> tf.Tensor:
-    """Draws for all rows, and returns this part's: for other generators.
-
-    Without this, replicas that share a trace would draw the same by `tf.random.normal` after
-    `tf.random.set_seed`.
-    """
-    shape = named["shape"] if "shape" in named else tf.shape(named["logits"])
-    rows = _rows_drawn(context, shape, whole.shape)
-    return whole if rows is None else _part_of_all(context, draw, whole, rows, **named)
+    values = getattr(tf.raw_ops, op)(**named, shape=[length + group - 1], counter=start)
+    return tf.reshape(tf.slice(values, [dropped], [length]), shape)
 
 
 def _part_of_all(
-    context: StepContext, draw: Original, whole: tf.Tensor, rows: Rows, **named: Any
+    context: StepContext, op: str, whole: tf.Tensor, rows: Rows, **named: Any
 ) -> tf.Tensor:
     """Draws everything, with any parameters for the rows of other replicas."""
     shape = named["shape"] if "shape" in named else tf.shape(whole)
@@ -166,14 +166,8 @@ def _part_of_all(
     if "shape" in named:
         named["shape"] = tf.concat([sizes[:axis], [rows.blocks * total], sizes[axis + 1 :]], 0)
     inner = tf.reduce_prod(sizes[axis + 1 :])
-    blocks = tf.reshape(draw(**named), [-1, total, inner])
-    drawn = tf.reshape(blocks[:, first : first + length], tf.shape(whole))
-    return _with_rows(context, tf.ensure_shape(drawn, whole.shape), rows)
-
-
-def _with_rows(context: StepContext, drawn: tf.Tensor, rows: Rows) -> tf.Tensor:
-    context.equal.rows[tensor_key(drawn)] = rows
-    return drawn
+    blocks = tf.reshape(getattr(tf.raw_ops, op)(**named), [-1, total, inner])
+    return tf.reshape(blocks[:, first : first + length], tf.shape(whole))
 
 
 @replaces(SHUFFLE)
@@ -257,9 +251,8 @@ def random_operation(
     """
     *description, outputs = original(op, **named)
     named.pop("name", None)
-    draw = functools.partial(_drawn, op=op) if op in _BY_COUNTER else _drawn_whole
     with substitutes({random_operation: None}):
-        return (*description, [draw(context, getattr(tf.raw_ops, op), outputs[0], **named)])
+        return (*description, [_own_rows(context, op, outputs[0], named)])
 
 
 def refuse_to_draw(original: Original, op: str, **named: Any) -> Any:
