@@ -1,7 +1,11 @@
-"""A ShardedDataset in fit: the same numbers for every number of replicas, as in plain Keras."""
+"""Data of `tfd.data` in fit: the same numbers for every number of replicas, as in plain Keras.
+
+In one order of examples, and from a function of the shard.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ from training_cases import (
 )
 
 import tfdist_ext as tfd
+from tfdist_ext.data import Shard
 
 ROWS, BATCH, EPOCHS = 50, 16, 3
 DATA = (X[:ROWS], Y[:ROWS])
@@ -51,18 +56,20 @@ def sharded() -> Any:
     return tfd.data.from_arrays(DATA, global_batch_size=BATCH, seed=4)
 
 
+def plain_training(of_epoch: Callable[[int], tf.data.Dataset]) -> Any:
+    """The model and the history of plain Keras on the same batches."""
+    model, batches = build(), of_epoch(0)
+    model.run_eagerly = True  # few small steps take less time than making a graph of one
+    for epoch in range(1, EPOCHS):
+        batches = batches.concatenate(of_epoch(epoch))
+    arguments = {"steps_per_epoch": 4, "epochs": EPOCHS, "verbose": 0, "shuffle": False}
+    return model, model.fit(batches.repeat(), **arguments).history
+
+
 @pytest.fixture(scope="module")
 def expected() -> tuple[keras.Model, dict[str, list[float]]]:
-    """Plain Keras on the same batches."""
-    model, data = build(), sharded()
-    model.run_eagerly = True  # few small steps take less time than making a graph of one
-    batches = data.dataset(epoch=0)
-    for epoch in range(1, EPOCHS):
-        batches = batches.concatenate(data.dataset(epoch=epoch))
-    history = model.fit(
-        batches.repeat(), steps_per_epoch=4, epochs=EPOCHS, verbose=0, shuffle=False
-    ).history
-    return model, history
+    data = sharded()
+    return plain_training(lambda epoch: data.dataset(epoch=epoch))
 
 
 def test_the_numbers_of_one_device(expected: Any) -> None:
@@ -181,3 +188,108 @@ def test_other_kinds_of_data_after_a_checkpoint(tmp_path: Path) -> None:
     data = sharded()
     distributed(mirrored(2)).fit(data, epochs=3, **arguments)
     assert data.position == (3, 0)
+
+
+def rows_of_epoch(shard: Shard, epoch: int) -> tf.data.Dataset:
+    """No random access, and no length: a generator of another order in each epoch."""
+    order = np.random.default_rng(epoch).permutation(ROWS)[shard.index :: shard.count]
+
+    def rows() -> Iterator[Any]:
+        for row in order:
+            yield X[row], Y[row]
+
+    spec = (tf.TensorSpec([5], tf.float32), tf.TensorSpec(Y.shape[1:], Y.dtype))
+    return tf.data.Dataset.from_generator(rows, output_signature=spec)
+
+
+def by_function() -> Any:
+    return tfd.data.from_dataset_fn(rows_of_epoch, global_batch_size=BATCH)
+
+
+def of_one_shard(epoch: int) -> tf.data.Dataset:
+    """What Keras gets of an epoch; it warns of batches that it cannot count."""
+    batches = rows_of_epoch(Shard(0, 1), epoch).batch(BATCH)
+    return batches.apply(tf.data.experimental.assert_cardinality(4))
+
+
+@pytest.fixture(scope="module")
+def one_device() -> tuple[keras.Model, dict[str, list[float]]]:
+    return plain_training(of_one_shard)
+
+
+def test_told_to_stop_it_goes_on_in_the_same_epoch(one_device: Any) -> None:
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_training = self.model.optimizer.iterations == 6
+
+    data = by_function()
+    ours = distributed(mirrored(2))
+    ours.fit(data, epochs=EPOCHS, verbose=0, callbacks=[Stop()])
+    assert data.position == (1, 2)
+    ours.fit(data, epochs=2, verbose=0)
+    assert data.position == (EPOCHS, 0)
+    assert_same_weights(one_device[0], ours)
+
+
+def test_an_epoch_at_the_end_of_a_pass_begins_the_next(one_device: Any, tmp_path: Path) -> None:
+    """Only reading tells that the pass of the data has ended."""
+    options: dict[str, Any] = {"steps_per_epoch": 4, "checkpoint_dir": tmp_path, "verbose": 0}
+    distributed(mirrored(2)).fit(by_function(), epochs=1, **options)
+    data = by_function()
+    ours = distributed(mirrored(2))
+    ours.fit(data, epochs=2, **options)
+    assert data.position == (1, 4)
+    history = ours.fit(data, epochs=1, verbose=0).history
+    np.testing.assert_allclose(history["loss"], one_device[1]["loss"][2:], rtol=1e-5)
+    assert_same_weights(one_device[0], ours)
+
+
+@pytest.mark.filterwarnings("ignore:the data ended after")
+@pytest.mark.parametrize(("length", "steps"), [("known", 3), ("unknown", None)])
+def test_without_an_epoch_a_job_resumes_in_the_passes_that_it_reads_again(
+    length: str, steps: int | None, tmp_path: Path
+) -> None:
+    def shuffled(shard: Shard) -> tf.data.Dataset:
+        rows = tf.data.Dataset.from_tensor_slices((X[:ROWS], Y[:ROWS])).shuffle(ROWS, seed=8)
+        rows = rows.shard(shard.count, shard.index).batch(BATCH)
+        return rows if length == "known" else rows.filter(lambda *_: True)
+
+    def fit(folder: str, epochs: int) -> Any:
+        keras.utils.set_random_seed(3)  # TensorFlow's own shuffle goes by it
+        data = tfd.data.from_dataset_fn(shuffled)
+        ours = tfd.distribute(build, mirrored(2))
+        options = {"checkpoint_dir": tmp_path / folder, "steps_per_epoch": steps, "verbose": 0}
+        history = ours.fit(data, epochs=epochs, **options).history
+        return ours, history, data.position
+
+    whole, history, position = fit("whole", 3)
+    fit("parts", 2)
+    resumed, *of_resumed = fit("parts", 3)
+    assert of_resumed == [history, position]
+    assert_same_weights(whole, resumed)
+
+
+def test_evaluate_and_predict_read_one_epoch() -> None:
+    data = tfd.data.from_dataset_fn(lambda shard: rows_of_epoch(shard, 0).batch(BATCH))
+    ours, alone, rows = distributed(mirrored(3)), build(), of_one_shard(0)
+    found, wanted = ours.evaluate(data, verbose=0), alone.evaluate(rows, verbose=0)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    found, wanted = ours.predict(data, verbose=0), alone.predict(rows, verbose=0)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    assert data.position == (0, 0)
+    with pytest.raises(tfd.TrainingError, match="Remove batch_size"):
+        ours.fit(data, batch_size=8)
+
+
+def test_epochs_of_other_lengths() -> None:
+    lengths = (4, 2, 3)
+
+    def of_epoch(shard: Shard, epoch: int) -> tf.data.Dataset:
+        rows = lengths[epoch] * 5
+        return tf.data.Dataset.from_tensor_slices((X[:rows], Y[:rows])).batch(5)
+
+    ours, plain = distributed(mirrored(2)), build()
+    ours.fit(tfd.data.from_dataset_fn(of_epoch), epochs=3, verbose=0)
+    for length in lengths:
+        plain.fit(X[: length * 5], Y[: length * 5], batch_size=5, shuffle=False, verbose=0)
+    assert_same_weights(plain, ours)
