@@ -275,15 +275,6 @@ def test_calls_inside_of_callbacks(by_batch: bool) -> None:
     assert_same_weights(plain, ours)
 
 
-def test_two_models_in_turn_share_nothing() -> None:
-    plain = [plain_fit(build, X, Y, batch_size=16)[0] for build in (sequential, functional)]
-    models = [tfd.distribute(copy.deepcopy(model), mirrored()) for model in plain]
-    for _ in range(2):
-        for ours, expected in zip(models, plain, strict=True):
-            assert_same_history(expected.fit(X, Y, **FIT).history, ours.fit(X, Y, **FIT).history)
-    assert_same_weights(plain[1], models[1])
-
-
 def test_two_models_in_threads() -> None:
     plain = [plain_fit(build, X, Y, batch_size=16)[0] for build in (sequential, functional)]
     models = [tfd.distribute(copy.deepcopy(model), mirrored()) for model in plain]

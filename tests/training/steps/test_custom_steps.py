@@ -65,7 +65,8 @@ class OwnSteps(Net):
 
 
 def test_own_steps_are_used() -> None:
-    plain, ours = assert_trains_as_keras(lambda: compiled(OwnSteps(), "adam"), X, Y, **FIT)
+    rows = X[:49], Y[:49]  # the last batch has one row
+    plain, ours = assert_trains_as_keras(lambda: compiled(OwnSteps(), "adam"), *rows, **FIT)
     # Own test_step: every row once, at an uneven end too.
     assert ours.evaluate(X[:61], Y[:61], batch_size=16, verbose=0) == pytest.approx(
         plain.evaluate(X[:61], Y[:61], batch_size=16, verbose=0), rel=1e-5
@@ -130,17 +131,27 @@ def test_a_fixed_number_of_rows_is_named_as_the_cause(fixed: Any) -> None:
     assert "write keras.ops.shape(x)[0]" in caught.value.__notes__[-1]
 
 
-def test_a_refusal_in_a_function_of_the_user_keeps_its_type() -> None:
-    @tf.function
-    def every(x: Any) -> Any:
-        return tfd.all_rows(x)
+def gathers(model: keras.Model, data: Any) -> Any:
+    return tf.reduce_mean(tfd.all_rows(data[0]))
 
-    class Gathers(Net):
+
+def applies(model: keras.Model, data: Any) -> Any:
+    x, y = data
+    with tf.GradientTape() as tape:
+        loss = model.compute_loss(y=y, y_pred=model(x, training=True))
+    gradients = tape.gradient(loss, model.trainable_variables)
+    model.optimizer.apply(gradients, model.trainable_variables)
+    return loss
+
+
+@pytest.mark.parametrize("call", [gathers, applies])
+def test_a_sum_over_replicas_in_a_function_of_the_user_is_refused(call: Any) -> None:
+    class Nested(Net):
         def train_step(self, data: Any) -> Any:
-            return {"own": tf.reduce_mean(every(data[0]))}
+            return {"own": tf.function(lambda data: call(self, data))(data)}
 
     with pytest.raises(tfd.TrainingError, match=r"sum over replicas is inside a tf\.function"):
-        tfd.distribute(lambda: compiled(Gathers()), mirrored()).fit(X, Y, verbose=0)
+        tfd.distribute(lambda: compiled(Nested()), mirrored()).fit(X, Y, verbose=0)
 
 
 def test_a_model_that_only_trains_is_built() -> None:

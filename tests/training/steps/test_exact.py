@@ -15,7 +15,6 @@ import pytest
 import tensorflow as tf
 from training_cases import (
     RNG,
-    Net,
     X,
     Y,
     assert_same_history,
@@ -189,41 +188,3 @@ def test_synchronized_batch_normalization() -> None:
         return compiled(of_words(normal))
 
     same(build, WORDS, NEXT)
-
-
-def test_a_step_with_a_metric_of_single_numbers() -> None:
-    class Step(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen = keras.metrics.Mean(name="seen")
-
-        @tf.function
-        def train_step(self, data: Any) -> Any:
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = self.compute_loss(y=y, y_pred=self(x, training=True))
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-            self.seen.update_state(loss)
-            return {"seen": self.seen.result(), "last": loss}
-
-    adam = keras.optimizers.Adam
-    same(lambda: compiled(Step(), adam(0.01, global_clipnorm=0.1)), X[:ROWS], Y[:ROWS])
-
-
-def test_sums_in_a_nested_graph_are_refused_with_a_sentence() -> None:
-    class Nested(Net):
-        def train_step(self, data: Any) -> Any:
-            @tf.function
-            def inner(x: Any, y: Any) -> Any:
-                with tf.GradientTape() as tape:
-                    loss = self.compute_loss(y=y, y_pred=self(x, training=True))
-                gradients = tape.gradient(loss, self.trainable_variables)
-                self.optimizer.apply(gradients, self.trainable_variables)
-                return loss
-
-            return {"loss": inner(*data)}
-
-    # TensorFlow wraps what is raised inside a tf.function.
-    with pytest.raises(Exception, match=r"TrainingError.*Call it in the body of train_step"):
-        distributed_fit(lambda: compiled(Nested()), X[:16], Y[:16], strategy=mirrored(3))

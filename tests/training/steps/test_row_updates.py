@@ -156,10 +156,6 @@ def test_large_tables_are_updated_in_blocks_with_the_numbers_of_one_device(
     assert blocks
 
 
-def test_xla_compiles_lazy_updates() -> None:
-    assert_close(trained(LAZY["Adam"], jit_compile=True), trained(LAZY["Adam"]), 1e-5)
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_lazy_adam_by_hand(replicas: int) -> None:
     """A table alone, whose gradient is known: 2 (row - target) / rows of the batch."""
