@@ -50,7 +50,7 @@ from tfdist_ext.training.state import (
     whole_value,
 )
 from tfdist_ext.training.steps import exact
-from tfdist_ext.training.steps.scope import metrics_of
+from tfdist_ext.training.steps.scope import metrics_and_others
 from tfdist_ext.training.steps.sharded_optimizer import ShardedOptimizer, deferring_builds
 from tfdist_ext.training.variables import (
     SHARDED,
@@ -379,11 +379,8 @@ def move(model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.
 
 def _variables(model: keras.Model) -> list[keras.Variable]:
     """Returns all variables but those of optimizers: weights, seeds, metrics."""
-    metrics = metrics_of(model)
-    variables = [
-        *model.variables,
-        *(variable for metric in metrics for variable in metric.variables),
-    ]
+    metrics, others = metrics_and_others(model)
+    variables = [*others, *metrics]
     for part in layers_of(model, keras.Model):
         if part.compiled:
             variables += _variables_of_compile(part)

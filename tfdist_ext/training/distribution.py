@@ -71,7 +71,7 @@ from tfdist_ext.training.state import (
     state_of,
     whole_slots,
 )
-from tfdist_ext.training.steps.scope import Logs, metrics_of
+from tfdist_ext.training.steps.scope import Logs, metrics_and_others
 from tfdist_ext.training.synchronous.engine import (
     Predictor,
     SynchronousEngine,
@@ -387,8 +387,8 @@ class Distribution:
         self.model.stop_evaluating = False
         # A callback may evaluate in the middle of an epoch of a fit, and a checkpoint follows.
         is_in_callback = self.fits and self.cached_validation is None
-        metrics = metrics_of(self.model) if is_in_callback else ()
-        restore_metrics = snapshot(variable for metric in metrics for variable in metric.variables)
+        metrics, _ = metrics_and_others(self.model) if is_in_callback else ((), ())
+        restore_metrics = snapshot(metrics)
         with self.refusing_compile("evaluate"):
             epochs.rewind()
             hooks.on_test_begin()

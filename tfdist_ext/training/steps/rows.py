@@ -572,9 +572,7 @@ def adds_rows(value: tf.Tensor, equal: EqualTensors) -> str | None:
             continue
         if op.type == "Sum" and _is_along_rows(op, _of_input(1), equal):
             return "a sum"
-        if op.type in ("Size", "StridedSlice") and (
-            op.type == "Size" or op.inputs[0].op.type == "Shape"
-        ):
+        if op.type == "Size" or (op.type == "StridedSlice" and op.inputs[0].op.type == "Shape"):
             return "a count"
         waiting += op.inputs if op.type in _LINEAR else ()
     return None

@@ -276,7 +276,11 @@ class ModelStep:
             else:
                 outputs = self.outputs.own_values(returned, scope, before, warns=self._replicas > 1)
                 outputs = {name: context.weighted(value) for name, value in outputs.items()}
-        self._check(scope, context)
+        if self._kind != "predict" and not self._eagerly:
+            losses = set(map(id, scope.losses))
+            exact.check_called(self.model, self._kind, context.called, scope.updated, losses)
+            if context.replicas > 1:
+                exact.check_activity_regularizers(self.model)
         scope.forget_losses(self.model)
         is_updated = not scope.updated.isdisjoint(map(id, self.states.variables))
         new = self.states.stacked(scope.states()) if is_updated else states
@@ -317,14 +321,6 @@ class ModelStep:
         )
         context.substitutes = exact.substitutes_of(context)
         return context
-
-    def _check(self, scope: ReplicaScope, context: StepContext) -> None:
-        """Check that the step has called the functions that are replaced."""
-        if self._kind != "predict" and not self._eagerly:
-            losses = set(map(id, scope.losses))
-            exact.check_called(self.model, self._kind, context.called, scope.updated, losses)
-            if context.replicas > 1:
-                exact.check_activity_regularizers(self.model)
 
     def _copies(self) -> Iterator[Sequence[tf.Variable]]:
         """The variables that a step may use: of each, the copies of all local replicas."""
