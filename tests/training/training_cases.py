@@ -39,19 +39,10 @@ def classifier(optimizer: str = "sgd", **compile_settings: Any) -> Callable[[], 
     """A builder: 5 numbers in, a probability out."""
 
     def build() -> keras.Model:
-        model = keras.Sequential(
-            [
-                keras.Input((5,)),
-                keras.layers.Dense(4, activation="tanh"),
-                keras.layers.Dense(1, activation="sigmoid"),
-            ]
-        )
-        adam = keras.optimizers.Adam(0.01)
-        model.compile(
-            optimizer=adam if optimizer == "adam" else keras.optimizers.SGD(0.1, momentum=0.9),
-            **{"loss": "binary_crossentropy", "metrics": ["accuracy"], **compile_settings},
-        )
-        return model
+        model = stack(keras.layers.Dense(4, "tanh"), keras.layers.Dense(1, "sigmoid"))
+        adam, sgd = keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, momentum=0.9)
+        settings = {"loss": "binary_crossentropy", "metrics": ["accuracy"], **compile_settings}
+        return compiled(model, adam if optimizer == "adam" else sgd, **settings)
 
     return build
 

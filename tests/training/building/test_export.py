@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from training_cases import X, Y, mirrored
+from training_cases import X, Y, compiled, mirrored, stack
 
 import tfdist_ext as tfd
 
@@ -32,17 +31,9 @@ assert "tfdist_ext" not in sys.modules
 
 def normalized() -> keras.Model:
     """What fails to export, or to be saved, where its variables are distributed."""
-    model = keras.Sequential(
-        [
-            keras.Input((5,)),
-            keras.layers.Dense(4),
-            keras.layers.BatchNormalization(momentum=0.5),
-            keras.layers.GaussianNoise(0.1),
-            keras.layers.Dense(1),
-        ]
-    )
-    model.compile("adam", "mse")
-    return model
+    layers = keras.layers
+    between = layers.BatchNormalization(momentum=0.5), layers.GaussianNoise(0.1)
+    return compiled(stack(layers.Dense(4), *between, layers.Dense(1)), "adam")
 
 
 class OfIds(keras.Model):
@@ -56,15 +47,6 @@ class OfIds(keras.Model):
 
     def call(self, ids):
         return self.dense(self.pool(self.table(ids)))
-
-
-def compiled(make: Callable[[], keras.Model]) -> Callable[[], keras.Model]:
-    def build() -> keras.Model:
-        model = make()
-        model.compile("sgd", "mse")
-        return model
-
-    return build
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -83,7 +65,7 @@ def test_a_fresh_process_serves_and_loads_it(tmp_path: Path) -> None:
 
 def test_a_model_that_is_built_by_batches_of_a_fixed_size(tmp_path: Path) -> None:
     """Only its builder can make it again. The exported model takes any number of rows."""
-    model = tfd.distribute(compiled(lambda: OfIds(7)), mirrored())
+    model = tfd.distribute(lambda: compiled(OfIds(7)), mirrored())
     data = tf.data.Dataset.from_tensor_slices((IDS, np.ones((12, 1))))
     model.fit(data.batch(6, drop_remainder=True), verbose=0)
     model.export(tmp_path / "exported", verbose=False)
@@ -92,6 +74,6 @@ def test_a_model_that_is_built_by_batches_of_a_fixed_size(tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
-    unbuilt = tfd.distribute(compiled(lambda: OfIds(7)), mirrored())
+    unbuilt = tfd.distribute(lambda: compiled(OfIds(7)), mirrored())
     with pytest.raises(tfd.TrainingError, match=r"export\(\) needs the variables of"):
         unbuilt.export(tmp_path / "exported")

@@ -12,7 +12,7 @@ import keras
 import ml_dtypes
 import numpy as np
 import pytest
-from training_cases import X, Y, assert_same_weights, copy_of_folder, mirrored
+from training_cases import X, Y, assert_same_weights, compiled, copy_of_folder, mirrored, stack
 
 import tfdist_ext as tfd
 from tfdist_ext.training.callbacks.callback_state import callback_state, restore_callbacks
@@ -22,9 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 
 def build() -> keras.Model:
-    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", run_eagerly=True)
-    return model
+    model = stack(keras.layers.Dense(4), keras.layers.Dense(1))
+    return compiled(model, keras.optimizers.SGD(0.05, momentum=0.9), run_eagerly=True)
 
 
 class Remembers(keras.callbacks.Callback):

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from training_cases import X, Y, mirrored
+from training_cases import X, Y, compiled, mirrored, stack
 
 import tfdist_ext as tfd
 from tfdist_ext.training.state import state_of, whole_value
@@ -17,19 +17,15 @@ FIT = {"batch_size": 16, "verbose": 0}
 
 def dense(*units: int, optimizer: Any = "sgd") -> Callable[[], keras.Model]:
     def build() -> keras.Model:
-        model = keras.Sequential([keras.Input((5,)), *map(keras.layers.Dense, units)])
-        model.compile(optimizer() if callable(optimizer) else optimizer, "mse")
-        return model
+        made = optimizer() if callable(optimizer) else optimizer
+        return compiled(stack(*map(keras.layers.Dense, units)), made)
 
     return build
 
 
 def adam() -> keras.Model:
-    model = keras.Sequential(
-        [keras.Input((5,)), keras.layers.Dense(4, dtype="bfloat16"), keras.layers.Dense(1)]
-    )
-    model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"])
-    return model
+    model = stack(keras.layers.Dense(4, dtype="bfloat16"), keras.layers.Dense(1))
+    return compiled(model, keras.optimizers.Adam(0.05), metrics=["mae"])
 
 
 def train(folder: Any, *callbacks: Any, epochs: int = 4, **options: Any) -> tfd.DistributedModel:

@@ -24,6 +24,7 @@ from training_cases import (
     copy_of_folder,
     mirrored,
     of_unknown_length,
+    stack,
     steps_taken,
 )
 
@@ -42,14 +43,11 @@ def with_much_state(dtype: str = "float32", **of_adam: Any) -> Callable[[], kera
     """Moving statistics, dropout's seeds, Adam's slots, metrics, and a loss scale if asked for."""
 
     def build() -> keras.Model:
-        model = keras.Sequential(
-            [
-                keras.Input((5,)),
-                keras.layers.Dense(6, activation="tanh", dtype=dtype),
-                keras.layers.BatchNormalization(momentum=0.8),
-                keras.layers.Dropout(0.3),
-                keras.layers.Dense(1, activation="sigmoid", dtype="float32"),
-            ]
+        model = stack(
+            keras.layers.Dense(6, activation="tanh", dtype=dtype),
+            keras.layers.BatchNormalization(momentum=0.8),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(1, activation="sigmoid", dtype="float32"),
         )
         optimizer = keras.optimizers.Adam(0.02, **of_adam)
         if dtype == "mixed_float16":
@@ -189,10 +187,7 @@ class StopsAfterOneEpoch(keras.callbacks.Callback):
 def test_the_state_at_the_end_is_more_than_that_of_the_last_epoch(tmp_path: Path) -> None:
     """Averaged weights, and callbacks that change them; a restart ends with the same state."""
 
-    def build() -> keras.Model:
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.Adam(0.01, use_ema=True), "mse")
-        return model
+    build = dense(1, optimizer=lambda: keras.optimizers.Adam(0.01, use_ema=True))
 
     def fit() -> tfd.DistributedModel:
         model = tfd.distribute(build, mirrored(2))

@@ -20,7 +20,16 @@ from checkpoint_cases import (
     everything,
     train,
 )
-from training_cases import X, Y, assert_same_weights, classifier, mirrored, strategy_of
+from training_cases import (
+    X,
+    Y,
+    assert_same_weights,
+    classifier,
+    compiled,
+    mirrored,
+    stack,
+    strategy_of,
+)
 
 import tfdist_ext as tfd
 from tfdist_ext.training.checkpoints.folder import CheckpointFolder
@@ -36,10 +45,7 @@ def test_statistics_of_normalization_are_restored(tmp_path: Path) -> None:
     """A call of the layer uses constants, which are made of its variables."""
 
     def build() -> keras.Model:
-        layers = keras.Input((5,)), keras.layers.Normalization(), keras.layers.Dense(1)
-        model = keras.Sequential(layers)
-        model.compile("sgd", "mse")
-        return model
+        return compiled(stack(keras.layers.Normalization(), keras.layers.Dense(1)), "sgd")
 
     adapted = build()
     adapted.layers[0].adapt(3 * X + 1)
@@ -119,11 +125,9 @@ def test_state_that_keras_does_not_list_is_restored(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_compiled_takes_the_weights_alone(tmp_path: Path) -> None:
-    def not_compiled() -> keras.Model:
-        return keras.Sequential([keras.Input((5,)), *map(keras.layers.Dense, (4, 1))])
-
     model = tfd.distribute(dense(4, 1, optimizer="adam"), mirrored())
     model.save_checkpoint(tmp_path / "one")
+    not_compiled = stack(*map(keras.layers.Dense, (4, 1)))
     plain = tfd.distribute(not_compiled, strategy_of("default"))
     plain.restore_checkpoint(tmp_path / "one")
     assert_same_weights(model, plain)
