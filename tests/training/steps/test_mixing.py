@@ -91,17 +91,14 @@ def test_a_layer_that_mixes_rows_is_warned_of() -> None:
         model.predict(X[:16], verbose=0)
 
 
-def test_a_root_of_a_loss_is_warned_of() -> None:
-    def root(y: Any, p: Any) -> Any:
-        return tf.sqrt(keras.losses.MeanSquaredError()(y, p))
-
-    with pytest.warns(UserWarning, match="relates values to a statistic"):
-        distributed_fit(lambda: compiled(stack(keras.layers.Dense(1)), loss=root), X[:16], Y[:16])
+def root(y: Any, p: Any) -> Any:
+    return tf.sqrt(keras.losses.MeanSquaredError()(y, p))
 
 
-def test_a_metric_that_is_a_ratio_over_rows_is_warned_of() -> None:
+@pytest.mark.parametrize("settings", [{"loss": root}, {"metrics": [keras.losses.dice]}])
+def test_a_loss_or_a_metric_that_is_no_mean_over_rows_is_warned_of(settings: Any) -> None:
     def build() -> keras.Model:
-        return compiled(stack(keras.layers.Dense(1, "sigmoid")), metrics=[keras.losses.dice])
+        return compiled(stack(keras.layers.Dense(1, "sigmoid")), **settings)
 
     with pytest.warns(UserWarning, match="relates values to a statistic"):
         distributed_fit(build, X[:16], Y[:16])
