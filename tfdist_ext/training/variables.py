@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, Self, TypeVar
 import keras
 import tensorflow as tf
 
-from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live._tf_private import as_piece, partitioned
 from tfdist_ext.placement.live.creating import (
     beside_pieces,
@@ -404,12 +403,3 @@ def with_inner_optimizers(
     held = attributes_of(optimizer, keras.optimizers.Optimizer).values()
     inner = [inner for direct in held for inner in with_inner_optimizers(direct)]
     return list({id(item): item for item in (optimizer, *inner)}.values())
-
-
-def check_built(optimizer: keras.optimizers.Optimizer) -> None:
-    """Raise a TrainingError if an optimizer that a step uses has no variables."""
-    if not optimizer.built:
-        raise TrainingError(
-            f"A step uses the optimizer {optimizer.name!r}, which has no variables. Call its"
-            " build(variables) in the function given to distribute(), after the model is built."
-        )

@@ -116,7 +116,12 @@ class CheckpointManager:
     ) -> int:
         """Returns the epoch to begin with, after restoring the newest checkpoint."""
         self._data, self._resumes_inside = data, data.resumes_inside
-        self._check_every()
+        if self._every is not None and not self._resumes_inside:
+            raise TrainingError(
+                "checkpoint_every needs data that can resume inside an epoch: arrays,"
+                " tfd.data.from_arrays((x, y), global_batch_size=64, seed=0) or from_tfrecords, or"
+                " from_dataset_fn with a function that takes the epoch."
+            )
         folder, model = self._folder, self._model
         self._callbacks = callbacks
         settings: dict[str, Any] = {**data.sizes, "shuffle": self.progress.seed != 0}
@@ -161,15 +166,6 @@ class CheckpointManager:
                 f"The checkpoint is in the middle of an epoch, at {progress}, where this job cannot"
                 f" resume: {', '.join(changes) or 'this data begins with an epoch'}. Use the same"
                 " data and arguments to the end of the epoch, or another checkpoint_dir."
-            )
-
-    def _check_every(self) -> None:
-        """Raises TrainingError if `checkpoint_every` is given, and is not possible."""
-        if self._every is not None and not self._resumes_inside:
-            raise TrainingError(
-                "checkpoint_every needs data that can resume inside an epoch: arrays,"
-                " tfd.data.from_arrays((x, y), global_batch_size=64, seed=0) or from_tfrecords, or"
-                " from_dataset_fn with a function that takes the epoch."
             )
 
     def training_has_begun(self) -> None:

@@ -69,7 +69,6 @@ from tfdist_ext.training.variables import (
     LocalCopies,
     UpdatesInPlace,
     broadcast_from_owner,
-    check_built,
     default_strategy,
     default_strategy_scope,
     is_updated_once,
@@ -221,7 +220,11 @@ def optimizer_apply(
     It is `optimizer.apply(grads, variables)`, or `apply_gradients(zip(grads, variables))` of an
     optimizer of the user's. An override may use the gradients before it calls Keras's method.
     """
-    check_built(optimizer)
+    if not optimizer.built:
+        raise TrainingError(
+            f"A step uses the optimizer {optimizer.name!r}, which has no variables. Call its"
+            " build(variables) in the function given to distribute(), after the model is built."
+        )
     grads = list(grads)
     has_pairs = bool(grads) and isinstance(grads[0], tuple | list)
     if has_pairs:

@@ -193,7 +193,8 @@ class RowUpdates(Updates):
 
         def rows_of(variable: keras.Variable) -> Any:
             value = outer.get_current_value(variable)
-            if id(variable) not in self._slots or not _has_rows_of(variable, table):
+            has_rows = tuple(variable.shape[:1]) == tuple(table.shape[:1])
+            if id(variable) not in self._slots or not has_rows:
                 return value
             if id(variable) not in views:
                 views[id(variable)] = RowsOfVariable(value, ids)
@@ -201,10 +202,6 @@ class RowUpdates(Updates):
 
         with _WithRows(rows_of, outer):
             update(RowsOfVariable(table, ids), gradient, rate)
-
-
-def _has_rows_of(slot: keras.Variable, table: Any) -> bool:
-    return len(slot.shape) > 0 and slot.shape[0] == table.shape[0]
 
 
 class RowsOfVariable(PartOfVariable):
