@@ -23,6 +23,7 @@ from training_cases import (
     mirrored,
     plain_fit,
     stack,
+    strategy_of,
     weights_of,
 )
 
@@ -466,6 +467,17 @@ def test_graphs_from_before_read_what_is_trained() -> None:
         assert abs(fresh - before[0]).max() > 1e-3
         np.testing.assert_array_equal(part.predict(X, verbose=0), fresh)
         np.testing.assert_allclose(function(X), model.predict(X, verbose=0), atol=1e-6)
+
+
+def test_a_part_that_has_predicted_reads_what_moves_to_new_variables() -> None:
+    model, _ = plain_fit(lambda: compiled(stack(*map(keras.layers.Dense, (3, 1)))), X, Y)
+    model.run_eagerly = False
+    part = keras.Model(model.inputs, model.layers[0].output)
+    before = part.predict(X, verbose=0)
+    tfd.distribute(model, strategy_of("central_storage")).fit(X, Y, **FIT)
+    fresh = keras.Model(model.inputs, model.layers[0].output).predict(X, verbose=0)
+    assert abs(fresh - before).max() > 1e-3
+    np.testing.assert_array_equal(part.predict(X, verbose=0), fresh)
 
 
 class MovesAway(keras.callbacks.Callback):

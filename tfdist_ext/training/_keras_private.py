@@ -390,11 +390,10 @@ def _known_outputs(model: keras.Model) -> Callable[..., Any] | None:
     None for other models, whose call may make variables or take other shapes.
     """
     own_calls = keras.Sequential.call, NAMES("models.functional.Functional").call
-    known = getattr(model, "inputs", None)  # a Sequential that takes a dict has none
-    built = known and all(layer.built for layer in flat_layers(model))
-    if type(model).call not in own_calls or not built:
+    if type(model).call not in own_calls or not all(layer.built for layer in flat_layers(model)):
         return None
-    shapes = [tensor.shape for tensor in known]
+    # A Sequential that takes a dict has no inputs.
+    shapes = [tensor.shape for tensor in getattr(model, "inputs", ())]
 
     def call(original: Original, called: keras.Model, *args: Any, **named: Any) -> Any:
         taken = [getattr(tensor, "shape", None) for tensor in keras.tree.flatten(args)]

@@ -66,6 +66,9 @@ from tfdist_ext.training.variables import (
 
 _MIRRORED = tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy
 
+# Attributes in which Keras keeps the traced steps of a model.
+_FUNCTIONS = ("train_function", "test_function", "predict_function")
+
 
 def adopt(
     model_or_builder: keras.Model | Callable[[], keras.Model],
@@ -352,7 +355,7 @@ def move(model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.
     if not weights and not any(slots):
         return False
     _check_can_move(model, strategy)
-    _forget_train_functions(weights)
+    _forget_functions(weights)
     keys = keys_of(optimizers, weights)
     for optimizer in optimizers:
         if shares_optimizers and optimizer.built:
@@ -433,16 +436,18 @@ def _check_can_move(model: keras.Model, strategy: tf.distribute.Strategy) -> Non
                 )
 
 
-def _forget_train_functions(weights: list[keras.Variable]) -> None:
-    """Lets Keras trace the steps of other models again, which would write a single copy.
+def _forget_functions(weights: list[keras.Variable]) -> None:
+    """Lets Keras trace the steps of other models again, which would use a single copy.
 
     Variables and layers have no list of the models that they are in.
     """
     moved = {*map(id, weights)}
     for thing in gc.get_objects():
-        is_fitted = issubclass(type(thing), keras.Model) and vars(thing).get("train_function")
-        if is_fitted and not moved.isdisjoint(map(id, thing.weights)):
-            thing.train_function = None
+        if issubclass(type(thing), keras.Model):
+            traced = [name for name in _FUNCTIONS if vars(thing).get(name)]
+            if traced and not moved.isdisjoint(map(id, thing.weights)):
+                for name in traced:
+                    setattr(thing, name, None)
 
 
 @contextlib.contextmanager
