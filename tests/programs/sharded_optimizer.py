@@ -84,6 +84,19 @@ def steps_and_files(shared):
         plain, ours = trained(build)
         result[name] = difference(weights_of(ours), weights_of(plain))
 
+    # An optimizer of the user's own may combine what the workers have apart.
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        plain, ours = trained(lambda: models.build(models.OfOneWeight(0.1)))
+    result["own optimizer"] = difference(weights_of(ours), weights_of(plain))
+    result["warned of own"] = [str(each.message) for each in warned]
+    try:
+        tfd.distribute(lambda: models.build(models.OfAllWeights(0.1, momentum=0.9)), strategy).fit(
+            *models.data()
+        )
+    except tfd.TrainingError as error:
+        result["refused"] = str(error)
+
     # Files: written whole, by the chief; restored by any number of workers.
     plain, ours = trained(build_adam)
     with warnings.catch_warnings(record=True) as warned:

@@ -53,6 +53,23 @@ if hasattr(optimizers, "MultiOptimizer"):  # Keras 3.15
     )
 
 
+@keras.saving.register_keras_serializable()
+class OfOneWeight(optimizers.SGD):
+    """Scales each gradient by its own mean."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        mean = keras.ops.mean(keras.ops.abs(gradient))
+        super().update_step(gradient / (1.0 + mean), variable, learning_rate)
+
+
+class OfAllWeights(optimizers.SGD):
+    """Has a state for all weights, which each of them changes."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.seen = self.add_variable((), name="seen")
+
+
 def data():
     numbers = np.random.default_rng(0)
     x = numbers.normal(size=(50, 6)).astype("float32"), numbers.integers(0, 11, (50, 3))

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.placement.live.learning import rows_can_be_owned
+from tfdist_ext.placement.live.learning import rows_can_be_owned, updates_by_row
 from tfdist_ext.placement.planning import plan_owners
 from tfdist_ext.placement.specs import VariableShard, VariableSpec
 from tfdist_ext.strategies.owned_sums import OwnedSums, Owners, sums_of
@@ -127,6 +127,14 @@ class ShardedOptimizer:
             raise TrainingError(
                 "float8 training is not supported with shard_optimizer=True. Leave it out."
             )
+        for inner in with_inner_optimizers(optimizer):
+            if not type(inner).__module__.startswith("keras.") and not updates_by_row(inner):
+                warn(
+                    f"{type(inner).__name__} is an optimizer of your own, of which each worker"
+                    " updates only its own weights (shard_optimizer=True). If an update combines"
+                    " several weights, the training differs from one device. If it computes element"
+                    " by element, set updates_by_row = True in the class."
+                )
         specs = [
             VariableSpec(str(number), tuple(variable.shape), variable.dtype)
             for number, variable in enumerate(self.variables)
@@ -249,6 +257,11 @@ def _slot_of(variable: keras.Variable, part: OwnPart) -> ShardedSlot:
     shape = tuple(part.variable.shape)
     if tuple(variable.shape) == part.shape:
         return ShardedSlot(variable, shape, part.owners)
+    if not tuple(variable.shape):
+        raise TrainingError(
+            f"shard_optimizer=True is not possible: the optimizer has a variable {variable.path!r}"
+            " for all weights, but each worker updates only its own weights. Leave it out."
+        )
     rows, *rest = variable.shape
     shape = (shape[0] if rows == part.shape[0] else rows, *rest)
     return ShardedSlot(variable, shape, [(part.owners[0][0], 0, math.prod(shape))])
