@@ -385,7 +385,7 @@ def symbolic_build(model: keras.Model, batch: Structure) -> None:
 
 
 def _known_outputs(model: keras.Model) -> Callable[..., Any] | None:
-    """Returns what gives placeholders for the outputs of a graph of layers, without calling them.
+    """Returns what gives the outputs' shapes of a graph of layers, in place of its call.
 
     None for other models, whose call may make variables or take other shapes.
     """
@@ -399,16 +399,11 @@ def _known_outputs(model: keras.Model) -> Callable[..., Any] | None:
         taken = [getattr(tensor, "shape", None) for tensor in keras.tree.flatten(args)]
         if called is not model or taken != shapes:
             return original(called, *args, **named)
-        outputs = keras.tree.map_structure(_placeholder, model.compute_output_spec(model.inputs))
+        outputs = model.compute_output_spec(model.inputs)
         is_list_of_one = isinstance(outputs, list | tuple) and len(outputs) == 1
         return outputs[0] if is_list_of_one else outputs
 
     return call
-
-
-def _placeholder(tensor: keras.KerasTensor) -> Any:
-    kind = tf.compat.v1.sparse_placeholder if tensor.sparse else tf.compat.v1.placeholder
-    return kind(tensor.dtype, tensor.shape)
 
 
 def call_symbolically(function: Callable[..., Any], *args: Any, **named: Any) -> Any:

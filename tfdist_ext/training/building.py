@@ -66,9 +66,6 @@ from tfdist_ext.training.variables import (
 
 _MIRRORED = tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy
 
-# Attributes in which Keras keeps the traced steps of a model.
-_FUNCTIONS = ("train_function", "test_function", "predict_function")
-
 
 def adopt(
     model_or_builder: keras.Model | Callable[[], keras.Model],
@@ -442,12 +439,11 @@ def _forget_functions(weights: list[keras.Variable]) -> None:
     Variables and layers have no list of the models that they are in.
     """
     moved = {*map(id, weights)}
+    functions = "train_function", "test_function", "predict_function"
     for thing in gc.get_objects():
-        if issubclass(type(thing), keras.Model):
-            traced = [name for name in _FUNCTIONS if vars(thing).get(name)]
-            if traced and not moved.isdisjoint(map(id, thing.weights)):
-                for name in traced:
-                    setattr(thing, name, None)
+        is_traced = issubclass(type(thing), keras.Model) and any(map(vars(thing).get, functions))
+        if is_traced and not moved.isdisjoint(map(id, thing.weights)):
+            vars(thing).update(dict.fromkeys(functions))
 
 
 @contextlib.contextmanager

@@ -142,9 +142,18 @@ class ModelStep:
         return tf.function(run, autograph=False, reduce_retracing=True)
 
     def call(self, function: Any, *args: Any) -> Any:
-        """Call a function that `in_graph` made."""
-        with self._noting_fixed_rows():
+        """Call a function that `in_graph` made. Errors say that a replica has fewer rows."""
+        try:
             return self._call(function, *args)
+        except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
+            is_ours = isinstance(error, TfDistError) and error.__cause__ is None
+            if self._replicas > 1 and self.batch_size and not is_ours:
+                error.add_note(
+                    f"tfdist_ext: each of {self._replicas} replicas gets a part of the"
+                    f" {self.batch_size} rows of a batch, and x.shape[0] is None in the step. If"
+                    " the error comes from a fixed number of rows, write keras.ops.shape(x)[0]."
+                )
+            raise
 
     def _call(self, function: Any, *args: Any) -> Any:
         in_graph = not self._eagerly
@@ -286,21 +295,6 @@ class ModelStep:
         new = self.states.stacked(scope.states()) if is_updated else states
         ready = None if waits is None else waits.ready(new)
         return new, scope.written(context), outputs, ready
-
-    @contextlib.contextmanager
-    def _noting_fixed_rows(self) -> Iterator[None]:
-        """Scope in which errors say that a replica has fewer rows than the batch."""
-        try:
-            yield
-        except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
-            is_ours = isinstance(error, TfDistError) and error.__cause__ is None
-            if self._replicas > 1 and self.batch_size and not is_ours:
-                error.add_note(
-                    f"tfdist_ext: each of {self._replicas} replicas gets a part of the"
-                    f" {self.batch_size} rows of a batch, and x.shape[0] is None in the step. If"
-                    " the error comes from a fixed number of rows, write keras.ops.shape(x)[0]."
-                )
-            raise
 
     def _context(
         self, part: Part, rows_of_all: tf.Tensor | None, waits: Waits | None
