@@ -225,7 +225,6 @@ class Predictor:
 
     def outputs(self, data: Epoch) -> Iterator[Structure]:
         """The outputs for each global batch, in order."""
-        self._step.batch_size = data.batches.batch_size
         while True:
             try:
                 yield self._next_outputs(data)
