@@ -110,7 +110,9 @@ class SlowNetwork:
 def limits(rate: str, latency: str) -> list[list[str]]:
     """The commands of `tc` that limit a link."""
     bits = float(re.split("[a-z]", rate)[0]) * {"m": 1e6, "g": 1e9}[rate.strip("0123456789.")[0]]
-    burst = str(max(64_000, int(bits / 8 / 250)))  # Linux looks 250 times a second
+    # What an idle link may send at once: less than the gradients of a small model, which would
+    # otherwise pass faster than the rate.
+    burst = str(max(16_000, int(bits / 8 / 2000)))
     tbf = ["tbf", "rate", rate, "burst", burst, "latency", "400ms"]
     found = [["qdisc", "add", "dev", "eth0", "root", "handle", "1:", *tbf]]
     if latency:

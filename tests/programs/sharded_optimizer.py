@@ -1,6 +1,7 @@
 """A worker of a cluster that shares the optimizer: all optimizers, saving, restoring; as JSON.
 
-Argument: a directory that all workers share. Without it, only the optimizers are tried.
+Argument: a directory that all workers share, for a few optimizers and everything else. Without it,
+all optimizers are tried, and nothing else.
 """
 
 import json
@@ -53,7 +54,8 @@ def trained(build, **options):
     return plain, ours
 
 
-for name, make in models.OPTIMIZERS.items():
+for name in models.KINDS if sys.argv[1:] else models.OPTIMIZERS:
+    make = models.OPTIMIZERS[name]
     options = {"lazy_updates": name.startswith("lazy")}
     plain, ours = trained(lambda make=make: models.build(make()), **options)
     slots = sharded_slots(ours.keras_model.optimizer)

@@ -51,6 +51,19 @@ if hasattr(optimizers, "MultiOptimizer"):  # Keras 3.15
             optimizers.SGD(0.1, momentum=0.9), {"hidden/.*": optimizers.Adam(0.01)}
         )
     )
+# One for each way of dividing an optimizer; scripts/exactness trains all.
+KINDS = [
+    "Adam",
+    "Adafactor",
+    "Lamb",
+    "Muon",
+    "global_clipnorm",
+    "EMA that overwrites",
+    "accumulation, clipped",
+    "loss scaling",
+    "lazy AdamW",
+    *(["MultiOptimizer"] if "MultiOptimizer" in OPTIMIZERS else []),
+]
 
 
 @keras.saving.register_keras_serializable()

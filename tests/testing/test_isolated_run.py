@@ -70,6 +70,15 @@ def test_xfails(tfdist_cluster, pytestconfig):
     time.sleep(100)
 
 
+@pytest.mark.xfail(raises=ZeroDivisionError)
+@pytest.mark.tfdist_cluster(worker=2)
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyError, None])
+def test_expects_an_error(tfdist_cluster, error):
+    if error is not None and tfdist_cluster.task.index == 1:
+        raise error
+    time.sleep(100 if error else 0)
+
+
 @pytest.mark.slow
 @pytest.mark.tfdist_cluster(worker=1, ps=1)
 @pytest.mark.parametrize("offset", [1.0])
@@ -125,6 +134,9 @@ OUTCOMES = {
     "test_hangs": "FAILED",
     "test_killed": "PASSED",
     "test_xfails": "XFAIL",
+    "test_expects_an_error[ZeroDivisionError]": "XFAIL",
+    "test_expects_an_error[KeyError]": "FAILED",
+    "test_expects_an_error[None]": "XPASS",
     "TestMethods::test_method": "PASSED",
     "TestMethods::test_method_fails": "FAILED",
     "test_a_strategy_of_its_own[mirrored_4]": "PASSED",
@@ -167,7 +179,7 @@ def section(run: str, test: str) -> str:
 
 
 def test_outcomes_are_those_of_the_tasks(run: str) -> None:
-    pattern = r"^(PASSED|FAILED|ERROR|XFAIL) test_it\.py::(\S+)"
+    pattern = r"^(PASSED|FAILED|ERROR|XFAIL|XPASS) test_it\.py::(\S+)"
     found = {name: outcome for outcome, name in re.findall(pattern, run, re.M)}
     assert found == OUTCOMES, run
 

@@ -172,7 +172,7 @@ def run_isolated(item: pytest.Item, needs: Needs) -> None:
             if item.config.getoption("capture") == "no":
                 sys.stdout.write(f"---- output of {task}\n{text}")
     for report in itertools.chain.from_iterable(reports.values()):
-        if hasattr(report, "wasxfail"):
+        if _has_failed_as_expected(report):
             pytest.xfail(report.wasxfail.removeprefix("reason: "))
     # The task that failed first comes first; a task that was killed may have failed before.
     for task in sorted(reports, key=lambda name: name not in ended.failed[:1]):
@@ -192,6 +192,10 @@ def _skip_as(reports: list[pytest.TestReport]) -> None:
         pytest.fail("no task has run the test: all tasks were killed.", pytrace=False)
     reason = skipped[0].longrepr[2] if isinstance(skipped[0].longrepr, tuple) else ""
     raise pytest.skip.Exception(reason.removeprefix("Skipped: "), _use_item_location=True)
+
+
+def _has_failed_as_expected(report: pytest.TestReport) -> bool:
+    return report.skipped and hasattr(report, "wasxfail")  # one that passes has `wasxfail`, too
 
 
 def _text_of(report: pytest.TestReport) -> str:
@@ -269,7 +273,8 @@ class _Reporter:
 
     Attributes:
         has_ended: whether the last part of the test, its teardown, was reported.
-        has_failed_as_expected: whether the test has called `pytest.xfail`.
+        has_failed_as_expected: whether the test has called `pytest.xfail`, or has raised the
+            exception of its mark `xfail`.
     """
 
     def __init__(self, file: Any) -> None:
@@ -284,13 +289,20 @@ class _Reporter:
             config.pluginmanager.unregister(name="terminalreporter")
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Leaves marks `xfail` to the session, which judges the test as a whole."""
+        """Leaves marks `xfail` to the session, which judges the test as a whole.
+
+        A mark that names an exception stays: the session does not see the exception.
+        """
         for node in item.listchain():
-            node.own_markers = [mark for mark in node.own_markers if mark.name != "xfail"]
+            node.own_markers = [
+                mark
+                for mark in node.own_markers
+                if mark.name != "xfail" or mark.kwargs.get("raises")
+            ]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.has_ended = report.when == "teardown"
-        self.has_failed_as_expected |= hasattr(report, "wasxfail")
+        self.has_failed_as_expected |= _has_failed_as_expected(report)
         self._write(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
