@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -14,8 +13,11 @@ from typing import Any
 
 from tfdist_ext.launcher.plan import local_plan
 from tfdist_ext.launcher.run import Limits, run_plan
+from tfdist_ext.placement.scaling import parse_rate, parse_seconds
 
 __all__ = ["SlowNetwork", "output_of_chief", "outputs_in_namespaces", "outputs_of_tasks"]
+
+DELAYED_LINKS = Path(__file__).resolve().parent / "programs" / "delayed_links.py"
 
 
 def output_of_chief(command: list[str], *, workers: int, ps: int) -> tuple[int, str]:
@@ -55,18 +57,27 @@ def outputs_in_namespaces(command: list[str], *, workers: int) -> tuple[int, dic
 
 
 class SlowNetwork:
-    """Runs workers in network namespaces with a limited bandwidth. Needs root."""
+    """Runs workers in network namespaces with a limited bandwidth. Needs root.
 
-    def __init__(self, workers: int):
+    Args:
+        has_latency: messages can be delayed. This costs time of a processor for each packet.
+    """
+
+    def __init__(self, workers: int, *, has_latency: bool = False):
         sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "environments"))
         from namespaces import hosts
 
         self._scope = hosts(workers)
+        self._has_latency = has_latency
+        self._links: subprocess.Popen[str] | None = None
         self._ports = itertools.count(2222)
         self._processes: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> SlowNetwork:
         self._machines = self._scope.__enter__()
+        if self._has_latency:
+            self._links = self._delayed_links()
+            self._processes.append(self._links)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -74,6 +85,24 @@ class SlowNetwork:
             process.kill()
             process.wait()
         self._scope.__exit__(*error)
+
+    def _delayed_links(self) -> subprocess.Popen[str]:
+        """Replaces the links between namespaces by links whose packets can be delayed."""
+        hosts = []
+        for number, address in enumerate(self._machines.addresses):
+            command = self._machines.command(number, "ip", "link", "del", "eth0")
+            subprocess.run(command, check=True)
+            hosts.append(f"{self._machines.names[number]}={address}")
+        links = subprocess.Popen(
+            [sys.executable, str(DELAYED_LINKS), *hosts],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert links.stdout is not None
+        if not links.stdout.readline():
+            raise SystemExit(f"{DELAYED_LINKS.name} failed: status {links.wait()}")
+        return links
 
     def started(self, command: list[str]) -> list[subprocess.Popen[str]]:
         """The processes of a job: a worker in each namespace."""
@@ -93,29 +122,28 @@ class SlowNetwork:
         self._processes += processes
         return processes
 
-    def limit(self, rate: str, latency: str) -> None:
+    def limit(self, rate: str, latency: str = "") -> None:
         """Limits what each worker may send.
 
         Args:
             rate: such as "1gbit".
-            latency: of a message, as "1ms", or "". Linux needs the module sch_netem for it.
+            latency: of a message, as "1ms"; "" for none, without `has_latency`.
         """
         for number in range(len(self._machines.addresses)):
             delete = self._machines.command(number, "tc", "qdisc", "del", "dev", "eth0", "root")
             subprocess.run(delete, check=False, stderr=subprocess.DEVNULL)
-            for words in limits(rate, latency):
-                subprocess.run(self._machines.command(number, "tc", *words), check=True)
-
-
-def limits(rate: str, latency: str) -> list[list[str]]:
-    """The commands of `tc` that limit a link."""
-    bits = float(re.split("[a-z]", rate)[0]) * {"m": 1e6, "g": 1e9}[rate.strip("0123456789.")[0]]
-    # What an idle link may send at once: less than the gradients of a small model, which would
-    # otherwise pass faster than the rate.
-    burst = str(max(16_000, int(bits / 8 / 2000)))
-    tbf = ["tbf", "rate", rate, "burst", burst, "latency", "400ms"]
-    found = [["qdisc", "add", "dev", "eth0", "root", "handle", "1:", *tbf]]
-    if latency:
-        netem = ["parent", "1:1", "handle", "10:", "netem", "delay", latency]
-        found.append(["qdisc", "add", "dev", "eth0", *netem])
-    return found
+            bits = parse_rate(rate) * 8
+            if self._links is not None:
+                # A packet has to be smaller than `burst`.
+                words = ["ip", "link", "set", "eth0", "mtu", "9000" if bits < 5e9 else "60000"]
+                subprocess.run(self._machines.command(number, *words), check=True)
+            # What an idle link may send at once: less than the gradients of a small model, which
+            # would otherwise pass faster than the rate.
+            burst = str(max(16_000, int(bits / 8 / 2000)))
+            words = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate]
+            words += ["burst", burst, "latency", "400ms"]
+            subprocess.run(self._machines.command(number, *words), check=True)
+        if self._links is not None:
+            assert self._links.stdin is not None
+            self._links.stdin.write(f"{parse_seconds(latency or 0, 'latency')}\n")
+            self._links.stdin.flush()

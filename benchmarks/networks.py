@@ -3,14 +3,16 @@
     sudo .venv/bin/python benchmarks/networks.py --markdown docs/performance.md \\
         --picture docs/networks.svg --json rows.json
     sudo .venv/bin/python benchmarks/networks.py --rates 1gbit --models "Dense 5000x5000"
+    sudo .venv/bin/python benchmarks/networks.py --rates 1gbit --latencies 0.1ms 1ms
     .venv/bin/python benchmarks/networks.py --predict rows.json --unseen 1gbit \\
         --markdown docs/performance.md
 
-Each worker runs in its own network namespace, and `tc` limits what it sends. All workers share the
-cores of this machine, so the figures compare methods on one network, not numbers of workers. The
-methods of a model are trained by processes that start once for all rates, and take turns: in each
-round each method trains once. The table shows medians, the megabytes that a worker sends in a step,
-and how much of the time of the sums passes during the rest of the step.
+Each worker runs in its own network namespace, and `tc` limits what it sends. With --latencies, a
+process delays each packet, in addition to the 0.2 to 0.4 ms that it needs itself. All workers share
+the cores of this machine, so the figures compare methods on one network, not numbers of workers.
+The methods of a model are trained by processes that start once for all rates, and take turns: in
+each round each method trains once. The table shows medians, the megabytes that a worker sends in a
+step, and how much of the time of the sums passes during the rest of the step.
 
 With --predict, the program measures nothing. It fits the arithmetic of `tfdist plan --network` on
 some rows of a file of --json, and prints predictions for the other rows.
@@ -55,7 +57,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "10gbit"])
-    parser.add_argument("--latency", default="", help="such as 1ms; needs the module sch_netem")
+    parser.add_argument("--latencies", nargs="+", default=[""], help="of messages, such as 1ms")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--markdown", type=Path, help="write the table into this page")
@@ -80,12 +82,12 @@ def main() -> int:
     for workers, model in itertools.product(arguments.workers, arguments.models):
         for rate, rounds in rounds_of(arguments, workers, model):
             rows += rows_of(rounds, workers, rate, model)
-            print(table(rows, arguments.latency)[-1], flush=True)
+            print(table(rows)[-1], flush=True)
         if arguments.json:
             lines = ",\n".join(map(json.dumps, rows))
             arguments.json.write_text(f"[\n{lines}\n]\n")
     if arguments.markdown:
-        text = "\n".join(["", *table(rows, arguments.latency), *closing_line(arguments.rounds)])
+        text = "\n".join(["", *table(rows), *closing_line(arguments.rounds)])
         put_into(arguments.markdown, MARKERS, text)
     if arguments.picture:
         draw(rows, arguments.picture)
@@ -107,10 +109,10 @@ class Turn(NamedTuple):
 def rounds_of(
     arguments: argparse.Namespace, workers: int, model: str
 ) -> Iterator[tuple[str, list[dict[str, Turn]]]]:
-    """Yields each rate, and for each of its rounds the turns of all methods."""
+    """Yields each rate and latency, and for each of its rounds the turns of all methods."""
     rows, steps = MODELS[model]
     ways = [way for way in arguments.ways if (model, way) != (TABLES, "collectives")]
-    with SlowNetwork(workers) as network:
+    with SlowNetwork(workers, has_latency=any(arguments.latencies)) as network:
         jobs: dict[str, list[subprocess.Popen[str]]] = {}
         for way in ways:
             if way not in jobs:
@@ -122,14 +124,14 @@ def rounds_of(
                 jobs.update(dict.fromkeys(names, job))
                 for process in job:
                     answer_of(process, "ready")
-        for rate in arguments.rates:
-            network.limit(rate, arguments.latency)
+        for rate, latency in itertools.product(arguments.rates, arguments.latencies):
+            network.limit(rate, latency)
             count = steps[("100mbit", "1gbit").index(rate) if rate in ("100mbit", "1gbit") else 2]
             rounds = []
             for number in range(arguments.rounds):
                 order = ways if number % 2 else ways[::-1]
                 rounds.append({way: turn(jobs[way], way, count) for way in order})
-            yield rate, rounds
+            yield f"{rate} {latency}".strip(), rounds
 
 
 def turn(job: Sequence[subprocess.Popen[str]], way: str, steps: int) -> Turn:
@@ -168,7 +170,7 @@ def rows_of(rounds: list[dict[str, Turn]], workers: int, rate: str, model: str) 
     return rows
 
 
-def table(rows: Sequence[Row], latency: str) -> list[str]:
+def table(rows: Sequence[Row]) -> list[str]:
     """Lines: a row for each model on a network. Methods are shown relative to `fit`."""
     others = {"narrow": "bfloat16", "sharded": "sharded", HAND: HAND, "tf_keras": "tf_keras"}
     titles = ["workers, network", "model", "`fit`, steps/s", *others.values()]
@@ -178,7 +180,7 @@ def table(rows: Sequence[Row], latency: str) -> list[str]:
         by_way = {row.way: row for row in group}
         speeds = [1 / seconds for seconds in by_way["fit"].turns]
         spread = f"{statistics.median(speeds):.3g} ({min(speeds):.3g} to {max(speeds):.3g})"
-        cells = [f"{workers}, {rate} {latency}".strip(), model, spread]
+        cells = [f"{workers}, {rate}", model, spread]
         for way in others:
             cells.append(f"{gain(by_way, way):.2f} x" if way in by_way else "")
         cells += [f"{by_way[way].sent:.2f}" if way in by_way else "" for way in ("fit", "narrow")]

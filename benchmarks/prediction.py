@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import tfdist_ext as tfd
-from tfdist_ext.placement.scaling import Network, StepCost, parse_rate, step_seconds
+from tfdist_ext.placement.scaling import Network, StepCost, parse_rate, parse_seconds, step_seconds
 
 __all__ = ["Row", "prediction_table"]
 
+PASSING = 2e-4  # seconds, in which programs/delayed_links.py passes a packet
 SETTINGS = {"fit": {}, "narrow": {"narrow": True}, "sharded": {"sharded": True}}
 CHOICES = {
     "usable": (0.85, 0.9, 0.95, 1.0),
@@ -38,6 +39,7 @@ class Row(NamedTuple):
     """A measured row.
 
     Attributes:
+        rate: such as "1gbit", or "1gbit 1ms" with a latency.
         way: the method, as in networks.py.
         turns: the seconds of a step, in each round.
         sent: the megabytes that a worker sends in a step.
@@ -73,7 +75,7 @@ def prediction_table(
         mine = [row for row in rows if row.workers == workers]
         step_of = {row.model: alone(steps[row.model], row.model, mine) for row in mine}
         trained = [row for row in mine if row.way in SETTINGS]
-        seen = [row for row in trained if not {row.rate, row.model, row.way} & {*unseen}]
+        seen = [row for row in trained if not {*row.rate.split(), row.model, row.way} & {*unseen}]
         fitted = fit(seen, step_of)
         print(f"{workers} workers, fitted on {len(seen)} rows: {fitted}")
         for row in trained:
@@ -132,7 +134,9 @@ def fit(rows: Sequence[Row], step_of: Mapping[str, StepCost]) -> dict[str, float
 
 
 def seconds_of(row: Row, step_of: Mapping[str, StepCost], setting: Mapping[str, float]) -> float:
-    network = Network(bandwidth=parse_rate(row.rate), latency=5e-5, **setting)
+    rate, *latency = row.rate.split()
+    seconds = 5e-5 if not latency else PASSING + parse_seconds(latency[0], "latency")
+    network = Network(bandwidth=parse_rate(rate), latency=seconds, **setting)
     step = step_of[row.model]
     # A worker's step was measured on its part of the batch, which reads fewer rows of tables.
     part = replace(step, seconds=step.seconds * row.workers)

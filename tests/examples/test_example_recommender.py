@@ -15,6 +15,7 @@ from warm_programs import Program
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "recommender.py"
 
 
+@pytest.mark.long  # scripts/chaos --fixed kills servers and workers, too
 @pytest.mark.timeout(400)
 def test_a_killed_server_and_a_killed_worker_cost_no_step(tmp_path: Path) -> None:
     options = ["--rows", "2000", "--steps", "120", "--epochs", "2", "--folder", "run"]
