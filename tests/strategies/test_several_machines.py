@@ -64,6 +64,13 @@ def test_two_real_workers_sum_over_both_with_each_strategy(tfdist_cluster: Any) 
     here = str(tfd.explain(tfd.create_strategy("one_device", alone=True))).splitlines()
     (device,) = [line for line in here if line.startswith("devices")]
     assert f"/job:worker/replica:0/task:{index}/device:CPU:0" in device
+    # So do the variables of a custom strategy, also those beside others.
+    custom = tfd.strategies.StrategyTemplate()
+    with custom.scope():
+        variable = tf.Variable(1.0)
+        with custom.extended.colocate_vars_with(variable):
+            (copy,) = custom.copies(tf.Variable(0.0))
+    assert copy.device == f"/job:worker/replica:0/task:{index}/device:CPU:0"
     # A second one, in the same process, with the options of TensorFlow's constructor.
     options = tf.distribute.experimental.CommunicationOptions(
         bytes_per_pack=1 << 20,

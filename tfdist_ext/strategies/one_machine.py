@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import check_int
 from tfdist_ext.placement.rules import short_name
-from tfdist_ext.strategies._tf_private import with_metrics_per_replica
+from tfdist_ext.strategies._tf_private import full_name, with_metrics_per_replica
 
 Devices: TypeAlias = int | str | Sequence[str] | None
 
@@ -130,7 +130,8 @@ def pick_devices(strategy: str, devices: int | str | Sequence[str] | None) -> li
         raise StrategyError(
             f"devices of {strategy} must be names or a number of devices, got {devices!r}."
         )
-    picked = list(map(short_name, names))
+    own = {full_name(name): name for name in seen}  # as `variable.device`, also in a cluster
+    picked = [own.get(name) or short_name(name) for name in names]
     if twice := next((name for name in picked if picked.count(name) > 1), None):
         raise StrategyError(f"devices of {strategy} name {twice} twice: {devices!r}.")
     if missing := [name for name in picked if name not in seen]:

@@ -372,16 +372,30 @@ def symbolic_build(model: keras.Model, batch: Structure) -> None:
     them. A model that fails there may still train, such as one with RandomCrop before Flatten.
     """
     build = NAMES.of(model, "_symbolic_build", "metrics and optimizers before a step")
+    optimizer = getattr(model, "optimizer", None)
     try:
-        with substitutes({target_of(type(model), "call"): _known_outputs(model)}):
+        shapes = {target_of(type(model), "call"): _known_outputs(model)}
+        with substitutes(shapes), unbuilt_after_error(optimizer):
             build(data_batch=batch)
     except ValueError:
 
         def call(original: Original, *args: Any, **named: Any) -> Any:
             return original(*args, **{**named, **({"training": True} if named else {})})
 
-        with substitutes({target_of(type(model), "call"): call}):
+        with substitutes({target_of(type(model), "call"): call}), unbuilt_after_error(optimizer):
             build(data_batch=batch)
+
+
+@contextlib.contextmanager
+def unbuilt_after_error(optimizer: Any) -> Iterator[None]:
+    """Scope that builds an optimizer. Keras says that it is built before it has created slots."""
+    was_built = getattr(optimizer, "built", True)
+    try:
+        yield
+    except BaseException:
+        if not was_built:
+            optimizer.built = False
+        raise
 
 
 def _known_outputs(model: keras.Model) -> Callable[..., Any] | None:

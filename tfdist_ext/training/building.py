@@ -249,11 +249,13 @@ def _build_from_step(model: keras.Model, kind: str, batch: Structure) -> None:
             ) from error
     for optimizer, variables in applied.values():
         if not optimizer.built:
-            optimizer.build(variables)
+            with _keras_private.unbuilt_after_error(optimizer):
+                optimizer.build(variables)
     compiled = None if kind == "predict" else model.optimizer
     if isinstance(compiled, keras.optimizers.Optimizer) and not compiled.built:
         # The step does not use it. Keras's fit builds it too under a strategy.
-        compiled.build(model.trainable_variables)
+        with _keras_private.unbuilt_after_error(compiled):
+            compiled.build(model.trainable_variables)
     model.built = True
 
 

@@ -130,6 +130,30 @@ def test_a_step_that_cannot_be_tried_is_named() -> None:
         tfd.distribute(lambda: gan(False, Fails), mirrored()).fit(X, verbose=0)
 
 
+class WithoutSlots(keras.optimizers.SGD):
+    def build(self, variables: Any) -> None:
+        super().build(variables)
+        raise ValueError("no slots")
+
+
+class WithOwnStep(keras.Sequential):
+    def train_step(self, data: Any) -> dict[str, Any]:
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize("kind", [keras.Sequential, WithOwnStep])
+def test_an_optimizer_that_cannot_be_built_fails_with_its_own_error(
+    kind: type[keras.Model],
+) -> None:
+    """Each time: Keras says that it is built before it creates the slots."""
+    model = kind([keras.Input((5,)), Dense(1)])
+    model.compile(WithoutSlots(0.1, momentum=0.9), "mse")
+    ours = tfd.distribute(model, mirrored())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no slots"):
+            ours.fit(X, Y, verbose=0)
+
+
 SEQUENCES = np.random.default_rng(3).normal(size=(48, 3, 5)).astype("float32")
 
 

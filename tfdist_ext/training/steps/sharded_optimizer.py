@@ -150,9 +150,13 @@ class ShardedOptimizer:
         again: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.initial is not None:
             again = building_again(with_inner_optimizers(optimizer))
-        with again, self._loaded(strategy), noting_slots(OwnPart, _UpdatesOfParts()) as noted:
-            optimizer.build(self.parts)
-        self.slots = [_slot_of(variable, part) for variable, part in noted]
+        try:
+            with again, self._loaded(strategy), noting_slots(OwnPart, _UpdatesOfParts()) as noted:
+                optimizer.build(self.parts)
+            self.slots = [_slot_of(variable, part) for variable, part in noted]
+        except BaseException:
+            self.parts = []  # the next call builds again, and fails with the same error
+            raise
         for inner in with_inner_optimizers(optimizer):
             vars(inner)["save_own_variables"] = functools.partial(_save, inner, self.slots)
         for part in self.parts:
