@@ -71,7 +71,8 @@ def assert_one_training(tasks: list[dict[str, Any]], one: Any, first_step: int) 
         np.testing.assert_allclose(found, [expected[step] for step in steps], rtol=2e-5)
         assert task["place"] == [case.EPOCHS, 0]
         for found, wanted in zip(task["weights"], weights, strict=True):
-            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+            # Sums of parts round differently than sums of whole batches: 33 steps, any processor.
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6)
 
 
 def test_losses_and_weights_are_those_of_one_process(

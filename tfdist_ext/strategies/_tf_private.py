@@ -33,6 +33,8 @@ from tfdist_ext.private_names import PrivateNames
 # A value of a replica, or the result of a reduction.
 Value: TypeAlias = "tf.Tensor | tf.IndexedSlices"
 
+_READ_ONLY = "framework.auto_control_deps_utils"
+
 NAMES = PrivateNames(
     "tensorflow.python",
     StrategyError,
@@ -59,6 +61,9 @@ NAMES = PrivateNames(
         "eager.polymorphic_function.atomic_function.make_call_op_in_graph": "the same",
         "eager.record.could_possibly_record": "gradients of the global batch",
         "eager.record.stop_recording": "initial values that tapes do not see",
+        f"{_READ_ONLY}.READ_ONLY_RESOURCE_INPUTS_ATTR": "calls of functions",
+        f"{_READ_ONLY}.get_read_only_resource_input_indices_graph": "the same",
+        "framework.ops.set_int_list_attr": "the same",
         "grappler.cluster.Cluster": "functions that replicas call, optimized once",
         "grappler.cluster.device_properties_pb2": "the same",
         "grappler.tf_optimizer.OptimizeGraph": "the same",
@@ -344,6 +349,28 @@ def call_in_graph(function: Any, args: Sequence[tf.Tensor]) -> tf.Operation:
     outputs = call(function, args, {"config_proto": _not_optimized(), "executor_type": ""})
     graph = tf.compat.v1.get_default_graph()
     return outputs[0].op if outputs else graph.get_operations()[-1]
+
+
+def call_on_device(function: Any, args: Sequence[tf.Tensor], device: str) -> tf.Operation:
+    """The call of a function that runs on one CPU of this process; otherwise as `call_in_graph`.
+
+    If the function fails, its error is raised. If a function of `call_in_graph` fails, TensorFlow
+    often reports only that operations on other devices were cancelled.
+
+    Args:
+        device: the full name of the CPU.
+    """
+    only_read = NAMES(f"{_READ_ONLY}.get_read_only_resource_input_indices_graph")
+    attribute = NAMES(f"{_READ_ONLY}.READ_ONLY_RESOURCE_INPUTS_ATTR")
+    set_attribute = NAMES("framework.ops.set_int_list_attr")
+    called = tf.compat.v1.NameAttrList(name=function.name.decode())
+    types = [output.dtype for output in function.function_type.flat_outputs]
+    target = tf.constant(device)
+    outputs = tf.raw_ops.RemoteCall(target=target, args=list(args), Tout=types, f=called)
+    operation = outputs[0].op if types else outputs
+    # The target is the first input.
+    set_attribute(operation, attribute, [number + 1 for number in only_read(function.graph)])
+    return operation
 
 
 @functools.cache

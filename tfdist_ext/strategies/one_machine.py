@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import check_int
 from tfdist_ext.placement.rules import short_name
-from tfdist_ext.strategies._tf_private import full_name, with_metrics_per_replica
+from tfdist_ext.strategies._tf_private import with_metrics_per_replica
 
 Devices: TypeAlias = int | str | Sequence[str] | None
 
@@ -74,13 +74,20 @@ def central_storage(
 
 def seen_devices() -> list[str]:
     """The logical devices of this process, not those of its peers; starts TensorFlow."""
-    specs = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices()]
-    if len({(spec.job, spec.task) for spec in specs}) > 1:
+    return list(_short_names().values())
+
+
+def _short_names() -> dict[str, str]:
+    """The same, by their names for TensorFlow, which have the job and the task in a cluster."""
+    names = [device.name for device in tf.config.list_logical_devices()]
+    specs = {name: tf.DeviceSpec.from_string(name) for name in names}
+    if len({(spec.job, spec.task) for spec in specs.values()}) > 1:
         # Connected to a cluster: its devices are listed too. An operation tells who we are.
         with tf.device("CPU:0"):
             here = tf.DeviceSpec.from_string(tf.constant(0).device)
-        specs = [spec for spec in specs if (spec.job, spec.task) == (here.job, here.task)]
-    return [f"{spec.device_type}:{spec.device_index}" for spec in specs]
+        own = (here.job, here.task)
+        specs = {name: spec for name, spec in specs.items() if (spec.job, spec.task) == own}
+    return {name: f"{spec.device_type}:{spec.device_index}" for name, spec in specs.items()}
 
 
 def make_logical_cpus(count: int) -> None:
@@ -115,7 +122,8 @@ def pick_devices(strategy: str, devices: int | str | Sequence[str] | None) -> li
     Raises:
         StrategyError: a device does not exist or is named twice.
     """
-    seen = seen_devices()
+    short_names = _short_names()
+    seen = list(short_names.values())
     kind = "GPU" if any(name.startswith("GPU:") for name in seen) else "CPU"
     if devices is None:
         return [name for name in seen if name.startswith(f"{kind}:")]
@@ -130,8 +138,7 @@ def pick_devices(strategy: str, devices: int | str | Sequence[str] | None) -> li
         raise StrategyError(
             f"devices of {strategy} must be names or a number of devices, got {devices!r}."
         )
-    own = {full_name(name): name for name in seen}  # as `variable.device`, also in a cluster
-    picked = [own.get(name) or short_name(name) for name in names]
+    picked = [short_names.get(name) or short_name(name) for name in names]
     if twice := next((name for name in picked if picked.count(name) > 1), None):
         raise StrategyError(f"devices of {strategy} name {twice} twice: {devices!r}.")
     if missing := [name for name in picked if name not in seen]:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
+from tfdist_ext.data.pipelines import operations_in
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies import _tf_private
 from tfdist_ext.strategies.traced_replica import NotSharedError, SyncPoint, TracedReplica
@@ -30,6 +31,11 @@ Tensors: TypeAlias = dict[str, tf.Tensor]
 
 # By the id of a captured handle, the handles of the copies, one for each local replica.
 Handles: TypeAlias = dict[int, list[tf.Tensor]]
+
+# Operations that TensorFlow replaces by others in functions of several devices only, or whose state
+# belongs to a step.
+NEED_PASSES = {"While", "StatelessWhile", "AccumulateNV2", "TemporaryVariable", "StackV2"}
+NEED_PASSES |= {"TensorArrayV3", "TensorArrayGradV3"}
 
 
 class Stage(NamedTuple):
@@ -155,8 +161,8 @@ class SharedStep:
                 self._synchronize(point, tensors_of_replicas)
             if function is not None:
                 for replica, tensors in enumerate(tensors_of_replicas):
-                    with tf.device(self._devices[replica]):
-                        tensors.update(function(tensors, replica, self._handles))
+                    device = self._devices[replica]
+                    tensors.update(function(tensors, replica, self._handles, device))
         return [
             _packed(self._result, [tensors[name] for name in self._returned])
             for tensors in tensors_of_replicas
@@ -252,14 +258,23 @@ class _StageFunction:
         # Kept, because the functions that it calls live as long as it does.
         self._known = traced.get_concrete_function(specs)
         self._function = _tf_private.unchanged_by_calls(self._known, nodes)
+        is_on_one_device = not any(node.device for node in nodes.node)
+        needs_passes = not NEED_PASSES.isdisjoint(operations_in(nodes))
+        self._is_simple = is_on_one_device and not needs_passes and not jit_compile
 
-    def __call__(self, tensors: Tensors, replica: int, handles: Handles) -> Tensors:
+    def __call__(self, tensors: Tensors, replica: int, handles: Handles, device: str) -> Tensors:
         """The outputs of the stage on one replica, by name."""
         args = [tensors[name] for name in self._taken]
         for source in self._known.captured_inputs:
             copies = handles.get(id(source))
             args.append(copies[replica % len(copies)] if copies else source)
-        call = _tf_private.call_in_graph(self._function, args)
+        is_local = all(arg.device == device for arg in args if arg.dtype == tf.resource)
+        is_on_cpu = tf.DeviceSpec.from_string(device).device_type == "CPU"
+        with tf.device(device):
+            if self._is_simple and is_local and is_on_cpu:
+                call = _tf_private.call_on_device(self._function, args, device)
+            else:
+                call = _tf_private.call_in_graph(self._function, args)
         for output, shape in zip(call.outputs, self._shapes, strict=True):
             output.set_shape(shape)
         return dict(zip(self._outputs, call.outputs, strict=True))
