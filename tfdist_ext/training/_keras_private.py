@@ -372,18 +372,16 @@ def symbolic_build(model: keras.Model, batch: Structure) -> None:
     them. A model that fails there may still train, such as one with RandomCrop before Flatten.
     """
     build = NAMES.of(model, "_symbolic_build", "metrics and optimizers before a step")
-    optimizer = getattr(model, "optimizer", None)
+
+    def attempt(call: Callable[..., Any] | None) -> None:
+        instead = substitutes({target_of(type(model), "call"): call})
+        with instead, unbuilt_after_error(getattr(model, "optimizer", None)):
+            build(data_batch=batch)
+
     try:
-        shapes = {target_of(type(model), "call"): _known_outputs(model)}
-        with substitutes(shapes), unbuilt_after_error(optimizer):
-            build(data_batch=batch)
+        attempt(_known_outputs(model))
     except ValueError:
-
-        def call(original: Original, *args: Any, **named: Any) -> Any:
-            return original(*args, **{**named, **({"training": True} if named else {})})
-
-        with substitutes({target_of(type(model), "call"): call}), unbuilt_after_error(optimizer):
-            build(data_batch=batch)
+        attempt(lambda call, *args, **named: call(*args, **named | (named and {"training": True})))
 
 
 @contextlib.contextmanager

@@ -247,15 +247,13 @@ def _build_from_step(model: keras.Model, kind: str, batch: Structure) -> None:
                 f" {textwrap.shorten(str(error), 200)} Build the layers in the function given to"
                 " distribute(): start models with keras.Input(shape), or call build(shape)."
             ) from error
+    compiled = None if kind == "predict" else model.optimizer
+    if isinstance(compiled, keras.optimizers.Optimizer):  # Keras's fit builds it if it is not used
+        applied.setdefault(id(compiled), (compiled, model.trainable_variables))
     for optimizer, variables in applied.values():
         if not optimizer.built:
             with _keras_private.unbuilt_after_error(optimizer):
                 optimizer.build(variables)
-    compiled = None if kind == "predict" else model.optimizer
-    if isinstance(compiled, keras.optimizers.Optimizer) and not compiled.built:
-        # The step does not use it. Keras's fit builds it too under a strategy.
-        with _keras_private.unbuilt_after_error(compiled):
-            compiled.build(model.trainable_variables)
     model.built = True
 
 

@@ -37,7 +37,6 @@ from tfdist_ext.training.parameter_server.calls import (
 from tfdist_ext.training.parameter_server.scope import WorkerScope, step_on_worker
 from tfdist_ext.training.steps.scope import (
     Execution,
-    Logs,
     StepOutputs,
     as_logs,
     metrics_and_others,
@@ -213,7 +212,9 @@ class ParameterServerProgram:
         for states, _ in results:
             self._totals = np.where(self._is_sum, self._totals + states - self._start, states)
         self._assign(self._totals)
-        logs = self._logs(results[-1][1] if results else {})
+        values = zip(self._metrics, self._unpacked(self._totals), strict=True)
+        with keras.StatelessScope(values):  # without reading them from servers
+            logs = as_logs(self._outputs.results(results[-1][1] if results else {}))
         return Execution(logs, used, seconds, stop_requested=stop_requested)
 
     def _on_shards(
@@ -300,11 +301,6 @@ class ParameterServerProgram:
         after = [tf.cast(scope.get_current_value(v), tf.float64) for v in self._metrics]
         flat = [tf.zeros([0], tf.float64), *(tf.reshape(value, [-1]) for value in after)]
         return tf.concat(flat, axis=0), outputs
-
-    def _logs(self, outputs: dict[str, np.ndarray]) -> Logs:
-        values = zip(self._metrics, self._unpacked(self._totals), strict=True)
-        with keras.StatelessScope(values):  # without reading them from servers
-            return as_logs(self._outputs.results(outputs))
 
 
 class ParameterServerPredictor:

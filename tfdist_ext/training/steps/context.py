@@ -254,7 +254,10 @@ class ReplicaSums:
         narrow = sums_of(tf.distribute.get_strategy()).narrow
         dtype = values[0].dtype if narrow is None else narrow.travels_as(values[0].dtype)
         bits = 24 if dtype.size > 2 else 8  # of a digit, which this type holds exactly
-        powers = [_powers_of(value.indices.dtype, bits) for value in values]
+        powers = [  # the weights of the digits of integers of this type
+            tf.constant([1 << n for n in range(0, 8 * value.indices.dtype.size, bits)], tf.int64)
+            for value in values
+        ]
         parts = [tf.cast(value.values, dtype) for value in values]
         for value, weights in zip(values, powers, strict=True):
             indices = tf.cast(value.indices, tf.int64)[:, tf.newaxis]
@@ -279,11 +282,6 @@ class ReplicaSums:
             yield
         if not called:
             raise collective_key.not_called()
-
-
-def _powers_of(indices: tf.DType, bits: int) -> tf.Tensor:
-    """The weights of the digits of integers of this type (int64)."""
-    return tf.constant([1 << shift for shift in range(0, 8 * indices.size, bits)], tf.int64)
 
 
 @replaces(INSTANCE_KEY)

@@ -584,7 +584,15 @@ def tape_gradient(
         return original(tape, target, sources, output_gradients, *options, **named_options)
     targets = tf.nest.flatten(target)
     warn_of_mixed_rows(context, targets)
-    upstream = _upstream(context, targets, output_gradients)
+    flat_gradients = None if output_gradients is None else tf.nest.flatten(output_gradients)
+    upstream = [  # of rows, divided by their fraction of the batch
+        gradient * tf.math.reciprocal_no_nan(context.batch_fraction(gradient.dtype))
+        if context.rows_in(target) == "part"
+        else gradient
+        for target, gradient in zip(
+            targets, flat_gradients or map(tf.ones_like, targets), strict=True
+        )
+    ]
     with substitutes({tape_gradient: None}):  # a custom gradient may call a tape
         gradients = original(tape, target, sources, upstream, *options, **named_options)
     # Replicas cannot wait for each other in inner graphs. On TPUs Keras's optimizer sums. Another
@@ -614,22 +622,9 @@ def tape_gradient(
 
 def _is_inside_of_another(tape: tf.GradientTape) -> bool:
     """Whether another tape records. A persistent tape itself may still record."""
-    try:
-        with tape.stop_recording():
-            return is_recording()
-    except (RuntimeError, ValueError):  # it does not record
+    with contextlib.suppress(RuntimeError, ValueError), tape.stop_recording():
         return is_recording()
-
-
-def _upstream(context: StepContext, targets: list[tf.Tensor], grads: Structure) -> list[tf.Tensor]:
-    """Returns the upstream gradient of each target, of rows divided by `batch_fraction`."""
-    upstream = list(map(tf.ones_like, targets)) if grads is None else tf.nest.flatten(grads)
-    return [
-        gradient * tf.math.reciprocal_no_nan(context.batch_fraction(gradient.dtype))
-        if context.rows_in(target) == "part"
-        else gradient
-        for target, gradient in zip(targets, upstream, strict=True)
-    ]
+    return is_recording()  # it does not record
 
 
 def warn_of_mixed_rows(context: StepContext, targets: Structure) -> None:

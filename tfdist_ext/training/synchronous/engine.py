@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import keras
@@ -190,7 +190,11 @@ class SynchronousProgram:
     def _one_step(self, batch: Parts, before: Carried, rows: tf.Tensor | None = None) -> Carried:
         """One global batch, in cross-replica context."""
         states, outputs = self._step(batch, before[0], rows)
-        return states, {name: _sum([replica[name] for replica in outputs]) for name in outputs[0]}
+        of_replicas = {name: [replica[name] for replica in outputs] for name in outputs[0]}
+        return states, {
+            name: tf.add_n(values) if values[0].dtype.is_floating else values[0]
+            for name, values in of_replicas.items()
+        }
 
     def _empty_outputs(self, batches: BatchIterator, before: Carried) -> dict[str, tf.Tensor]:
         """Zeros of the structure that an overridden step returns, so that a loop can carry it."""
@@ -200,10 +204,6 @@ class SynchronousProgram:
             lambda batches: self._one_step(self._next_batch(batches), before)[1], autograph=False
         )
         return zeros_of(trace.get_concrete_function(batches).structured_outputs)
-
-
-def _sum(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    return tf.add_n(list(values)) if values[0].dtype.is_floating else values[0]
 
 
 class Predictor:

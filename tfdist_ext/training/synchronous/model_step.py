@@ -173,10 +173,9 @@ class ModelStep:
             if not is_shared or self.reduction.local_replicas == 1:
                 raise
             raise TrainingError(
-                "A step failed on one replica, and TensorFlow reports only that the other replicas"
-                " were cancelled. The error is in TensorFlow's log, in the line \"Local rendezvous"
-                ' is aborting with status", which TF_CPP_MIN_LOG_LEVEL=1 shows.'
-                " With distribute(..., one_trace=False) the error itself is raised."
+                "A step failed on one replica, and TensorFlow reports only that the others were"
+                ' cancelled. The error is in its log, after "Local rendezvous is aborting"'
+                " (TF_CPP_MIN_LOG_LEVEL=1). distribute(..., one_trace=False) raises it."
             ) from error
         if draws:
             self._seeds.end()

@@ -37,9 +37,12 @@ class SynchronousReduction(Reduction):
     def __init__(self, strategy: tf.distribute.Strategy):
         super().__init__(strategy, peers_of(strategy))
         self.replicas = strategy.num_replicas_in_sync
+
+        def number() -> tf.Tensor:  # identity: some strategies give a number of Python
+            return tf.identity(tf.distribute.get_replica_context().replica_id_in_sync_group)
+
         # Concrete: avoids warnings of retracing.
-        ids = tf.function(lambda: strategy.run(_replica_id), autograph=False)
-        ids = ids.get_concrete_function()()
+        ids = tf.function(lambda: strategy.run(number), autograph=False).get_concrete_function()()
         local = strategy.experimental_local_results(ids)
         self.local_replicas = len(local)
         self.first_replica = int(local[0])  # of this worker, in the order of all
@@ -269,8 +272,3 @@ class MetricStates:
         values = self.of_variables(stacked)
         assign_each(reduction.strategy, self.variables, values)
         return values, outputs, report
-
-
-def _replica_id() -> tf.Tensor:
-    # identity: some strategies give a number, and one that is no tensor is not per replica.
-    return tf.identity(tf.distribute.get_replica_context().replica_id_in_sync_group)
