@@ -358,6 +358,7 @@ def call_on_device(function: Any, args: Sequence[tf.Tensor], device: str) -> tf.
     often reports only that operations on other devices were cancelled.
 
     Args:
+        function: it has an output.
         device: the full name of the CPU.
     """
     only_read = NAMES(f"{_READ_ONLY}.get_read_only_resource_input_indices_graph")
@@ -367,7 +368,7 @@ def call_on_device(function: Any, args: Sequence[tf.Tensor], device: str) -> tf.
     types = [output.dtype for output in function.function_type.flat_outputs]
     target = tf.constant(device)
     outputs = tf.raw_ops.RemoteCall(target=target, args=list(args), Tout=types, f=called)
-    operation = outputs[0].op if types else outputs
+    operation = outputs[0].op
     # The target is the first input.
     set_attribute(operation, attribute, [number + 1 for number in only_read(function.graph)])
     return operation

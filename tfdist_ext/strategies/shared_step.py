@@ -260,7 +260,8 @@ class _StageFunction:
         self._function = _tf_private.unchanged_by_calls(self._known, nodes)
         is_on_one_device = not any(node.device for node in nodes.node)
         needs_passes = not NEED_PASSES.isdisjoint(operations_in(nodes))
-        self._is_simple = is_on_one_device and not needs_passes and not jit_compile
+        is_simple = is_on_one_device and not needs_passes and not jit_compile
+        self._is_simple = is_simple and bool(stage.outputs)  # the operation has an output
 
     def __call__(self, tensors: Tensors, replica: int, handles: Handles, device: str) -> Tensors:
         """The outputs of the stage on one replica, by name."""

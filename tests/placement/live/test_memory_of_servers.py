@@ -72,9 +72,9 @@ def test_servers_need_the_memory_of_the_plan_and_the_chief_less_than_the_tables(
 
 
 def test_tables_in_the_memory_of_the_host_are_not_copied(tmp_path: Path) -> None:
-    """Two tables of 256 MiB; graphs and blocks need up to 128 MiB more than a server's."""
+    """Two tables of 256 MiB; graphs and blocks need up to 192 MiB more than a server's."""
     for kind, epochs in (("placed", 1), ("placed", 2), ("central_storage", 1)):  # 2: resumes
         peaks, log = run(tmp_path / kind, 0, kind, str(2 * MIB), "sgd", str(epochs), "0")
         assert f"steps {epochs * 200}" in log
         more = max(peak["chief"] for peak in peaks.values()) - peaks["start"]["chief"]
-        assert 512 < more < 1.15 * 512 + 128
+        assert 512 < more < 1.15 * 512 + 192
