@@ -76,8 +76,11 @@ class SlowNetwork:
     def __enter__(self) -> SlowNetwork:
         self._machines = self._scope.__enter__()
         if self._has_latency:
-            self._links = self._delayed_links()
-            self._processes.append(self._links)
+            try:
+                self._links = self._delayed_links()
+            except BaseException:
+                self.__exit__(*sys.exc_info())  # removes the namespaces
+                raise
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -87,7 +90,7 @@ class SlowNetwork:
         self._scope.__exit__(*error)
 
     def _delayed_links(self) -> subprocess.Popen[str]:
-        """Replaces the links between namespaces by links whose packets can be delayed."""
+        """Replaces the interface of each namespace by one whose packets can be delayed."""
         hosts = []
         for number, address in enumerate(self._machines.addresses):
             command = self._machines.command(number, "ip", "link", "del", "eth0")
@@ -99,6 +102,7 @@ class SlowNetwork:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self._processes.append(links)
         assert links.stdout is not None
         if not links.stdout.readline():
             raise SystemExit(f"{DELAYED_LINKS.name} failed: status {links.wait()}")

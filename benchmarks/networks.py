@@ -8,8 +8,8 @@
         --markdown docs/performance.md
 
 Each worker runs in its own network namespace, and `tc` limits what it sends. With --latencies, a
-process delays each packet, in addition to the 0.2 to 0.4 ms that it needs itself. All workers share
-the cores of this machine, so the figures compare methods on one network, not numbers of workers.
+process delays each packet. It needs time itself, a fraction of a millisecond. All workers share the
+cores of this machine, so the figures compare methods on one network, not numbers of workers.
 The methods of a model are trained by processes that start once for all rates, and take turns: in
 each round each method trains once. The table shows medians, the megabytes that a worker sends in a
 step, and how much of the time of the sums passes during the rest of the step.

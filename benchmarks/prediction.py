@@ -24,7 +24,7 @@ from tfdist_ext.placement.scaling import Network, StepCost, parse_rate, parse_se
 
 __all__ = ["Row", "prediction_table"]
 
-PASSING = 2e-4  # seconds, in which programs/delayed_links.py passes a packet
+PASSING = 2e-4  # seconds that programs/delayed_links.py adds to the latency, about
 SETTINGS = {"fit": {}, "narrow": {"narrow": True}, "sharded": {"sharded": True}}
 CHOICES = {
     "usable": (0.85, 0.9, 0.95, 1.0),

@@ -1,4 +1,4 @@
-"""Links between network namespaces whose packets arrive after a delay. Needs root.
+"""Connects network namespaces, and delays each packet between them. Needs root.
 
     python delayed_links.py NAMESPACE=ADDRESS ...
 

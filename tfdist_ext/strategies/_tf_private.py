@@ -352,13 +352,15 @@ def call_in_graph(function: Any, args: Sequence[tf.Tensor]) -> tf.Operation:
 
 
 def call_on_device(function: Any, args: Sequence[tf.Tensor], device: str) -> tf.Operation:
-    """The call of a function that runs on one CPU of this process; otherwise as `call_in_graph`.
+    """The call of a function that runs on one CPU of this process, as by `call_in_graph`.
 
     If the function fails, its error is raised. If a function of `call_in_graph` fails, TensorFlow
     often reports only that operations on other devices were cancelled.
 
+    Private because the operation does not say which variables are only read.
+
     Args:
-        function: it has an output.
+        function: from `unchanged_by_calls`, with at least one output.
         device: the full name of the CPU.
     """
     only_read = NAMES(f"{_READ_ONLY}.get_read_only_resource_input_indices_graph")

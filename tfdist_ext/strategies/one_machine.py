@@ -78,7 +78,10 @@ def seen_devices() -> list[str]:
 
 
 def _short_names() -> dict[str, str]:
-    """The same, by their names for TensorFlow, which have the job and the task in a cluster."""
+    """TensorFlow's name -> short name, of the devices of this process.
+
+    In a process of a cluster, TensorFlow's names contain the job and the task.
+    """
     names = [device.name for device in tf.config.list_logical_devices()]
     specs = {name: tf.DeviceSpec.from_string(name) for name in names}
     if len({(spec.job, spec.task) for spec in specs.values()}) > 1:

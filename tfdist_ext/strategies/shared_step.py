@@ -32,10 +32,10 @@ Tensors: TypeAlias = dict[str, tf.Tensor]
 # By the id of a captured handle, the handles of the copies, one for each local replica.
 Handles: TypeAlias = dict[int, list[tf.Tensor]]
 
-# Operations that TensorFlow replaces by others in functions of several devices only, or whose state
-# belongs to a step.
-NEED_PASSES = {"While", "StatelessWhile", "AccumulateNV2", "TemporaryVariable", "StackV2"}
-NEED_PASSES |= {"TensorArrayV3", "TensorArrayGradV3"}
+# Operations that `call_on_device` cannot run: TensorFlow replaces some by others, but only in
+# functions for several devices. The state of others belongs to a step, which such a call lacks.
+FOR_SEVERAL_DEVICES = {"While", "StatelessWhile", "AccumulateNV2", "TemporaryVariable", "StackV2"}
+FOR_SEVERAL_DEVICES |= {"TensorArrayV3", "TensorArrayGradV3"}
 
 
 class Stage(NamedTuple):
@@ -258,10 +258,13 @@ class _StageFunction:
         # Kept, because the functions that it calls live as long as it does.
         self._known = traced.get_concrete_function(specs)
         self._function = _tf_private.unchanged_by_calls(self._known, nodes)
-        is_on_one_device = not any(node.device for node in nodes.node)
-        needs_passes = not NEED_PASSES.isdisjoint(operations_in(nodes))
-        is_simple = is_on_one_device and not needs_passes and not jit_compile
-        self._is_simple = is_simple and bool(stage.outputs)  # the operation has an output
+        # Whether `call_on_device` can call it, for variables on the replica's own CPU.
+        self._is_of_one_device = (
+            bool(stage.outputs)
+            and not jit_compile
+            and not any(node.device for node in nodes.node)
+            and FOR_SEVERAL_DEVICES.isdisjoint(operations_in(nodes))
+        )
 
     def __call__(self, tensors: Tensors, replica: int, handles: Handles, device: str) -> Tensors:
         """The outputs of the stage on one replica, by name."""
@@ -272,7 +275,7 @@ class _StageFunction:
         is_local = all(arg.device == device for arg in args if arg.dtype == tf.resource)
         is_on_cpu = tf.DeviceSpec.from_string(device).device_type == "CPU"
         with tf.device(device):
-            if self._is_simple and is_local and is_on_cpu:
+            if self._is_of_one_device and is_local and is_on_cpu:
                 call = _tf_private.call_on_device(self._function, args, device)
             else:
                 call = _tf_private.call_in_graph(self._function, args)

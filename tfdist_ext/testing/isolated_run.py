@@ -273,8 +273,8 @@ class _Reporter:
 
     Attributes:
         has_ended: whether the last part of the test, its teardown, was reported.
-        has_failed_as_expected: whether the test has called `pytest.xfail`, or has raised the
-            exception of its mark `xfail`.
+        has_failed_as_expected: whether the test has called `pytest.xfail`, or has raised an
+            exception that its mark `xfail` names.
     """
 
     def __init__(self, file: Any) -> None:

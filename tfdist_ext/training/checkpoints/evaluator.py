@@ -85,10 +85,7 @@ def evaluate_checkpoints(
     for progress in _restored(model, folder, epochs, me, cluster):
         logs = evaluate(steps=steps)
         with writer.as_default():
-            for name, value in logs.items():
-                write_scalar(f"evaluation_{name}_vs_iterations", value, progress.step)
-                if not progress.batches:  # Keras counts epochs from 0
-                    write_scalar(f"epoch_{name}", value, progress.epoch - 1)
+            _write_scalars(logs, progress)
         writer.flush()
         if verbose:
             values = " - ".join(f"{name}: {value:.4f}" for name, value in logs.items())
@@ -104,6 +101,13 @@ def _log_dir(callbacks: Callbacks, folder: str) -> str:
         board.log_dir for board in callbacks if isinstance(board, keras.callbacks.TensorBoard)
     ]
     return posixpath.join(str([*boards, folder][0]), "evaluator")
+
+
+def _write_scalars(logs: dict[str, float], progress: Progress) -> None:
+    for name, value in logs.items():
+        write_scalar(f"evaluation_{name}_vs_iterations", value, progress.step)
+        if not progress.batches:  # Keras counts epochs from 0
+            write_scalar(f"epoch_{name}", value, progress.epoch - 1)
 
 
 def _restored(

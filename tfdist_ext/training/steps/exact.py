@@ -584,14 +584,13 @@ def tape_gradient(
         return original(tape, target, sources, output_gradients, *options, **named_options)
     targets = tf.nest.flatten(target)
     warn_of_mixed_rows(context, targets)
-    flat_gradients = None if output_gradients is None else tf.nest.flatten(output_gradients)
+    grads = output_gradients
+    upstream = list(map(tf.ones_like, targets)) if grads is None else tf.nest.flatten(grads)
     upstream = [  # of rows, divided by their fraction of the batch
         gradient * tf.math.reciprocal_no_nan(context.batch_fraction(gradient.dtype))
         if context.rows_in(target) == "part"
         else gradient
-        for target, gradient in zip(
-            targets, flat_gradients or map(tf.ones_like, targets), strict=True
-        )
+        for target, gradient in zip(targets, upstream, strict=True)
     ]
     with substitutes({tape_gradient: None}):  # a custom gradient may call a tape
         gradients = original(tape, target, sources, upstream, *options, **named_options)

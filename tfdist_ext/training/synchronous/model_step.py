@@ -169,7 +169,7 @@ class ModelStep:
         try:
             with optimization:
                 result = function(*args)
-        except tf.errors.CancelledError as error:  # not if all stages are `call_on_device`
+        except tf.errors.CancelledError as error:  # of a stage of `call_in_graph`
             if not is_shared or self.reduction.local_replicas == 1:
                 raise
             raise TrainingError(
